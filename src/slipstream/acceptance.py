@@ -1,0 +1,171 @@
+"""Acceptance rules: how much of a draft the target keeps, and the law of the token that follows.
+
+A rule is a pure function of the target's laws p and the draft with its laws q; it throws no dice. The dice are thrown
+in `accept`, and only there. `lossless` in a rule's decorator says whether the output keeps the target's law exactly.
+
+Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position j follows draft token j - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from slipstream.noise import Stream, uniform
+from slipstream.sampling import Sampler
+from slipstream.types import Draft, UsageError, Verdict
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What a rule decides. keep: [B, K + 1] float64, the probability that exactly i draft tokens are kept.
+
+    next_token: maps the number kept [B] to the law of the token that follows them [B, V].
+    """
+
+    keep: Tensor
+    next_token: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named acceptance rule. `laws` is None for sample-and-match, whose dice are the target's own draws."""
+
+    name: str
+    lossless: bool
+    laws: Callable[[Tensor, Tensor, Draft], Laws] | None
+
+
+RuleFunction = Callable[..., Laws]
+_RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True)}
+
+
+def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
+    """Register laws(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        _RULES[name] = (function, lossless)
+        return function
+
+    return register
+
+
+@cache
+def load_rule(text: str) -> Rule:
+    """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
+    name, _, argument = text.partition(":")
+    known = ", ".join(["auto", *(f"{n}:K" if n in _WITH_COUNT else n for n in sorted(_RULES))])
+    if name not in _RULES or (bool(argument) != (name in _WITH_COUNT)):
+        raise UsageError(f"acceptance={text!r}; allowed: {known}")
+    function, lossless = _RULES[name]
+    if argument:
+        if not argument.isdigit() or int(argument) < 1:
+            raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K >= 1")
+        function = partial(function or _unreachable, k=int(argument))
+    return Rule(text, lossless, function)
+
+
+def _unreachable(*_: object, **__: object) -> Laws:
+    raise AssertionError("sample-and-match takes no argument")
+
+
+def rule_for(choice: str, draft: Draft) -> Rule:
+    """The rule to use on this draft; "auto" means `match` for one-hot drafts and `rejection` for sampled ones."""
+    if choice != "auto":
+        return load_rule(choice)
+    return load_rule("match" if draft.probs is None else "rejection")
+
+
+def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
+    """Throw the dice for one round. logits: [B, K + 1, V], the target's; the rule's laws decide, `sampler` draws."""
+    if choice.laws is None:
+        return match(sampler.choose(logits, draft.tokens), draft)
+    scores = sampler.scores(logits, draft.tokens)
+    laws = choice.laws(sampler.probs(scores), scores, draft)
+    u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
+    cumulative = laws.keep.cumsum(-1)
+    accepted = (u.to(cumulative.device)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
+    return Verdict(accepted, sampler.draw_at(laws.next_token(accepted), accepted.tolist()))
+
+
+def match(choice: Tensor, draft: Draft) -> Verdict:
+    """Sample and match: keep the draft as long as it says what the target chose. choice: [B, K + 1].
+
+    Exact for any draft, since every committed token is the target's own choice at its position; with one-hot drafts
+    its acceptance is that of rejection sampling. Greedy decoding is the case where the choice is an argmax.
+    """
+    agree = (choice[:, : draft.width] == draft.tokens) & _proposed(draft)
+    accepted = agree.long().cumprod(-1).sum(-1)
+    return Verdict(accepted, choice.gather(1, accepted[:, None])[:, 0])
+
+
+@rule("rejection", lossless=True)
+def rejection(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Keep token x_i with probability min(1, p(x_i) / q(x_i)), in order, up to the first refusal.
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
+    """
+    px, qx = _drafted(p, draft)
+    ratio = torch.where(qx > 0, (px / qx).clamp(max=1.0), (px > 0).double()) * _proposed(draft)
+    survive = ratio.cumprod(-1)
+    start = torch.ones_like(survive[:, :1])
+    keep = torch.cat([start, survive], -1) * torch.cat([1 - ratio, start], -1)
+    return Laws(keep, partial(_residual, p, draft, None))
+
+
+@rule("topk", lossless=False)
+def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Laws:
+    """Lossy: keep a draft token iff it is among the target's k most likely; then a token of the target's own."""
+    if draft.width == 0:
+        return Laws(torch.ones_like(p[:, :1, 0], dtype=torch.float64), partial(_law_at, p))
+    threshold = scores[:, :-1].topk(min(k, p.shape[-1]), dim=-1).values[..., -1]
+    drafted = scores[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
+    accepted = ((drafted >= threshold) & _proposed(draft)).long().cumprod(-1).sum(-1)
+    keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
+    return Laws(keep, partial(_law_at, p))
+
+
+_WITH_COUNT = frozenset({"topk"})
+
+
+def _proposed(draft: Draft) -> Tensor:
+    """[B, K] bool: the columns that are tokens and not padding."""
+    lengths = torch.tensor(draft.lengths, device=draft.tokens.device)
+    return torch.arange(draft.width, device=draft.tokens.device) < lengths[:, None]
+
+
+def _drafted(p: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
+    """p(x_i) and q(x_i), float64 [B, K]."""
+    px = p[:, :-1].gather(-1, draft.tokens[..., None])[..., 0].double()
+    if draft.probs is None:
+        return px, torch.ones_like(px)
+    return px, draft.probs.gather(-1, draft.tokens[..., None])[..., 0].double()
+
+
+def _law_at(p: Tensor, accepted: Tensor) -> Tensor:
+    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+
+
+def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -> Tensor:
+    """[B, V] law of the next token: (scale p - q)+ normalised after a rejection, p where all drafts were kept.
+
+    Where rounding leaves the residual no mass, p itself. scale: [B, K + 1] or None for 1.
+    """
+    here = _law_at(p, accepted)
+    if draft.width == 0:
+        return here
+    column = accepted.clamp(max=draft.width - 1)[:, None]
+    if draft.probs is None:
+        q = torch.zeros_like(here).scatter_(1, draft.tokens.gather(1, column), 1.0)
+    else:
+        q = _law_at(draft.probs, column[:, 0])
+    weight = 1.0 if scale is None else scale.gather(1, accepted[:, None])
+    residual = (weight * here.double() - q.double()).clamp(min=0.0)
+    mass = residual.sum(-1, keepdim=True)
+    lengths = torch.tensor(draft.lengths, device=p.device)
+    rejected = (accepted < lengths)[:, None] & (mass > 0)
+    return torch.where(rejected, residual / mass.clamp(min=1e-300), here.double()).float()

@@ -1,0 +1,80 @@
+"""Backends: a model with a slot-addressed memory, behind one protocol; and how a name becomes one.
+
+A new backend is one file in this folder with a class that has these methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.text import Tokenizer
+from slipstream.types import UsageError
+
+
+class Backend(Protocol):
+    """A causal language model and its key-value memory of `reserve`d slots, addressed by absolute position."""
+
+    vocab_size: int
+    max_length: int
+    device: torch.device
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Hold at least `rows` slots of `length` positions; what is held already stays."""
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """Write tokens [B, W] at positions starts[i]... of slots first_slot... and attend to what lies before them.
+
+        Returns [B, W, V] logits, or an empty tensor when `logits` is False. Positions of a slot beyond those written
+        may hold leftovers; they are never attended to.
+        """
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready for use. end_ids: its end-of-sequence tokens; model: the framework's own object, where there is one."""
+
+    backend: Backend
+    name: str
+    end_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None = None
+    model: Any = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load models. extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization, ...)."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
+    """Load a target or draft model.
+
+    source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
+    Hugging Face model.
+    """
+    if isinstance(source, str) and (source == "toy" or source.startswith("toy:")):
+        from slipstream.backends.toy import load_toy
+
+        return load_toy(source)
+    if isinstance(source, torch.nn.Module):
+        from slipstream.backends.hf import wrap_model
+
+        return wrap_model(source, tokenizer)
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        from slipstream.backends.hf import load_pretrained
+
+        return load_pretrained(str(source), options, tokenizer)
+    raise UsageError(
+        f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
+        "or a loaded Hugging Face model"
+    )

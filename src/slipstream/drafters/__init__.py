@@ -1,0 +1,56 @@
+"""Drafters: anything that proposes tokens. A new one is one file in this folder.
+
+The file name is the drafter's name. The file has a function `build(setup, argument)`, where `argument` is what the
+user wrote after a colon ("ngram:5" gives "5"), and returns an object with the one method of `Drafter`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from slipstream.sampling import Sampler
+from slipstream.session import Session
+from slipstream.types import Draft, Row, UsageError
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes how the rows go on."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """Up to lengths[i] tokens for row i, as a `Draft` on the target's device.
+
+        Fewer are always allowed. The target's output law rests on one promise: `Draft.probs` is the law the tokens
+        were drawn from, or None if they were not drawn at all.
+        """
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a drafter may be built from. coupled: draws must share the target's noise (acceptance "match")."""
+
+    device: torch.device
+    vocab_size: int
+    session: Session | None = None
+    coupled: bool = False
+
+
+def names() -> list[str]:
+    """The known drafters: the files of this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(text: str, setup: Setup) -> Drafter:
+    """The drafter called `text`, for example "ngram" or "ngram:5"; UsageError lists the known ones."""
+    name, _, argument = text.partition(":")
+    if name not in names():
+        raise UsageError(f"drafter={text!r}; allowed: {', '.join(['auto', *names()])}, or a Drafter object")
+    module: Any = importlib.import_module(f"{__name__}.{name}")
+    drafter: Drafter = module.build(setup, argument)
+    return drafter

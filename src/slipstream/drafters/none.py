@@ -1,0 +1,30 @@
+"""Plain decoding: a drafter that proposes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.drafters import Setup
+from slipstream.sampling import Sampler
+from slipstream.types import Draft, Row, UsageError
+
+
+@dataclass(frozen=True)
+class NoDrafter:
+    """Proposes nothing, so that every round commits one token of the target's own."""
+
+    device: torch.device
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """The empty draft."""
+        return Draft.empty(len(rows), self.device)
+
+
+def build(setup: Setup, argument: str) -> NoDrafter:
+    """A `NoDrafter`; it takes no argument."""
+    if argument:
+        raise UsageError(f"drafter='none:{argument}'; allowed: 'none' without an argument")
+    return NoDrafter(setup.device)

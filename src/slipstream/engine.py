@@ -1,0 +1,163 @@
+"""The loop: draft, verify, accept, commit.
+
+Plain decoding is the same loop with a drafter that proposes nothing. The loop yields `Round`s; text, statistics and
+everything else are folded from them elsewhere. This module knows neither text nor model formats.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from time import perf_counter
+
+import torch
+
+from slipstream.acceptance import accept, rule_for
+from slipstream.drafters import Drafter
+from slipstream.noise import Race
+from slipstream.policy import Policy, lengths_for
+from slipstream.sampling import Sampler
+from slipstream.session import Session
+from slipstream.types import Draft, Round, Row, UsageError, Verdict
+
+_steps = count()
+
+
+class Clock:
+    """Seconds of the parts of one step. On a GPU the parts are those of issuing work; the total is exact."""
+
+    def __init__(self) -> None:
+        self._started = self._last = perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under `part`."""
+        now = perf_counter()
+        self.seconds[f"{part}_seconds"] = now - self._last
+        self._last = now
+
+    def stop(self) -> dict[str, float]:
+        """The parts and the total."""
+        return {**self.seconds, "total_seconds": perf_counter() - self._started}
+
+
+@dataclass
+class Batch:
+    """The rows under way and their sampling options. Row i uses slot i of every session."""
+
+    rows: list[Row]
+    sampler: Sampler
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether every row can take part in another round."""
+        return all(row.finish_reason is None for row in self.rows)
+
+    def commit(self, draft: Draft, verdict: Verdict, clock: Clock) -> list[Round]:
+        """Append what was kept and the next token to each row, cut at its end; here the device's answer is awaited."""
+        columns = [draft.tokens, verdict.next_token[:, None], verdict.accepted[:, None]]
+        table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
+        clock.lap("accept")
+        step, rounds = next(_steps), []
+        for i, (row, (*proposed, next_token, kept)) in enumerate(zip(self.rows, table, strict=True)):
+            start, length = len(row.tokens), draft.lengths[i]
+            committed = row.commit([*proposed[:kept], next_token])
+            self.sampler.advance(i, committed)
+            rounds.append(
+                Round(
+                    row=row.index,
+                    step=step,
+                    num_rows=len(self.rows),
+                    start=start,
+                    draft=tuple(proposed[:length]),
+                    tokens=committed,
+                    num_accepted_tokens=min(kept, len(committed)),
+                    rejected=kept < length,
+                    finish_reason=row.finish_reason,
+                )
+            )
+        seconds = clock.stop()
+        rounds = [replace(done, **seconds) for done in rounds]
+        for row, done in zip(self.rows, rounds, strict=True):
+            row.rounds.append(done)
+        return rounds
+
+
+@dataclass
+class Engine:
+    """A target, a drafter, a policy and an acceptance rule, run over any number of rows."""
+
+    target: Session
+    drafter: Drafter
+    policy: Policy
+    acceptance: str = "auto"
+    max_batch_size: int = 8
+    draft_session: Session | None = None
+
+    def __post_init__(self) -> None:
+        self._race = Race(self.target.backend.vocab_size, self.target.backend.device)
+
+    def run(self, rows: Iterable[Row]) -> Iterator[Round]:
+        """Decode all rows, at most `max_batch_size` at a time; a finished row makes room for the next."""
+        waiting = deque(rows)
+        self._reserve(waiting)
+        active: list[Row] = []
+        while waiting or active:
+            while waiting and len(active) < self.max_batch_size:
+                active.append(waiting.popleft())
+            batch = self._batch(active)
+            while batch.unfinished:
+                yield from self.step(batch)
+            _compact(active, waiting)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> list[Round]:
+        """One round of every row."""
+        clock = Clock()
+        self.target.prefill(batch.rows)
+        clock.lap("prefill")
+        draft = self.drafter.propose(batch.rows, lengths_for(self.policy, batch.rows), batch.sampler)
+        _check(draft, batch, self.drafter)
+        clock.lap("draft")
+        logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
+        clock.lap("verify")
+        verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
+        return batch.commit(draft, verdict, clock)
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        backend = self.target.backend
+        return Batch(rows, Sampler(rows, self._race, backend.vocab_size, backend.device))
+
+    def _reserve(self, rows: Collection[Row]) -> None:
+        length = max((row.prompt_length + row.params.max_tokens for row in rows), default=0)
+        for session in (self.target, self.draft_session):
+            if session is not None:
+                session.reserve(min(len(rows), self.max_batch_size), length)
+
+
+def _check(draft: Draft, batch: Batch, drafter: Drafter) -> None:
+    rows = len(batch.rows)
+    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows:
+        raise UsageError(
+            f"drafter {type(drafter).__name__} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths; "
+            f"allowed: {rows} of each"
+        )
+
+
+def _compact(active: list[Row], waiting: deque[Row]) -> None:
+    """Finished rows leave; the next prompt, or else the last row, takes a place that became free.
+
+    Rows thus only ever move to lower places, which sessions rely on.
+    """
+    place = 0
+    while place < len(active):
+        if active[place].finish_reason is None:
+            place += 1
+        elif waiting:
+            active[place] = waiting.popleft()
+        elif place == len(active) - 1:
+            active.pop()
+        else:
+            active[place] = active.pop()

@@ -1,0 +1,176 @@
+"""The data every module shares: drafts, verdicts, rows and the facts a round leaves behind.
+
+This module knows neither models nor sampling. Shapes: B rows, K the widest draft of the round, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+class SlipstreamError(Exception):
+    """Something failed; the message is one line a user can act on."""
+
+
+class UsageError(SlipstreamError, ValueError):
+    """Wrong use: the message names the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens and the law they were drawn from.
+
+    tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
+    lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
+    probs: [B, K, V], the distribution each token was really drawn from, or None when it is one-hot.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    probs: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """K, the number of columns."""
+        return self.tokens.shape[1]
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Draft:
+        """A draft that proposes nothing: plain decoding."""
+        return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), (0,) * rows)
+
+    @staticmethod
+    def from_lists(proposals: Sequence[Sequence[int]], device: torch.device) -> Draft:
+        """A one-hot draft from one list of token ids per row."""
+        width = max(map(len, proposals), default=0)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
+        tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device)
+        return Draft(tokens, tuple(map(len, proposals)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a draft. accepted: [B] draft tokens kept; next_token: [B] the token that follows them."""
+
+    accepted: Tensor
+    next_token: Tensor
+
+
+@dataclass(frozen=True)
+class Round:
+    """One row's share of one propose-verify-accept-commit cycle, on the host.
+
+    `tokens` were committed at position `start` (counted from the first prompt token); the first
+    `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
+    share, and the seconds are those of that whole step.
+    """
+
+    row: int
+    step: int
+    num_rows: int
+    start: int
+    draft: tuple[int, ...]
+    tokens: tuple[int, ...]
+    num_accepted_tokens: int
+    rejected: bool
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed in this round."""
+        return len(self.draft)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each committed token came from."""
+        last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
+        extra = len(self.tokens) - self.num_accepted_tokens
+        return ("accepted",) * self.num_accepted_tokens + (last,) * extra
+
+
+_row_ids = count()
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
+
+    `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
+    string is complete with it.
+    """
+
+    index: int
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int] = frozenset()
+    completes_stop: Callable[[int], bool] | None = None
+    rounds: list[Round] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_length: int = field(init=False)
+    id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+        self.id = next(_row_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens the row may generate."""
+        return self.params.max_tokens - self.num_output_tokens
+
+    def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens up to the first end and return those kept.
+
+        Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
+        """
+        begin = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            stopped = token in self.end_ids
+            if self.completes_stop is not None:
+                stopped |= self.completes_stop(token)
+            if stopped and self.num_output_tokens >= self.params.min_tokens:
+                self.finish_reason = "stop"
+            elif self.remaining <= 0:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return tuple(self.tokens[begin:])
+
+    def true_length(self, round_index: int, base: int) -> int:
+        """How many leading tokens, as they stood in the given round with its draft, are committed now.
+
+        A round that never reached its commit (it was interrupted) vouches for the `base` tokens before it only.
+        """
+        if round_index >= len(self.rounds):
+            return base
+        done = self.rounds[round_index]
+        return done.start + done.num_accepted_tokens
