@@ -20,27 +20,27 @@ from slipstream.noise import Race
 from slipstream.policy import Policy, lengths_for
 from slipstream.sampling import Sampler
 from slipstream.session import Session
-from slipstream.types import Draft, Round, Row, UsageError, Verdict
+from slipstream.types import Draft, Round, Row, Seconds, UsageError, Verdict
 
 _steps = count()
 
 
 class Clock:
-    """Seconds of the parts of one step. On a GPU the parts are those of issuing work; the total is exact."""
+    """Takes the times of one step's parts."""
 
     def __init__(self) -> None:
         self._started = self._last = perf_counter()
-        self.seconds: dict[str, float] = {}
+        self._parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under `part`."""
         now = perf_counter()
-        self.seconds[f"{part}_seconds"] = now - self._last
+        self._parts[part] = now - self._last
         self._last = now
 
-    def stop(self) -> dict[str, float]:
+    def stop(self) -> Seconds:
         """The parts and the total."""
-        return {**self.seconds, "total_seconds": perf_counter() - self._started}
+        return Seconds(**self._parts, total=perf_counter() - self._started)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Batch:
                 )
             )
         seconds = clock.stop()
-        rounds = [replace(done, **seconds) for done in rounds]
+        rounds = [replace(done, seconds=seconds) for done in rounds]
         for row, done in zip(self.rows, rounds, strict=True):
             row.rounds.append(done)
         return rounds

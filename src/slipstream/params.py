@@ -15,6 +15,13 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 T = TypeVar("T")
 
 
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with the help text that flags and documentation show."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
 def _refuse_unknown_fields(cls: type[T]) -> type[T]:
     """Make the constructor answer an unknown option with one line that lists the known ones."""
     construct = cls.__init__
@@ -36,37 +43,31 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
 class SamplingParams:
     """Options of one request. The defaults decode greedily.
 
-    temperature: 0 is greedy; otherwise logits are divided by it.
-    top_k, top_p, min_p: truncation, in this order, as in Hugging Face `generate`; 0, 1 and 0 switch them off.
-    repetition_penalty: divides (positive) or multiplies (negative) logits of tokens seen in prompt or output; 1 is off.
-    presence_penalty, frequency_penalty: subtracted once, or per occurrence, from logits of tokens seen in the output.
-    logit_bias: token id -> number added to its logit.
-    bad_words: token sequences (ids, or text when a tokenizer is at hand) that must not appear in the output.
-    min_tokens, max_tokens: bounds on the number of generated tokens; no end token is possible before the minimum.
-    stop: strings that end the text (the text is cut before them); stop_token_ids: ids that end it like end-of-sequence.
-    ignore_eos: go on after the model's own end-of-sequence tokens.
-    seed: of this request's random numbers; None draws a fresh one, which the result reports.
-    num_draft_tokens: overrides the decoder's draft length for this request; 0 switches drafting off.
-    logits_processors: Hugging Face `LogitsProcessor`s without state, applied before the temperature.
+    Penalties see prompt and output (repetition) or the output only (presence, frequency). Truncation and the order of
+    operations are those of Hugging Face `generate`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[str | Sequence[int]] = ()
-    min_tokens: int = 0
-    max_tokens: int = 200
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    num_draft_tokens: int | None = None
-    logits_processors: Sequence[Processor] = ()
+    temperature: float = setting(0.0, "0 is greedy; otherwise logits are divided by it")
+    top_k: int = setting(0, "keep the K most likely tokens; 0 keeps all")
+    top_p: float = setting(1.0, "keep the most likely tokens that together reach this probability; 1 keeps all")
+    min_p: float = setting(0.0, "keep tokens at least this likely relative to the most likely one; 0 keeps all")
+    repetition_penalty: float = setting(
+        1.0, "divide logits of tokens seen in prompt or output (multiply negative ones)"
+    )
+    presence_penalty: float = setting(0.0, "subtract this from logits of tokens seen in the output")
+    frequency_penalty: float = setting(0.0, "subtract this per occurrence from logits of tokens seen in the output")
+    logit_bias: Mapping[int, float] = setting({}, "add numbers to logits: token id -> bias")
+    bad_words: Sequence[str | Sequence[int]] = setting((), "texts or token id lists that must not appear")
+    min_tokens: int = setting(0, "no end before this many tokens")
+    max_tokens: int = setting(200, "generate at most this many tokens")
+    stop: str | Sequence[str] = setting((), "strings that end the text, which is cut before them")
+    stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
+    ignore_eos: bool = setting(False, "go on after end-of-sequence")
+    seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    num_draft_tokens: int | None = setting(
+        None, "this request's draft length instead of the decoder's; 0 drafts nothing"
+    )
+    logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, math.inf)
@@ -98,7 +99,9 @@ class SamplingParams:
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
             if not _is_id(token) or not _is_real(bias) or math.isnan(bias) or bias == math.inf:
-                raise UsageError(f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf")
+                raise UsageError(
+                    f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
+                )
 
     def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
         value = getattr(self, name)
@@ -121,7 +124,11 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have; the message names the field and the id."""
         words = [token for word in self.bad_words if not isinstance(word, str) for token in word]
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids), ("bad_words", words)):
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("bad_words", words),
+        ):
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")

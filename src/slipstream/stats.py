@@ -58,11 +58,11 @@ class Stats:
             self.accepted_per_position[position] += position < done.num_accepted_tokens
 
     def _time(self, done: Round) -> None:
-        self.draft_seconds += done.draft_seconds
-        self.verify_seconds += done.verify_seconds
-        self.accept_seconds += done.accept_seconds
-        self.prefill_seconds += done.prefill_seconds
-        self.total_seconds += done.total_seconds
+        self.draft_seconds += done.seconds.draft
+        self.verify_seconds += done.seconds.verify
+        self.accept_seconds += done.seconds.accept
+        self.prefill_seconds += done.seconds.prefill
+        self.total_seconds += done.seconds.total
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -21,6 +21,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens the model expects at its beginning."""
 
+    def bare(self, text: str) -> list[int]:
+        """Token ids of a text and nothing else."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
 

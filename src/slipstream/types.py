@@ -69,6 +69,17 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Where the time of one step went. On a GPU the parts are those of issuing work; the total is exact."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
 class Round:
     """One row's share of one propose-verify-accept-commit cycle, on the host.
 
@@ -85,12 +96,8 @@ class Round:
     tokens: tuple[int, ...]
     num_accepted_tokens: int
     rejected: bool
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    accept_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    total_seconds: float = 0.0
     finish_reason: FinishReason | None = None
+    seconds: Seconds = field(default_factory=lambda: Seconds())
 
     @property
     def num_draft_tokens(self) -> int:
@@ -102,7 +109,8 @@ class Round:
         """Where each committed token came from."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
-        return ("accepted",) * self.num_accepted_tokens + (last,) * extra
+        accepted: tuple[Origin, ...] = ("accepted",) * self.num_accepted_tokens
+        return accepted + (last,) * extra
 
 
 _row_ids = count()

@@ -38,21 +38,27 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready for use. end_ids: its end-of-sequence tokens; model: the framework's own object, where there is one."""
+    """A model ready for use. end_ids: its end-of-sequence tokens; model: the framework's own object, if any."""
 
     backend: Backend
     name: str
     end_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
     model: Any = None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load models. extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization, ...)."""
+    """How to load models.
+
+    fast: True packs CPU weights or says why it cannot, "auto" packs those of models it loads itself, False never.
+    extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
+    """
 
     dtype: str = "auto"
     device: str = "auto"
+    fast: bool | str = "auto"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +75,7 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     if isinstance(source, torch.nn.Module):
         from slipstream.backends.hf import wrap_model
 
-        return wrap_model(source, tokenizer)
+        return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         from slipstream.backends.hf import load_pretrained
 

@@ -67,7 +67,9 @@ def _device(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device={device!r}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N") from error
+        raise UsageError(
+            f"device={device!r}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N"
+        ) from error
 
 
 def _explained(source: str, folder: str, error: Exception) -> SlipstreamError:

@@ -8,6 +8,7 @@ import transformers.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends.packed import pack, unsupported
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
 from slipstream.types import SlipstreamError, UsageError
+
+log = logging.getLogger("slipstream")
 
 VIEW = 256  # attention reads the memory up to the next multiple of this
 
@@ -165,18 +169,6 @@ class HFBackend:
         """Copy keys and values between slots."""
         self._cache.copy(source, destination, length)
 
-    def full_precision_logits(self, tokens: list[int]) -> Tensor:
-        """[len(tokens), V] logits of one plain forward of a float32 copy of the model, without any cache."""
-        if self._float32 is None:
-            import copy as copying
-
-            self._float32 = self.model if self.model.dtype == torch.float32 else copying.deepcopy(self.model).float()
-        with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self.device)
-            return self._float32(input_ids=ids, use_cache=False).logits[0].float()
-
-    _float32: Any = None
-
     def _masks(self, positions: Tensor, view: int) -> Tensor | dict[str, Tensor]:
         """[B, 1, W, view] masks, True where a query may look: one, or one per layer type for mixed models."""
         keys, queries = self._key_positions[:view], positions[:, None, :, None]
@@ -229,12 +221,30 @@ def _only_attention(config: Any) -> bool:
     return kinds <= {"full_attention", "sliding_attention"} and all(type(layer) in allowed for layer in layers)
 
 
-def wrap_model(model: Any, tokenizer: Any) -> Loaded:
-    """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only."""
+def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
+    """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only.
+
+    The model is the caller's, so its weights are packed only if fast=True asks for it.
+    """
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
-    return Loaded(HFBackend(model), model.config._name_or_path or type(model).__name__, end_ids(model), wrapped, model)
+    backend = HFBackend(model)
+    packed = options.fast is True and _pack(model, options.fast)
+    return Loaded(backend, model.config._name_or_path or type(model).__name__, end_ids(model), wrapped, model, packed)
+
+
+def _pack(model: Any, fast: bool | str) -> bool:
+    if fast is False:
+        return False
+    reason = unsupported(model)
+    if reason is None:
+        pack(model)
+    elif fast is True:
+        raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
+    else:
+        log.info("%s keeps its plain weights: %s", type(model).__name__, reason)
+    return reason is None
 
 
 def end_ids(model: Any) -> tuple[int, ...]:
@@ -251,4 +261,5 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
 
     folder, model = load_model(source, options)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(folder)
-    return Loaded(HFBackend(model), source, end_ids(model), wrapped, model)
+    backend = HFBackend(model)
+    return Loaded(backend, source, end_ids(model), wrapped, model, _pack(model, options.fast))

@@ -23,6 +23,10 @@ class HFTokenizer:
         """Token ids, special tokens added."""
         return list(self.inner(text)["input_ids"])
 
+    def bare(self, text: str) -> list[int]:
+        """Token ids, no special tokens."""
+        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
         return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -30,7 +34,9 @@ class HFTokenizer:
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation with the opening of the answer."""
         if not self.has_chat_template:
-            raise UsageError("prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text")
+            raise UsageError(
+                "prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text"
+            )
         text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return list(self.inner(text, add_special_tokens=False)["input_ids"])
 

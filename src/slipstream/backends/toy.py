@@ -39,6 +39,10 @@ class ToyTokenizer:
         """UTF-8 bytes."""
         return list(text.encode())
 
+    def bare(self, text: str) -> list[int]:
+        """The same: there are no special tokens to leave out."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the bytes; ids that are no byte are dropped, broken sequences shown as the replacement character."""
         return bytes(i for i in ids if i < END).decode(errors="replace")
@@ -112,7 +116,7 @@ class ToyBackend:
 
 
 def load_toy(name: str) -> Loaded:
-    """"toy" or "toy:ORDER", ORDER being how many bytes the model looks back."""
+    """ "toy" or "toy:ORDER", ORDER being how many bytes the model looks back."""
     _, _, order = name.partition(":")
     if name != "toy" and not (order.isdigit() and 1 <= int(order) <= 16):
         raise UsageError(f"model {name!r}; allowed: 'toy' or 'toy:ORDER' with ORDER from 1 to 16")

@@ -46,11 +46,16 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(text: str, setup: Setup) -> Drafter:
-    """The drafter called `text`, for example "ngram" or "ngram:5"; UsageError lists the known ones."""
-    name, _, argument = text.partition(":")
-    if name not in names():
+def check_name(text: str) -> None:
+    """Refuse an unknown drafter, listing the known ones."""
+    if text.partition(":")[0] not in ("auto", *names()):
         raise UsageError(f"drafter={text!r}; allowed: {', '.join(['auto', *names()])}, or a Drafter object")
+
+
+def load(text: str, setup: Setup) -> Drafter:
+    """The drafter called `text`, for example "ngram" or "ngram:5"."""
+    check_name(text)
+    name, _, argument = text.partition(":")
     module: Any = importlib.import_module(f"{__name__}.{name}")
     drafter: Drafter = module.build(setup, argument)
     return drafter

@@ -67,7 +67,7 @@ class NgramDrafter:
 
 
 def build(setup: Setup, argument: str) -> NgramDrafter:
-    """"ngram", "ngram:LONGEST" or "ngram:SHORTEST-LONGEST"."""
+    """ "ngram", "ngram:LONGEST" or "ngram:SHORTEST-LONGEST"."""
     first, dash, last = argument.partition("-")
     if argument and not (first.isdigit() and (last.isdigit() or not dash)):
         raise UsageError(f"drafter='ngram:{argument}'; allowed: ngram, ngram:LONGEST or ngram:SHORTEST-LONGEST")

@@ -1,0 +1,64 @@
+"""The decoder's settings in one dataclass: the home of every default, and where JSON and flags come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slipstream.params import setting
+from slipstream.types import UsageError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+SWITCH = (True, False, "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything a decoder can be told besides its models."""
+
+    drafter: str = setting("auto", "auto | model | ngram[:LONGEST] | none; auto: model if there is a draft, else ngram")
+    num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
+    acceptance: str = setting("auto", "auto | rejection | match | topk:K (lossy); auto: lossless, by kind of draft")
+    dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
+    device: str = setting("auto", "auto | cpu | cuda | cuda:N")
+    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU")
+    reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
+    max_batch_size: int = setting(8, "rows decoded together")
+    load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens != "auto" and not _whole(self.num_draft_tokens):
+            raise UsageError(f"num_draft_tokens={self.num_draft_tokens!r}; allowed: 'auto' or a whole number >= 0")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        for name in ("fast", "reproducible"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or value == "auto"):
+                raise UsageError(f"{name}={value!r}; allowed: 'auto', True, False")
+        if not _whole(self.max_batch_size) or self.max_batch_size < 1:
+            raise UsageError(f"max_batch_size={self.max_batch_size!r}; allowed: a whole number >= 1")
+        if not isinstance(self.load_options, dict):
+            raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
+
+    def to_json(self) -> str:
+        """The settings as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, path: Path) -> DecoderConfig:
+        """Settings from a JSON file; unknown keys are errors."""
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise UsageError(f"config file {str(path)!r} cannot be read: {error}") from error
+        known = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or (unknown := [key for key in values if key not in known]):
+            what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"
+            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(known)}")
+        return cls(**values)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,290 @@
+"""`SpeculativeDecoder`: loads models, turns prompts into rows and rounds into results."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from slipstream import drafters
+from slipstream.acceptance import load_rule
+from slipstream.backends import Loaded, LoadOptions, load
+from slipstream.config import DecoderConfig
+from slipstream.drafters import Drafter
+from slipstream.engine import Engine
+from slipstream.params import SamplingParams
+from slipstream.policy import Fixed
+from slipstream.session import AGREEING, EXACT_FIT, Session
+from slipstream.stats import Stats
+from slipstream.text import StopStrings, StopWatch, TextStream, Tokenizer, cut_at_stop
+from slipstream.types import FinishReason, Origin, Round, Row, UsageError
+from slipstream.vocabulary import check_same
+
+Message = dict[str, str]
+Prompt = str | list[int] | list[Message]
+
+DEFAULT_DRAFT_TOKENS = {"ngram": 7, "model": 4, "none": 0}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    rounds: list[Round]
+    seed: int
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added. text may lag behind token_ids while a character or a stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    round: Round
+
+
+class SpeculativeDecoder:
+    """Generates exactly what `target` would, faster.
+
+    target, draft: a hub id, a local folder, a .gguf file, "smollm2" (the embedded default), "toy", or a loaded
+    `PreTrainedModel`.
+    tokenizer: needed only with loaded models and text prompts.
+    The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        *,
+        tokenizer: Any = None,
+        drafter: str | Drafter = DecoderConfig.drafter,
+        num_draft_tokens: int | str = DecoderConfig.num_draft_tokens,
+        acceptance: str = DecoderConfig.acceptance,
+        dtype: str = DecoderConfig.dtype,
+        device: str = DecoderConfig.device,
+        fast: bool | str = DecoderConfig.fast,
+        reproducible: bool | str = DecoderConfig.reproducible,
+        max_batch_size: int = DecoderConfig.max_batch_size,
+        load_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.config = DecoderConfig(
+            drafter=drafter if isinstance(drafter, str) else type(drafter).__name__,
+            num_draft_tokens=num_draft_tokens,
+            acceptance=acceptance,
+            dtype=dtype,
+            device=device,
+            fast=fast,
+            reproducible=reproducible,
+            max_batch_size=max_batch_size,
+            load_options=load_options or {},
+        )
+        if acceptance != "auto":
+            load_rule(acceptance)
+        self._drafter_choice = drafter
+        options = LoadOptions(dtype, device, fast, load_options or {})
+        if isinstance(drafter, str):
+            drafters.check_name(drafter)
+        self.target: Loaded = load(target, options, tokenizer)
+        self.draft: Loaded | None = None if draft is None else load(draft, options, tokenizer)
+        if self.draft is not None:
+            check_same(self.target, self.draft)
+        # packed weights cost no more at the agreeing widths than at any other
+        keeps_shapes = self.target.packed if reproducible == "auto" else bool(reproducible)
+        shapes = AGREEING if keeps_shapes else EXACT_FIT
+        self._target_session = Session(self.target.backend, shapes)
+        self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
+        self._engine = self._make_engine(drafter, num_draft_tokens)
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter in use, with "auto" resolved."""
+        return self._name
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer, if there is one."""
+        return self.target.tokenizer
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output keeps the target's law exactly."""
+        return self.config.acceptance == "auto" or load_rule(self.config.acceptance).lossless
+
+    def using(self, drafter: str | Drafter, num_draft_tokens: int | str | None = None) -> SpeculativeDecoder:
+        """The same loaded models and memory with another drafter or draft length; models are not loaded again."""
+        other = object.__new__(SpeculativeDecoder)
+        other.__dict__.update(self.__dict__)
+        count = self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        other.config = replace(self.config, drafter=name, num_draft_tokens=count)
+        other._engine = other._make_engine(drafter, count)
+        return other
+
+    def _make_engine(self, drafter: str | Drafter, num_draft_tokens: int | str) -> Engine:
+        setup = drafters.Setup(
+            self.target.backend.device,
+            self.target.backend.vocab_size,
+            self._draft_session,
+            coupled=self.config.acceptance == "match",
+        )
+        if drafter == "auto":
+            drafter = "ngram" if self.draft is None else "model"
+        self._name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
+        if not isinstance(built, Drafter):
+            raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
+        default = DEFAULT_DRAFT_TOKENS.get(self._name.partition(":")[0], 5)
+        policy = Fixed(default if isinstance(num_draft_tokens, str) else num_draft_tokens)
+        return Engine(
+            self._target_session,
+            built,
+            policy,
+            self.config.acceptance,
+            self.config.max_batch_size,
+            self._draft_session,
+        )
+
+    @overload
+    def generate(
+        self, prompt: str | list[int] | list[Message], params: SamplingParams | None = None, *, chat: bool = True
+    ) -> Result: ...
+    @overload
+    def generate(
+        self, prompt: list[Any], params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+    ) -> list[Result]: ...
+
+    def generate(
+        self, prompt: Any, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+    ) -> Result | list[Result]:
+        """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
+
+        A prompt is a text, a list of token ids or a list of chat messages. A text goes through the chat template if
+        the tokenizer has one, unless chat=False. params: one for all, or one per prompt.
+        """
+        single = _is_single(prompt)
+        rows = self._rows([prompt] if single else list(prompt), params, chat)
+        for _ in self._engine.run(rows):
+            pass
+        results = [self._result(row) for row in rows]
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
+        """Generate for one prompt, a `Chunk` per round. Stopping the iteration early is allowed."""
+        if not _is_single(prompt):
+            raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
+        row = self._rows([prompt], params, chat)[0]
+        text = None if self.tokenizer is None else TextStream(self.tokenizer)
+        stops = StopStrings(row.params.stop_strings)
+        for done in self._engine.run([row]):
+            piece = ""
+            if text is not None:
+                piece = stops.push("".join(map(text.push, done.tokens)))
+                if done.finish_reason is not None:
+                    piece += stops.push(text.flush(), final=True)
+            yield Chunk(piece, done.tokens, done.origins, done)
+
+    def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
+        """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
+        yield from self._engine.run(self._rows(list(prompts), params, chat))
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """The token ids a prompt stands for."""
+        if _is_ids(prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise UsageError("prompt is text but there is no tokenizer; give tokenizer=... or a list of token ids")
+        if isinstance(prompt, str):
+            if chat and self.tokenizer.has_chat_template and prompt:
+                return self.tokenizer.chat([{"role": "user", "content": prompt}])
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
+
+    def _rows(self, prompts: list[Any], params: Any, chat: bool) -> list[Row]:
+        given = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(prompts)
+        if len(given) != len(prompts):
+            raise UsageError(f"params: {len(given)} given for {len(prompts)} prompts; allowed: one, or one per prompt")
+        return [self._row(i, prompt, one, chat) for i, (prompt, one) in enumerate(zip(prompts, given, strict=True))]
+
+    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
+        if not (isinstance(prompt, str) or _is_ids(prompt) or _is_chat(prompt)):
+            raise UsageError(f"prompt {prompt!r:.80}; allowed: a text, a list of token ids or a list of chat messages")
+        backend, tokens = self.target.backend, self.encode(prompt, chat=chat)
+        if not tokens:
+            raise UsageError(f"prompt {index} is empty; allowed: at least one token")
+        if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
+            raise UsageError(f"prompt {index}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
+        room = backend.max_length - len(tokens)
+        if room < 1:
+            raise UsageError(f"prompt {index} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
+        if params.max_tokens > room:
+            raise UsageError(
+                f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "
+                f"(the model's context is {backend.max_length})"
+            )
+        params = self._with_token_ids(params)
+        params.check_vocabulary(backend.vocab_size)
+        ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
+        watch = self._stop_watch(params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return Row(index, tokens, params, seed, ends, watch)
+
+    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Bad words given as text, as token ids: at the beginning of a text and after a space."""
+        words: list[Sequence[int]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words.append(word)
+            elif self.tokenizer is None:
+                raise UsageError(f"bad_words: {word!r} is text but there is no tokenizer; allowed: lists of token ids")
+            else:
+                words += [ids for ids in (self.tokenizer.bare(word), self.tokenizer.bare(" " + word)) if ids]
+        return replace(params, bad_words=tuple(words)) if params.bad_words else params
+
+    def _stop_watch(self, params: SamplingParams) -> StopWatch | None:
+        if not params.stop_strings:
+            return None
+        if self.tokenizer is None:
+            raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
+        return StopWatch(self.tokenizer, params.stop_strings)
+
+    def _result(self, row: Row) -> Result:
+        assert row.finish_reason is not None
+        text = "" if self.tokenizer is None else self.tokenizer.decode(row.output)
+        return Result(
+            text=cut_at_stop(text, row.params.stop_strings),
+            token_ids=row.output,
+            finish_reason=row.finish_reason,
+            stats=Stats.of(row.rounds, lossless=self.lossless),
+            rounds=row.rounds,
+            seed=row.seed,
+            prompt_token_ids=row.tokens[: row.prompt_length],
+        )
+
+
+def _is_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, list | tuple):
+        return False
+    return bool(prompt) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+
+
+def _is_chat(prompt: Any) -> bool:
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+
+
+def _is_single(prompt: Any) -> bool:
+    """One prompt rather than a list of them; an empty list counts as one (empty) prompt."""
+    if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
+        return True
+    return _is_ids(prompt) or _is_chat(prompt) or isinstance(prompt[0], int)
