@@ -109,8 +109,8 @@ class Round:
         """Where each committed token came from."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
-        accepted: tuple[Origin, ...] = ("accepted",) * self.num_accepted_tokens
-        return accepted + (last,) * extra
+        accepted: Origin = "accepted"
+        return (accepted,) * self.num_accepted_tokens + (last,) * extra
 
 
 _row_ids = count()

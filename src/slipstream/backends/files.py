@@ -67,16 +67,18 @@ def _device(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"device={device!r}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N"
-        ) from error
+        raise UsageError(f"device={device!r}: {_first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error
 
 
 def _explained(source: str, folder: str, error: Exception) -> SlipstreamError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = _first_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {first}")
     return SlipstreamError(f"model {source!r} is no local folder, and the hub did not give it: {first}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def convert_gguf(file: Path) -> Path:
@@ -102,7 +104,7 @@ def _convert(file: Path, folder: Path) -> None:
     except ImportError as error:
         raise SlipstreamError("reading GGUF files needs two packages: pip install 'slipstream-lm[gguf]'") from error
     except Exception as error:  # the readers raise many kinds on a damaged file
-        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {str(error).splitlines()[0]}") from error
+        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         plain.save_pretrained(partial)
