@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+import torch
+from torch import Tensor
+
 from slipstream import drafters
 from slipstream.acceptance import load_rule
 from slipstream.backends import Loaded, LoadOptions, load
@@ -194,6 +197,20 @@ class SpeculativeDecoder:
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
         yield from self._engine.run(self._rows(list(prompts), params, chat))
+
+    def forget(self) -> None:
+        """Empty the memory, so that the next prompt is computed from its first token."""
+        for session in (self._target_session, self._draft_session):
+            if session is not None:
+                session.forget()
+
+    def next_logits(self, token_ids: list[int]) -> Tensor:
+        """[V] logits of the target after these tokens, in the precision it works in."""
+        row = self._row(0, token_ids, SamplingParams(max_tokens=1), False)
+        self._target_session.reserve(1, len(token_ids) + 1)
+        with torch.inference_mode():
+            nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
+            return self._target_session.score([row], nothing, [0])[0, 0]
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""

