@@ -59,11 +59,11 @@ def load_rule(text: str) -> Rule:
     """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
     name, _, argument = text.partition(":")
     known = ", ".join(["auto", *(f"{n}:K" if n in _WITH_COUNT else n for n in sorted(_RULES))])
-    if name not in _RULES or (bool(argument) != (name in _WITH_COUNT)):
+    if name not in _RULES or (":" in text) != (name in _WITH_COUNT):
         raise UsageError(f"acceptance={text!r}; allowed: {known}")
     function, lossless = _RULES[name]
-    if argument:
-        if not argument.isdigit() or int(argument) < 1:
+    if name in _WITH_COUNT:
+        if not argument.isdecimal() or int(argument) < 1:
             raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K >= 1")
         function = partial(function or _unreachable, k=int(argument))
     return Rule(text, lossless, function)
@@ -112,7 +112,7 @@ def rejection(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
     px, qx = _drafted(p, draft)
     ratio = torch.where(qx > 0, (px / qx).clamp(max=1.0), (px > 0).double()) * _proposed(draft)
     survive = ratio.cumprod(-1)
-    start = torch.ones_like(survive[:, :1])
+    start = torch.ones(len(p), 1, dtype=torch.float64, device=p.device)
     keep = torch.cat([start, survive], -1) * torch.cat([1 - ratio, start], -1)
     return Laws(keep, partial(_residual, p, draft, None))
 
@@ -124,7 +124,7 @@ def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Laws:
         return Laws(torch.ones_like(p[:, :1, 0], dtype=torch.float64), partial(_law_at, p))
     threshold = scores[:, :-1].topk(min(k, p.shape[-1]), dim=-1).values[..., -1]
     drafted = scores[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
-    accepted = ((drafted >= threshold) & _proposed(draft)).long().cumprod(-1).sum(-1)
+    accepted = ((drafted >= threshold) & torch.isfinite(drafted) & _proposed(draft)).long().cumprod(-1).sum(-1)
     keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
     return Laws(keep, partial(_law_at, p))
 

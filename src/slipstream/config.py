@@ -31,6 +31,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.num_draft_tokens != "auto" and not _whole(self.num_draft_tokens):
             raise UsageError(f"num_draft_tokens={self.num_draft_tokens!r}; allowed: 'auto' or a whole number >= 0")
+        for name in ("drafter", "acceptance", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}")
         for name in ("fast", "reproducible"):
@@ -51,7 +54,7 @@ class DecoderConfig:
         """Settings from a JSON file; unknown keys are errors."""
         try:
             values = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UsageError(f"config file {str(path)!r} cannot be read: {error}") from error
         known = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in known]):

@@ -20,7 +20,7 @@ from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
 from slipstream.session import AGREEING, EXACT_FIT, Session
 from slipstream.stats import Stats
-from slipstream.text import StopStrings, StopWatch, TextStream, Tokenizer, cut_at_stop
+from slipstream.text import Tokenizer, VisibleText, visible_text
 from slipstream.types import FinishReason, Origin, Round, Row, UsageError
 from slipstream.vocabulary import check_same
 
@@ -184,14 +184,12 @@ class SpeculativeDecoder:
         if not _is_single(prompt):
             raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
         row = self._rows([prompt], params, chat)[0]
-        text = None if self.tokenizer is None else TextStream(self.tokenizer)
-        stops = StopStrings(row.params.stop_strings)
+        text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
         for done in self._engine.run([row]):
             piece = ""
             if text is not None:
-                piece = stops.push("".join(map(text.push, done.tokens)))
-                if done.finish_reason is not None:
-                    piece += stops.push(text.flush(), final=True)
+                piece = "".join(map(text.push, done.tokens))
+                piece += text.flush() if done.finish_reason is not None else ""
             yield Chunk(piece, done.tokens, done.origins, done)
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
@@ -225,7 +223,8 @@ class SpeculativeDecoder:
         return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
 
     def _rows(self, prompts: list[Any], params: Any, chat: bool) -> list[Row]:
-        given = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(prompts)
+        one = SamplingParams() if params is None else params
+        given = list(params) if isinstance(params, list | tuple) else [one] * len(prompts)
         if len(given) != len(prompts):
             raise UsageError(f"params: {len(given)} given for {len(prompts)} prompts; allowed: one, or one per prompt")
         return [self._row(i, prompt, one, chat) for i, (prompt, one) in enumerate(zip(prompts, given, strict=True))]
@@ -253,7 +252,7 @@ class SpeculativeDecoder:
         ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
         watch = self._stop_watch(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Row(index, tokens, params, seed, ends, watch)
+        return Row(index, tokens, params, seed, ends, None if watch is None else watch.completes_stop)
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: at the beginning of a text and after a space."""
@@ -267,18 +266,18 @@ class SpeculativeDecoder:
                 words += [ids for ids in (self.tokenizer.bare(word), self.tokenizer.bare(" " + word)) if ids]
         return replace(params, bad_words=tuple(words)) if params.bad_words else params
 
-    def _stop_watch(self, params: SamplingParams) -> StopWatch | None:
+    def _stop_watch(self, params: SamplingParams) -> VisibleText | None:
         if not params.stop_strings:
             return None
         if self.tokenizer is None:
             raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
-        return StopWatch(self.tokenizer, params.stop_strings)
+        return VisibleText(self.tokenizer, params)
 
     def _result(self, row: Row) -> Result:
         assert row.finish_reason is not None
-        text = "" if self.tokenizer is None else self.tokenizer.decode(row.output)
+        text = "" if self.tokenizer is None else visible_text(self.tokenizer, row.params, row.output)
         return Result(
-            text=cut_at_stop(text, row.params.stop_strings),
+            text=text,
             token_ids=row.output,
             finish_reason=row.finish_reason,
             stats=Stats.of(row.rounds, lossless=self.lossless),

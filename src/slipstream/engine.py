@@ -20,7 +20,7 @@ from slipstream.noise import Race
 from slipstream.policy import Policy, lengths_for
 from slipstream.sampling import Sampler
 from slipstream.session import Session
-from slipstream.types import Draft, Round, Row, Seconds, UsageError, Verdict
+from slipstream.types import Draft, Round, Row, Seconds, SlipstreamError, UsageError, Verdict
 
 _steps = count()
 
@@ -62,6 +62,8 @@ class Batch:
         clock.lap("accept")
         step, rounds = next(_steps), []
         for i, (row, (*proposed, next_token, kept)) in enumerate(zip(self.rows, table, strict=True)):
+            if next_token < 0:
+                raise SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
             start, length = len(row.tokens), draft.lengths[i]
             committed = row.commit([*proposed[:kept], next_token])
             self.sampler.advance(i, committed)
@@ -74,7 +76,7 @@ class Batch:
                     draft=tuple(proposed[:length]),
                     tokens=committed,
                     num_accepted_tokens=min(kept, len(committed)),
-                    rejected=kept < length,
+                    rejected=kept < length and len(committed) > kept,
                     finish_reason=row.finish_reason,
                 )
             )

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from slipstream.types import UsageError
+from slipstream.types import MAX_DRAFT_TOKENS, UsageError
 
+LARGEST = 1e30  # leaves room in float32 for products with counts
 Processor = Callable[[Tensor, Tensor], Tensor]
 T = TypeVar("T")
 
@@ -74,16 +75,17 @@ class SamplingParams:
         self._integer("top_k", 0)
         self._number("top_p", 0.0, 1.0, open_below=True)
         self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.0, math.inf, open_below=True)
+        self._number("repetition_penalty", 1 / LARGEST, math.inf)
         self._number("presence_penalty", -math.inf, math.inf)
         self._number("frequency_penalty", -math.inf, math.inf)
         self._integer("max_tokens", 1)
         self._integer("min_tokens", 0)
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
-        for name in ("seed", "num_draft_tokens"):
-            if getattr(self, name) is not None:
-                self._integer(name, 0)
+        if self.seed is not None:
+            self._integer("seed", 0)
+        if self.num_draft_tokens is not None:
+            self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
         self._check_collections()
@@ -98,23 +100,25 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
         for token, bias in self.logit_bias.items():
-            if not _is_id(token) or not _is_real(bias) or math.isnan(bias) or bias == math.inf:
+            if not _is_id(token) or not _is_real(bias) or not (bias == -math.inf or abs(bias) <= LARGEST):
                 raise UsageError(
                     f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
                 )
 
     def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
         value = getattr(self, name)
-        inside = _is_real(value) and math.isfinite(value) and low <= value <= high and not (open_below and value == low)
+        finite = _is_real(value) and abs(value) <= LARGEST
+        inside = finite and low <= value <= high and not (open_below and value == low)
         if not inside:
             above = ">" if open_below else ">="
             bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
             raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
 
-    def _integer(self, name: str, low: int) -> None:
+    def _integer(self, name: str, low: int, high: int | None = None) -> None:
         value = getattr(self, name)
-        if not _is_int(value) or value < low:
-            raise UsageError(f"{name}={value!r}; allowed: a whole number >= {low}")
+        if not _is_int(value) or value < low or (high is not None and value > high):
+            allowed = f">= {low}" if high is None else f"from {low} to {high}"
+            raise UsageError(f"{name}={value!r}; allowed: a whole number {allowed}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

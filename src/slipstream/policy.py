@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.types import Row, UsageError
-
-MAX_DRAFT_TOKENS = 64
+from slipstream.types import MAX_DRAFT_TOKENS, Row, UsageError
 
 
 class Policy(Protocol):

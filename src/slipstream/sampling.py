@@ -16,9 +16,10 @@ from torch import Tensor
 
 from slipstream.noise import Race, Stream, key
 from slipstream.params import Processor, SamplingParams
-from slipstream.types import Row, SlipstreamError, UsageError
+from slipstream.types import Row, UsageError
 
 NEVER = float("-inf")
+NONE = -1  # drawn where no token is left; harmless behind a rejection, an error if committed
 
 
 class Sampler:
@@ -48,8 +49,6 @@ class Sampler:
         scores = logits.to(torch.float32, copy=True)
         for processor in self._order:
             processor.apply(scores, draft, first)
-        if bool(torch.isneginf(scores.amax(-1)).any()):
-            raise SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
         return scores
 
     def probs(self, scores: Tensor) -> Tensor:
@@ -57,6 +56,8 @@ class Sampler:
         if self.all_greedy:
             return _one_hot(scores)
         probs = torch.softmax(self._warp(scores), dim=-1)
+        if self._order:  # bias and the like can leave a position without any token; its law is then zero
+            probs = probs.nan_to_num(0.0)
         if bool(self._greedy.any()):
             probs = torch.where(self._greedy[:, None, None], _one_hot(scores), probs)
         return probs
@@ -66,7 +67,8 @@ class Sampler:
         if self.plain:
             return logits.argmax(-1)
         scores = self.scores(logits, draft)
-        return scores.argmax(-1) if self.all_greedy else self.draw(self.probs(scores))
+        chosen = scores.argmax(-1) if self.all_greedy else self.draw(self.probs(scores))
+        return chosen.masked_fill(torch.isneginf(scores.amax(-1)), NONE)
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], by the noise of (seed, stream, absolute position) -> [B, J].
@@ -81,7 +83,7 @@ class Sampler:
         """One token per row from laws [B, V], at `offsets[i]` positions after row i's committed tokens -> [B]."""
         positions = [len(row.tokens) + j for row, j in zip(self.rows, offsets, strict=True)]
         keys = [self._key(row, Stream.TOKEN, at) for row, at in zip(self.rows, positions, strict=True)]
-        return self.race.draw(laws, keys)
+        return self.race.draw(laws, keys).masked_fill(laws.amax(-1) <= 0, NONE)
 
     def round_keys(self, stream: Stream) -> list[int]:
         """One key per row for this round."""
@@ -94,7 +96,8 @@ class Sampler:
 
 
 def _one_hot(scores: Tensor) -> Tensor:
-    return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return hot.masked_fill(torch.isneginf(scores.amax(-1, keepdim=True)), 0.0)
 
 
 class _Warp:
@@ -104,14 +107,15 @@ class _Warp:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, device=device)[:, None, None]
 
-        self.temperature = column([p.temperature or 1.0 for p in params])
+        self.temperature = column([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
         self.top_k = torch.tensor([p.top_k for p in params], device=device)
         self.max_top_k = max(p.top_k for p in params)
         self.top_p, self.min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
         self.any_top_p, self.any_min_p = any(p.top_p < 1 for p in params), any(p.min_p > 0 for p in params)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        scores = scores / self.temperature
+        best = scores.amax(-1, keepdim=True)
+        scores = (scores - best.masked_fill(torch.isneginf(best), 0.0)) / self.temperature
         if self.max_top_k:
             scores = self._keep_top_k(scores)
         if self.any_top_p:
@@ -272,8 +276,9 @@ def check_stateless(processor: Processor, context: Tensor, scores: Tensor) -> Te
     be rolled back.
     """
     first = processor(context, scores.clone())
+    second = processor(context, scores.clone())
     processor(context[:, :-1] if context.shape[1] > 1 else context, scores.clone())
-    if not torch.equal(first, processor(context, scores.clone())):
+    if not torch.equal(first, second) or not torch.equal(first, processor(context, scores.clone())):
         raise UsageError(
             f"logits_processors: {type(processor).__name__} keeps state between calls, which drafting would corrupt; "
             "allowed: processors whose answer depends on input_ids and scores alone"

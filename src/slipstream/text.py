@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.params import SamplingParams
+
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -89,19 +91,34 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class StopWatch:
-    """A row's stop check: told each output token once, says whether a stop string is complete."""
+class VisibleText:
+    """The text of one request as its tokens come: stop strings cut it, but none before `min_tokens` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._text, self._stops = TextStream(tokenizer), StopStrings(stops)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop_strings)
+        self._unwatched = max(0, params.min_tokens - 1)
 
-    def __call__(self, token: int) -> bool:
-        """Whether the text up to this token contains a stop string."""
-        self._stops.push(self._text.push(token))
+    def push(self, token: int) -> str:
+        """What may be shown now."""
+        piece = self._text.push(token)
+        if self._unwatched > 0:
+            self._unwatched -= 1
+            return piece
+        return self._stops.push(piece)
+
+    def flush(self) -> str:
+        """What is left when the request is over."""
+        return self._stops.push(self._text.flush(), final=True)
+
+    def completes_stop(self, token: int) -> bool:
+        """Whether a stop string is complete with this token."""
+        self.push(token)
         return self._stops.found
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before its first stop string."""
-    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
+def visible_text(tokenizer: Tokenizer, params: SamplingParams, ids: Sequence[int]) -> str:
+    """The text of a finished request."""
+    if not params.stop_strings:
+        return tokenizer.decode(ids)
+    text = VisibleText(tokenizer, params)
+    return "".join(map(text.push, ids)) + text.flush()

@@ -16,6 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.params import SamplingParams
 
+MAX_DRAFT_TOKENS = 64
+
 FinishReason = Literal["stop", "length"]
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 

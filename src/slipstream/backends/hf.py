@@ -231,7 +231,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
     backend = HFBackend(model)
     packed = options.fast is True and _pack(model, options.fast)
-    return Loaded(backend, model.config._name_or_path or type(model).__name__, end_ids(model), wrapped, model, packed)
+    name = model.config._name_or_path or type(model).__name__
+    return Loaded(backend, name, end_ids(model, backend.vocab_size), wrapped, model, packed)
 
 
 def _pack(model: Any, fast: bool | str) -> bool:
@@ -247,12 +248,13 @@ def _pack(model: Any, fast: bool | str) -> bool:
     return reason is None
 
 
-def end_ids(model: Any) -> tuple[int, ...]:
+def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids `generate` would use."""
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     if ends is None:
         ends = model.config.get_text_config().eos_token_id
-    return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
@@ -262,4 +264,4 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     folder, model = load_model(source, options)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(folder)
     backend = HFBackend(model)
-    return Loaded(backend, source, end_ids(model), wrapped, model, _pack(model, options.fast))
+    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, _pack(model, options.fast))

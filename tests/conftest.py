@@ -1,0 +1,26 @@
+"""What every test relies on: no network, and one thread for small models."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads only get in each other's way on small models; the large ones keep the default."""
+    default = torch.get_num_threads()
+    if request.node.get_closest_marker("models") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(default)
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions compare the ids their slots hold with committed tokens at every use."""
+    monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")

@@ -1,0 +1,142 @@
+"""What every file in `slipstream/drafters/` must do; a new one is tested without a line here."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from slipstream import Draft, Drafter, SamplingParams, drafters
+from slipstream.backends.toy import VOCAB_SIZE, ToyBackend
+from slipstream.noise import Race
+from slipstream.sampling import Sampler
+from slipstream.session import Session
+from slipstream.types import Row
+from tiny import HashBackend
+
+CPU = torch.device("cpu")
+RACE = Race(VOCAB_SIZE, CPU)
+TEXTS = [b"a heron and a sparrow and a heron and a", b"x", b"the fish, the fish, the fi", b"The sparrow was proud."]
+GREEDY = SamplingParams(max_tokens=100)
+PARAMS = [
+    [GREEDY] * 4,
+    [SamplingParams(temperature=t, top_k=k, max_tokens=100) for t, k in ((0.7, 0), (1.5, 3), (0.0, 0), (1.0, 40))],
+]
+
+parametrised = [
+    pytest.mark.parametrize("name", drafters.names()),
+    pytest.mark.parametrize("coupled", [False, True], ids=["free", "coupled"]),
+    pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"]),
+]
+
+
+def contract(test):
+    """Run a test for every drafter, with and without the target's noise, greedy and sampled."""
+    for mark in parametrised:
+        test = mark(test)
+    return test
+
+
+def make(name: str, coupled: bool) -> Drafter:
+    session = Session(ToyBackend(2))
+    session.reserve(4, 300)
+    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled))
+
+
+def make_rows(params: Sequence[SamplingParams]) -> list[Row]:
+    return [Row(i, list(text), one, seed=10 + i) for i, (text, one) in enumerate(zip(TEXTS, params, strict=True))]
+
+
+def propose(drafter: Drafter, rows: list[Row], lengths: Sequence[int]) -> Draft:
+    with torch.inference_mode():
+        return drafter.propose(rows, lengths, Sampler(rows, RACE, VOCAB_SIZE, CPU))
+
+
+def proposed(draft: Draft, row: int) -> list[int]:
+    return draft.tokens[row, : draft.lengths[row]].tolist()
+
+
+@contract
+@pytest.mark.parametrize("lengths", [[3, 3, 3, 3], [0, 4, 1, 2], [5, 0, 0, 0]])
+def test_a_draft_keeps_to_lengths_vocabulary_and_shapes(
+    name: str, coupled: bool, params: list[SamplingParams], lengths: list[int]
+) -> None:
+    draft = propose(make(name, coupled), make_rows(params), lengths)
+    rows, width = draft.tokens.shape
+    assert rows == len(lengths) == len(draft.lengths)
+    assert all(0 <= got <= min(asked, width) for got, asked in zip(draft.lengths, lengths, strict=True))
+    assert draft.tokens.dtype == torch.int64 and draft.tokens.device == CPU
+    assert bool(((draft.tokens >= 0) & (draft.tokens < VOCAB_SIZE)).all())
+
+
+@contract
+def test_the_law_of_a_draft_is_a_law_and_could_have_drawn_it(
+    name: str, coupled: bool, params: list[SamplingParams]
+) -> None:
+    draft = propose(make(name, coupled), make_rows(params), [4, 2, 3, 4])
+    if coupled or all(one.temperature == 0 for one in params):
+        assert draft.probs is None or bool((draft.probs.amax(-1) > 1 - 1e-6).all())
+    if draft.probs is not None:
+        assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
+        assert draft.probs.device == draft.tokens.device and draft.probs.dtype == torch.float32
+        for row, length in enumerate(draft.lengths):
+            law = draft.probs[row, :length]
+            assert bool((law >= 0).all())
+            torch.testing.assert_close(law.sum(-1), torch.ones(length), rtol=0, atol=1e-5)
+            assert bool((law.gather(-1, draft.tokens[row, :length, None]) > 0).all())
+
+
+@contract
+def test_proposing_changes_no_row(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+    rows = make_rows(params)
+    before = copy.deepcopy([(row.tokens, row.rounds, row.finish_reason, row.prompt_length) for row in rows])
+    propose(make(name, coupled), rows, [3, 1, 4, 2])
+    assert [(row.tokens, row.rounds, row.finish_reason, row.prompt_length) for row in rows] == before
+
+
+@contract
+def test_asked_for_nothing_a_drafter_proposes_nothing(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+    drafter = make(name, coupled)
+    draft = propose(drafter, make_rows(params), [0] * 4)
+    assert draft.lengths == (0,) * 4 and draft.tokens.shape == (4, 0) and draft.probs is None
+
+
+@contract
+def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+    together = propose(make(name, coupled), make_rows(params), [4, 3, 4, 2])
+    for i, length in enumerate([4, 3, 4, 2]):
+        alone = propose(make(name, coupled), [make_rows(params)[i]], [length])
+        assert proposed(alone, 0) == proposed(together, i)
+        if alone.probs is not None and together.probs is not None:
+            torch.testing.assert_close(alone.probs[0], together.probs[i, :length])
+
+
+@contract
+def test_rows_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
+    rows, drafter = make_rows(params), make(name, coupled)
+    seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
+    for step, seating in enumerate(seatings):
+        here = [rows[i] for i in seating]
+        got = propose(drafter, here, [3] * len(here))
+        for place, row in enumerate(here):
+            untouched = Row(row.index, list(row.tokens), row.params, row.seed)
+            assert proposed(got, place) == proposed(propose(make(name, coupled), [untouched], [3]), 0)
+            row.tokens.append(TEXTS[0][step])  # as a round of plain decoding would
+            row.rounds.append(_plain_round(row))
+
+
+def _plain_round(row: Row):
+    from slipstream import Round
+
+    return Round(row.index, 0, 1, len(row.tokens) - 1, (), (row.tokens[-1],), 0, False)
+
+
+@pytest.mark.parametrize("name", drafters.names())
+def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
+    with pytest.raises(drafters.UsageError, match="allowed"):
+        drafters.load(f"{name}:no such thing", drafters.Setup(CPU, 7, Session(HashBackend())))
+
+
+def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(drafters.UsageError, match=", ".join(["auto", *drafters.names()])):
+        drafters.load("nonsense", drafters.Setup(CPU, 7))

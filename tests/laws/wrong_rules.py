@@ -1,0 +1,196 @@
+"""Wrong acceptance rules and wrong drafters found in real projects, each with the error its law has.
+
+They are negative controls: a test of exactness that does not catch every one of them is worth nothing. `WRONG` maps a
+name to a function from a seed to the error; `python -m tests.laws.wrong_rules` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.acceptance import Laws, load_rule, rejection
+from slipstream.types import Draft
+
+from .enumeration import (
+    VOCAB,
+    Array,
+    Case,
+    Context,
+    Law,
+    RuleFunction,
+    drawn,
+    error,
+    likeliest,
+    one_hot,
+    random_law,
+    rule_names,
+    sharpened,
+)
+
+UNLIKELY = 0.35
+SEEDS = range(20)
+
+
+def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Keeps the token that was refused as well, and goes on behind it."""
+    right = rejection(p, scores, draft).keep
+    keep = torch.zeros_like(right)
+    keep[:, 1:] = right[:, :-1]
+    keep[:, -1] += right[:, -1]
+    return Laws(keep, partial(_at, p))
+
+
+def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Subtracts q only at the refused token, and not everywhere."""
+    assert draft.probs is not None
+
+    def next_token(accepted: Tensor) -> Tensor:
+        column = accepted.clamp(max=draft.width - 1)
+        refused = draft.tokens.gather(1, column[:, None])
+        law = _at(p, accepted).clone()
+        less = (law.gather(1, refused) - _at(draft.probs, column).gather(1, refused)).clamp(min=0)
+        cut = law.scatter(1, refused, less)
+        return torch.where((accepted < draft.width)[:, None], cut / cut.sum(-1, keepdim=True), law)
+
+    return Laws(rejection(p, scores, draft).keep, next_token)
+
+
+def recovered_from_p(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Draws the token after a refusal from p and not from the residual."""
+    return Laws(rejection(p, scores, draft).keep, partial(_at, p))
+
+
+def greedy_by_softmax(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Means to be greedy: takes the argmax after a refusal, but accepts with softmax p / q."""
+    right = rejection(scores.softmax(-1), scores, draft)
+    best = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p.dtype)
+    return Laws(right.keep, partial(_at, best))
+
+
+def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Forgets the sampling options where every draft token was kept."""
+    right = rejection(p, scores, draft)
+
+    def next_token(accepted: Tensor) -> Tensor:
+        raw = _at(scores.softmax(-1), accepted)
+        return torch.where((accepted == draft.width)[:, None], raw, right.next_token(accepted))
+
+    return Laws(right.keep, next_token)
+
+
+def options_twice(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Divides by the temperature (here 1/2) what has been divided by it before."""
+    return rejection((2 * p.log()).softmax(-1), scores, draft)
+
+
+def law_of_next_position(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Tests token i with the target's law of position i + 1."""
+    return rejection(torch.cat([p[:, 1:], p[:, -1:]], dim=1), scores, draft)
+
+
+def dropped_if_unlikely(q: Law) -> list[tuple[Context, float]]:
+    """Drafts drawn from q of which the first unlikely token and all behind it were thrown away."""
+    shortened = []
+    for tokens, weight in drawn(q):
+        likely = [q(tokens[:i])[tokens[i]] >= UNLIKELY for i in range(len(tokens))]
+        shortened.append((tokens[: [*likely, False].index(False)], weight))
+    return shortened
+
+
+def tree_without_renormalising(p: Law, q: Law) -> float:
+    """Two candidates drawn without replacement, the second tested with the law of the first: its error."""
+    law, first_law = np.zeros(VOCAB), q(())
+    for first in range(VOCAB):
+        second_law = np.where(np.arange(VOCAB) == first, 0.0, first_law)
+        second_law /= second_law.sum()
+        for second in range(VOCAB):
+            law += first_law[first] * second_law[second] * _two_candidates(p(()), first_law, (first, second))
+    return float(abs(law - p(())).max())
+
+
+def _two_candidates(p: Array, q: Array, candidates: tuple[int, int]) -> Array:
+    """Recursive rejection of candidates that are all tested with the same q (right only for independent draws)."""
+    law, rest, weight = np.zeros(VOCAB), p, 1.0
+    for token in candidates:
+        accepted = min(1.0, rest[token] / q[token])
+        law[token] += weight * accepted
+        weight *= 1 - accepted
+        left = np.maximum(rest - q, 0)
+        rest = left / left.sum() if left.sum() > 0 else rest
+    return law + weight * rest
+
+
+def _at(laws: Tensor, position: Tensor) -> Tensor:
+    return laws[torch.arange(len(laws)), position]
+
+
+def _laws(seed: int) -> tuple[Law, Law]:
+    return random_law(seed, "p"), random_law(seed, "q")
+
+
+def _error_of(rule: RuleFunction, seed: int) -> float:
+    p, q = _laws(seed)
+    return error(Case(p, q, drawn(q)), rule)
+
+
+def _error_at_half_temperature(rule: RuleFunction, seed: int) -> float:
+    raw, q = _laws(seed)
+    return error(Case(sharpened(raw, 2), q, drawn(q), raw), rule)
+
+
+def _error_of_greedy(seed: int) -> float:
+    raw, q = _laws(seed)
+    return error(Case(one_hot(raw), q, drawn(q), raw), greedy_by_softmax)
+
+
+def _error_of_argmax_draft(seed: int) -> float:
+    p, q = _laws(seed)
+    return error(Case(p, q, [(likeliest(q), 1.0)]), rejection)
+
+
+def _error_of_dropping(seed: int) -> float:
+    p, q = _laws(seed)
+    return error(Case(p, q, dropped_if_unlikely(q)), rejection)
+
+
+def _error_of_other_temperature(seed: int) -> float:
+    p, q = _laws(seed)
+    return error(Case(p, q, drawn(sharpened(q, 2))), rejection)
+
+
+WRONG: dict[str, Callable[[int], float]] = {
+    "draft by argmax, tested with q = softmax": _error_of_argmax_draft,
+    "draft drawn at another temperature than q says": _error_of_other_temperature,
+    "first mismatching draft token kept": partial(_error_of, first_mismatch_kept),
+    "sampled token dropped because q(x) < threshold": _error_of_dropping,
+    "residual subtracts only q(x) at x": partial(_error_of, residual_of_one_token),
+    "recovered token drawn from p": partial(_error_of, recovered_from_p),
+    "position j tested with the law of position j + 1": partial(_error_of, law_of_next_position),
+    "greedy that accepts with softmax p / q": _error_of_greedy,
+    "bonus token drawn from raw logits": partial(_error_at_half_temperature, bonus_from_raw_logits),
+    "sampling options applied twice": partial(_error_at_half_temperature, options_twice),
+    "tree draws without replacement, un-renormalised q": lambda seed: tree_without_renormalising(*_laws(seed)),
+}
+
+
+def largest(errors: Callable[[int], float]) -> float:
+    """The largest error over the seeds."""
+    return max(map(errors, SEEDS))
+
+
+def table() -> list[tuple[str, float]]:
+    """Every lossless rule and every wrong one with its largest error."""
+    rules = [(name, load_rule(name).laws) for name in rule_names(lossless=True)]
+    right = [(f"lossless: {name}", largest(partial(_error_of, laws))) for name, laws in rules if laws is not None]
+    return right + [(f"wrong: {name}", largest(errors)) for name, errors in WRONG.items()]
+
+
+if __name__ == "__main__":
+    print(f"largest error of the joint law, {len(SEEDS)} random pairs of models")
+    for name, value in table():
+        print(f"{name:60s} {value:8.1e}")

@@ -1,0 +1,29 @@
+"""A real pair of models, in reproducible mode: the text with a draft model is the plain text, to the bit."""
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.backends.files import cache_folder
+
+pytestmark = pytest.mark.models
+
+TARGET, DRAFT = "qwen1.5b", "qwen0.5b"
+PROMPTS = ["Write a Python function that reverses a string.", "Name three rivers of Europe and where each one ends."]
+GREEDY = SamplingParams(max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    folders = [cache_folder() / name for name in (TARGET, DRAFT)]
+    if missing := [str(folder) for folder in folders if not (folder / "config.json").is_file()]:
+        pytest.skip(f"needs the local model folder {missing[0]}")
+    return SpeculativeDecoder(str(folders[0]), str(folders[1]), reproducible=True, num_draft_tokens=3)
+
+
+def test_a_draft_model_leaves_the_plain_text_alone_and_in_a_batch(decoder: SpeculativeDecoder) -> None:
+    plain = [decoder.using("none").generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+    alone = [decoder.using("model").generate(prompt, GREEDY) for prompt in PROMPTS]
+    batch = decoder.using("model").generate(PROMPTS, GREEDY)
+    assert [result.token_ids for result in alone] == plain
+    assert [result.token_ids for result in batch] == plain
+    assert sum(result.stats.num_accepted_tokens for result in alone) > 0

@@ -1,0 +1,139 @@
+"""Speculative text equals plain text and Hugging Face `generate`, on tiny random models of every kind."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from tiny import ARCHITECTURES, VOCAB, fresh, perturbed, prompts, reference, shared, tokenizer
+
+pytestmark = pytest.mark.usefixtures("ledger")
+
+COUNT = 20
+GREEDY = SamplingParams(max_tokens=COUNT)
+PROMPTS = prompts([1, 5, 14, 40])  # the last one is longer than every sliding window
+DRAFTS = {"none": None, "ngram": None, "other": shared, "close": perturbed}
+
+
+@cache
+def expected(name: str) -> list[list[int]]:
+    texts = [reference(shared(name), prompt, COUNT) for prompt in PROMPTS]
+    assert len({token for text in texts for token in text}) > 8, "a constant text would prove nothing"
+    return texts
+
+
+def decoder(name: str, drafter: str, **options: Any) -> SpeculativeDecoder:
+    """A decoder on the tiny model `name`; "other" and "close" are model drafters."""
+    draft = {"other": lambda: shared(name, 1), "close": lambda: perturbed(name)}.get(drafter, lambda: None)()
+    return SpeculativeDecoder(shared(name), draft, drafter=drafter if draft is None else "model", **options)
+
+
+def ids(results: list[Any]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
+    made = decoder(name, drafter, reproducible=reproducible)
+    for length in (1, 3, 7) if drafter != "none" else (0,):
+        results = made.using(made.drafter_name, length).generate(PROMPTS, GREEDY)
+        assert ids(results) == expected(name), f"draft length {length}"
+
+
+@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
+    made = decoder(name, drafter, num_draft_tokens=3)
+    assert ids([made.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_the_close_draft_is_accepted_in_part(name: str) -> None:
+    results = decoder(name, "close", num_draft_tokens=3).generate(PROMPTS, GREEDY)
+    drafted = sum(result.stats.num_draft_tokens for result in results)
+    accepted = sum(result.stats.num_accepted_tokens for result in results)
+    assert 0 < accepted < drafted  # otherwise parity with it would not exercise both ends of a round
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_prompt_longer_than_a_prefill_chunk_equals_hugging_face(name: str, reproducible: bool) -> None:
+    long = prompts([530, 300], seed=3)
+    made = decoder(name, "close", num_draft_tokens=3, reproducible=reproducible)
+    assert ids(made.generate(long, SamplingParams(max_tokens=8))) == [reference(shared(name), p, 8) for p in long]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
+def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
+    model, prompt = shared("gpt2"), PROMPTS[3]
+    room = model.config.n_positions - len(prompt)
+    batch = decoder("gpt2", drafter).generate([prompt, PROMPTS[1]], SamplingParams(max_tokens=room))
+    assert ids(batch) == [reference(model, p, room) for p in (prompt, PROMPTS[1])]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
+def test_double_precision_keeps_to_double_precision_text(drafter: str) -> None:
+    model, draft = shared("llama", 0, torch.float64), perturbed("llama") if drafter == "close" else None
+    made = SpeculativeDecoder(model, draft, drafter=drafter if draft is None else "model")
+    assert ids(made.generate(PROMPTS, GREEDY)) == [reference(model, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("head", [VOCAB + 19, VOCAB - 9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_head_of_another_size_keeps_the_text(head: int, temperature: float) -> None:
+    draft = fresh("qwen2", 4, vocab_size=head)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=COUNT)
+    words = tokenizer()
+    options: dict[str, Any] = {"tokenizer": words, "acceptance": "match", "num_draft_tokens": 3}
+    spoken = SpeculativeDecoder(shared("qwen2"), draft, **options).generate(PROMPTS, params)
+    plain = SpeculativeDecoder(shared("qwen2"), drafter="none", tokenizer=words).generate(PROMPTS, params)
+    assert ids(spoken) == ids(plain)
+    assert any(token >= min(head, VOCAB) - 9 for text in ids(plain) for token in text)
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.8, top_k=20, seed=11, max_tokens=COUNT),
+    SamplingParams(temperature=1.3, top_p=0.9, seed=12, max_tokens=9, repetition_penalty=1.2),
+    SamplingParams(max_tokens=COUNT - 3, presence_penalty=0.5),
+    SamplingParams(temperature=0.6, min_p=0.02, seed=14, max_tokens=COUNT, num_draft_tokens=5),
+]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "other", "close"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> None:
+    plain = decoder(name, "none").generate(PROMPTS, SAMPLED)
+    spoken = decoder(name, drafter, acceptance="match", num_draft_tokens=3).generate(PROMPTS, SAMPLED)
+    assert ids(spoken) == ids(plain)
+    assert ids(plain)[0] != expected(name)[0]
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "match", "auto"])
+@pytest.mark.parametrize("drafter", ["ngram", "close"])
+def test_each_row_keeps_its_options_and_dice_in_a_batch(drafter: str, acceptance: str) -> None:
+    made = decoder("llama", drafter, acceptance=acceptance, num_draft_tokens=3)
+    batch = made.generate(PROMPTS, SAMPLED)
+    alone = [made.generate(prompt, params) for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]
+    assert ids(batch) == ids(alone)
+    assert [len(text) for text in ids(batch)] == [params.max_tokens for params in SAMPLED]
+    assert max(done.num_draft_tokens for done in batch[0].rounds) <= 3
+
+
+def test_a_request_sets_its_own_draft_length() -> None:
+    params = [SamplingParams(max_tokens=COUNT, num_draft_tokens=n) for n in (0, 1, 5, None)]
+    results = decoder("llama", "close", num_draft_tokens=2).generate(PROMPTS, params)
+    assert [max(done.num_draft_tokens for done in result.rounds) for result in results] == [0, 1, 5, 2]
+    assert ids(results) == expected("llama")
+
+
+def test_another_seed_gives_another_text() -> None:
+    made = decoder("llama", "close")
+    texts = [made.generate(PROMPTS[2], SamplingParams(temperature=1.0, seed=s, max_tokens=COUNT)) for s in (1, 2, 1)]
+    assert texts[0].token_ids == texts[2].token_ids != texts[1].token_ids
+    unseeded = made.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT))
+    again = made.generate(PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=COUNT, seed=unseeded.seed))
+    assert unseeded.token_ids == again.token_ids

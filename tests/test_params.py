@@ -1,0 +1,166 @@
+"""Impossible options are refused in one line that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from slipstream import SamplingParams, SlipstreamError, UsageError
+
+INF, NAN, HUGE = float("inf"), float("nan"), 10**400
+NOT_NUMBERS = ["1", None, True, False, [1.0], 1j, NAN, INF, -INF, HUGE]
+NOT_COUNTS = ["1", True, False, 1.0, 1.5, [1], -1, NAN, INF]
+
+IMPOSSIBLE: dict[str, list[Any]] = {
+    "temperature": [*NOT_NUMBERS, -0.1, -1],
+    "top_k": [*NOT_COUNTS, None],
+    "top_p": [*NOT_NUMBERS, 0, 0.0, -0.5, 1.0001, 2],
+    "min_p": [*NOT_NUMBERS, -0.001, 1.1],
+    "repetition_penalty": [*NOT_NUMBERS, 0, 0.0, -1.2],
+    "presence_penalty": NOT_NUMBERS,
+    "frequency_penalty": NOT_NUMBERS,
+    "logit_bias": [
+        None,
+        5,
+        "5",
+        [(1, 2.0)],
+        {"5": 1.0},
+        {-1: 1.0},
+        {True: 1.0},
+        {1.0: 1.0},
+        {5: "1"},
+        {5: None},
+        {5: True},
+        {5: NAN},
+        {5: INF},
+        {5: HUGE},
+    ],
+    "bad_words": ["word", None, 5, [5], [""], [[]], [[-1]], [["a"]], [[1.0]], [[True]], [None], {"a"}, [{1}]],
+    "min_tokens": [*NOT_COUNTS, None],
+    "max_tokens": [*NOT_COUNTS, None, 0],
+    "stop": [None, 5, [5], [""], "", ["a", ""], [["a"]], [b"a"], b"a", {"a"}],
+    "stop_token_ids": [None, 5, "5", ["5"], [-1], [1.0], [True], [None], {5}],
+    "ignore_eos": [None, 0, 1, "yes"],
+    "seed": ["1", True, False, 1.0, -1, NAN],
+    "num_draft_tokens": ["auto", True, False, 2.0, -1, NAN],
+    "logits_processors": [None, 5, print, "print", [5], [None], ["print"]],
+}
+POSSIBLE: dict[str, list[Any]] = {
+    "temperature": [0, 0.0, 1, 0.7, 100.0],
+    "top_k": [0, 1, 50, 10**9],
+    "top_p": [1, 1.0, 0.5, 1e-6],
+    "min_p": [0, 0.0, 0.5, 1, 1.0],
+    "repetition_penalty": [1, 0.5, 1.3],
+    "presence_penalty": [0, -2, 2.0],
+    "frequency_penalty": [0, -2, 2.0],
+    "logit_bias": [{}, {0: 1}, {5: -1.5, 7: -INF}],
+    "bad_words": [(), [], ["word"], [[1, 2]], ["a", [3]], ((1,),)],
+    "min_tokens": [0, 1, 200],
+    "max_tokens": [1, 10**6],
+    "stop": [(), [], "end", ["end"], ("a", "b"), "\n"],
+    "stop_token_ids": [(), [0], (1, 2)],
+    "ignore_eos": [True, False],
+    "seed": [None, 0, 2**63, 2**70],
+    "num_draft_tokens": [None, 0, 3],
+    "logits_processors": [(), [print], (print, len)],
+}
+
+
+def shown(value: Any) -> str:
+    return "10**400" if value is HUGE or value == {5: HUGE} else repr(value)
+
+
+def pairs(table: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(name, value, id=f"{name}={shown(value)}") for name, values in table.items() for value in values
+    ]
+
+
+def culprits(value: Any) -> list[str]:
+    """What a message may quote: the value, or one element of it."""
+    if isinstance(value, dict):
+        return [f"{{{token!r}: {bias!r}}}" for token, bias in value.items()]
+    return [repr(value), *(map(repr, value) if isinstance(value, list | bytes) else ())]
+
+
+def test_every_field_has_impossible_and_possible_values_here() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert set(IMPOSSIBLE) == set(POSSIBLE) == names
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(IMPOSSIBLE))
+def test_impossible_value_is_refused_naming_field_value_and_what_is_allowed(name: str, value: Any) -> None:
+    with pytest.raises(UsageError) as refusal:
+        SamplingParams(**{name: value})
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert message.startswith(name) and "allowed: " in message
+    assert any(culprit in message.partition("allowed: ")[0] for culprit in culprits(value))
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(POSSIBLE))
+def test_possible_value_is_kept_as_it_is(name: str, value: Any) -> None:
+    kept = getattr(SamplingParams(**{name: value}), name)
+    assert kept == ((value,) if name == "stop" and isinstance(value, str) else value)
+
+
+def test_refusal_is_a_value_error_and_one_of_our_own() -> None:
+    with pytest.raises(ValueError):
+        SamplingParams(top_p=2)
+    with pytest.raises(SlipstreamError):
+        SamplingParams(top_p=2)
+
+
+@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "do_sample", "Temperature", "prompt_length"])
+def test_unknown_option_is_refused_with_the_list_of_known_ones(name: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        SamplingParams(**{name: 1})
+    message = str(refusal.value)
+    assert message.startswith(f"unknown option {name!r}; allowed: ") and "\n" not in message
+    assert all(field.name in message for field in fields(SamplingParams))
+
+
+def test_unknown_option_is_refused_by_replace_as_well() -> None:
+    with pytest.raises((UsageError, TypeError), match="nonsense"):
+        replace(SamplingParams(), nonsense=1)
+    with pytest.raises(UsageError, match=r"^top_p=3; allowed"):
+        replace(SamplingParams(), top_p=3)
+
+
+def test_min_tokens_beyond_max_tokens_is_refused_with_both_values() -> None:
+    with pytest.raises(UsageError, match=r"^min_tokens=6; allowed: 0 to max_tokens \(5\)$"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+
+
+def test_message_reads_as_a_sentence() -> None:
+    with pytest.raises(UsageError) as refusal:
+        SamplingParams(top_p=0)
+    assert str(refusal.value) == "top_p=0; allowed: a finite number and > 0 and <= 1"
+
+
+def test_defaults_are_greedy_and_every_field_says_what_it_means() -> None:
+    assert SamplingParams().temperature == 0
+    for field in fields(SamplingParams):
+        assert field.metadata["help"]
+
+
+def test_one_stop_string_means_the_same_alone_and_in_a_list() -> None:
+    assert SamplingParams(stop="end").stop_strings == SamplingParams(stop=["end"]).stop_strings == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "token"),
+    [
+        ({"logit_bias": {3: 1.0, 10: 1.0}}, "logit_bias", 10),
+        ({"stop_token_ids": [11]}, "stop_token_ids", 11),
+        ({"bad_words": ["text", [1, 2], [3, 12]]}, "bad_words", 12),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(options: dict[str, Any], field: str, token: int) -> None:
+    params = SamplingParams(**options)
+    with pytest.raises(UsageError, match=f"^{field}: token id {token}; allowed: 0 to 9$"):
+        params.check_vocabulary(10)
+    params.check_vocabulary(token + 1)
