@@ -15,12 +15,13 @@ from slipstream import Round, SamplingParams, SlipstreamError
 from slipstream.backends import Backend
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.toy import ToyBackend
-from slipstream.session import AGREEING, CATCH_UP, EXACT_FIT, Session, Shapes
+from slipstream.session import CATCH_UP, EXACT_FIT, Session, Shapes
 from slipstream.types import Row
 from tiny import HashBackend, fresh, prompts
 
 pytestmark = pytest.mark.usefixtures("ledger")
 
+AGREEING = Shapes((4, 8, 16, 32, 64, 128, 256), 256, 512)
 SHAPES = [EXACT_FIT, AGREEING, Shapes((), 3), Shapes((4, 8, 16), 4)]
 OPTIONS = SamplingParams(max_tokens=10_000)
 CAPACITY = 400

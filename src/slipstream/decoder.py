@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +15,13 @@ from torch import Tensor
 from slipstream import drafters
 from slipstream.acceptance import load_rule
 from slipstream.backends import Loaded, LoadOptions, load
+from slipstream.calibration import Calibration, remembered
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
 from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
-from slipstream.session import AGREEING, EXACT_FIT, Session
+from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
 from slipstream.types import FinishReason, Origin, Round, Row, UsageError
@@ -27,6 +30,9 @@ from slipstream.vocabulary import check_same
 Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
 
+log = logging.getLogger("slipstream")
+
+AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 DEFAULT_DRAFT_TOKENS = {"ngram": 7, "model": 4, "none": 0}
 
 
@@ -95,16 +101,41 @@ class SpeculativeDecoder:
         options = LoadOptions(dtype, device, fast, load_options or {})
         if isinstance(drafter, str):
             drafters.check_name(drafter)
+        _refuse_unused(options, (target, draft))
         self.target: Loaded = load(target, options, tokenizer)
-        self.draft: Loaded | None = None if draft is None else load(draft, options, tokenizer)
+        self.draft: Loaded | None = (
+            None if draft is None else load(draft, options, tokenizer if _is_loaded(draft) else None)
+        )
         if self.draft is not None:
             check_same(self.target, self.draft)
-        # packed weights cost no more at the agreeing widths than at any other
-        keeps_shapes = self.target.packed if reproducible == "auto" else bool(reproducible)
-        shapes = AGREEING if keeps_shapes else EXACT_FIT
-        self._target_session = Session(self.target.backend, shapes)
+        self.calibration: Calibration | None = None
+        self._target_session = Session(self.target.backend, self._shapes())
         self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
         self._engine = self._make_engine(drafter, num_draft_tokens)
+
+    def _shapes(self) -> Shapes:
+        """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
+        wanted = self.config.reproducible
+        if wanted is False:
+            return EXACT_FIT
+        self.calibration = found = remembered(self.target)
+        if not found.agrees:
+            if wanted is True:
+                raise UsageError(
+                    f"reproducible=True, but no set of forward shapes agrees to the bit for {self.target.name!r} here; "
+                    "allowed: 'auto' or False"
+                )
+            log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
+            return EXACT_FIT
+        if wanted == "auto" and found.cost > AFFORDABLE:
+            log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
+            return EXACT_FIT
+        return found.shapes
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether forwards keep to shapes that agree to the bit."""
+        return bool(self._target_session.shapes.widths)
 
     @property
     def drafter_name(self) -> str:
@@ -285,6 +316,23 @@ class SpeculativeDecoder:
             seed=row.seed,
             prompt_token_ids=row.tokens[: row.prompt_length],
         )
+
+
+def _is_loaded(model: Any) -> bool:
+    return not isinstance(model, str | os.PathLike)
+
+
+def _refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
+    """Refuse loading options where nothing is left to load."""
+    if any(not _is_loaded(model) and not str(model).startswith("toy") for model in models if model is not None):
+        return
+    for name, value, default in (
+        ("dtype", options.dtype, "auto"),
+        ("device", options.device, "auto"),
+        ("load_options", options.extra, {}),
+    ):
+        if value != default:
+            raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")
 
 
 def _is_ids(prompt: Any) -> bool:

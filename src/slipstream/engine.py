@@ -141,10 +141,10 @@ class Engine:
 
 def _check(draft: Draft, batch: Batch, drafter: Drafter) -> None:
     rows = len(batch.rows)
-    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows:
+    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows or max(draft.lengths, default=0) > draft.width:
         raise UsageError(
-            f"drafter {type(drafter).__name__} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths; "
-            f"allowed: {rows} of each"
+            f"drafter {type(drafter).__name__} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
+            f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
         )
 
 

@@ -41,6 +41,6 @@ def lengths_for(policy: Policy, rows: Sequence[Row]) -> list[int]:
     chosen = policy.num_draft_tokens(rows)
     own = [row.params.num_draft_tokens for row in rows]
     return [
-        max(0, min(length if mine is None else mine, row.remaining - 1))
+        max(0, min(length if mine is None else mine, row.remaining - 1, MAX_DRAFT_TOKENS))
         for row, length, mine in zip(rows, chosen, own, strict=True)
     ]

@@ -23,10 +23,14 @@ CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on t
 
 @dataclass(frozen=True)
 class Shapes:
-    """Which forward widths are allowed: a forward is padded to the next of `widths`, a prompt is cut into `chunk`s."""
+    """Which forward shapes are allowed.
+
+    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`.
+    """
 
     widths: tuple[int, ...]
     chunk: int
+    view: int = 256
 
     def pad(self, width: int) -> int:
         """The smallest allowed width that holds `width` tokens."""
@@ -34,7 +38,6 @@ class Shapes:
         return self.widths[at] if at < len(self.widths) else width
 
 
-AGREEING = Shapes(widths=(4, 8, 16, 32, 64, 128, 256), chunk=256)
 EXACT_FIT = Shapes(widths=(), chunk=512)
 
 
@@ -76,7 +79,8 @@ class Session:
         self._debug = _Ledger(self) if os.environ.get("SLIPSTREAM_DEBUG") == "1" else None
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens; what the memory holds is kept where it fits."""
+        """Make room for `rows` rows of `length` tokens; what the memory holds is kept."""
+        self.backend.view = self.shapes.view
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.memos.extend(Memo() for _ in range(rows - len(self.memos)))
 
@@ -99,7 +103,7 @@ class Session:
                 width = self.shapes.pad(len(chunk))
                 inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
                 self._record(slot, [memo.base], inputs, len(chunk))
-                self.backend.forward(inputs, [memo.base], first_slot=slot, logits=False)
+                self._forward(inputs, [memo.base], slot, logits=False)
                 memo.base = memo.written = memo.base + len(chunk)
                 self.prefill_tokens += len(chunk)
 
@@ -111,7 +115,7 @@ class Session:
         """
         self.prefill(rows)
         width, keep = draft.shape[1], draft.shape[1] + 1 if keep is None else keep
-        starts = [self._feed_from(slot, row, width) for slot, row in enumerate(rows)]
+        starts = [self._feed_from(slot, row, width if keep <= width else 0) for slot, row in enumerate(rows)]
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are in the memory already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
@@ -119,17 +123,25 @@ class Session:
         inputs = self._inputs(missing, draft, fed, self.shapes.pad(max(counts)))
         for slot, start in enumerate(starts):
             self._record(slot, [start], inputs[slot : slot + 1], counts[slot])
-        logits = self.backend.forward(inputs, starts, first_slot=0, logits=True)
+        logits = self._forward(inputs, starts, 0, logits=True)
         for slot, row in enumerate(rows):
             self.memos[slot] = Memo(row, len(row.tokens), len(row.tokens) + lengths[slot], len(row.rounds))
         return _last(logits, counts, keep)
 
+    def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
+        # a draft model with a smaller head may be shown tokens it does not know; its drafts may be poor, never wrong
+        inputs = inputs.clamp(max=self.backend.vocab_size - 1)
+        return self.backend.forward(inputs, starts, first_slot=first_slot, logits=logits)
+
     def _feed_from(self, slot: int, row: Row, width: int) -> int:
-        """The first position whose key and value the slot lacks; at least one token is always fed."""
+        """The first position whose key and value the slot lacks; at least one token is always fed.
+
+        width: columns of the draft if the caller goes on column by column within a round, else 0.
+        """
         memo = self.memos[slot]
         this_round = memo.round == len(row.rounds) and memo.base == len(row.tokens)
         if this_round and memo.written < memo.base + width:
-            return memo.written  # the draft tokens written earlier in this round stand
+            return memo.written  # the columns written earlier in this round stand
         return min(memo.base, len(row.tokens) - 1)
 
     def _seat(self, slot: int, row: Row) -> None:
@@ -148,7 +160,8 @@ class Session:
             # reuse whole prompt chunks only: those any prefill of this prompt would have computed, bit for bit
             known = min(known, other.prompt_length - 1)
             known -= known % self.shapes.chunk
-        if source != slot and known:
+        if source != slot:
+            self.memos[slot] = Memo()  # what it held is about to be overwritten
             self.backend.copy(source, slot, known)
         if self._debug:
             self._debug.copy(source, slot, known)

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import cache_folder
+from slipstream.backends import cache_folder
 
 pytestmark = pytest.mark.models
 

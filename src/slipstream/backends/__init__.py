@@ -5,7 +5,9 @@ A new backend is one file in this folder with a class that has these methods.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,7 @@ class Backend(Protocol):
     vocab_size: int
     max_length: int
     device: torch.device
+    view: int  # the memory is read up to the next multiple of this
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; what is held already stays."""
@@ -36,9 +39,18 @@ class Backend(Protocol):
         """Copy the first `length` positions of one slot to another."""
 
 
+def cache_folder() -> Path:
+    """Where converted models and calibrations are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
+    return Path(os.environ.get("SLIPSTREAM_MODELS", Path.home() / ".cache" / "slipstream" / "models"))
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready for use. end_ids: its end-of-sequence tokens; model: the framework's own object, if any."""
+    """A model ready for use.
+
+    end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
+    and precision, all that forward shapes can depend on.
+    """
 
     backend: Backend
     name: str
@@ -46,6 +58,7 @@ class Loaded:
     tokenizer: Tokenizer | None = None
     model: Any = None
     packed: bool = False
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

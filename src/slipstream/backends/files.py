@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,17 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from slipstream.backends import LoadOptions
+from slipstream.backends import LoadOptions, cache_folder
 from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
-    return Path(os.environ.get("SLIPSTREAM_MODELS", Path.home() / ".cache" / "slipstream" / "models"))
 
 
 EMBEDDED = "smollm2"
@@ -40,7 +34,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     try:
         arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], **options.extra}
         model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # the readers raise many kinds on a damaged file
         raise _explained(source, folder, error) from error
     if "device_map" not in options.extra and not getattr(model, "is_quantized", False):
         model = model.to(_device(options.device))
@@ -52,7 +46,7 @@ def resolve(source: str) -> str:
     if source == EMBEDDED:
         return str(embedded_model())
     if source.endswith(".gguf"):
-        return str(convert_gguf(Path(source)))
+        return str(convert_gguf(Path(source).expanduser()))
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or looks_local:

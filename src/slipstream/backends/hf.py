@@ -23,7 +23,7 @@ from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
 
-VIEW = 256  # attention reads the memory up to the next multiple of this
+VIEW = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
 
 
 class SlotLayer(CacheLayerMixin):
@@ -80,13 +80,15 @@ class SlotCache(Cache):
                 if layer.keys is not None:
                     layer.keys, layer.values = self._resized(layer.keys), self._resized(layer.values)
 
-    def place(self, first_slot: int, starts: list[int], width: int, columns: Tensor) -> int:
-        """Aim the next forward: row i writes `width` positions from starts[i] of slot first_slot + i.
+    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int) -> int:
+        """Aim the next forward: row i writes the positions columns[i] of slot first_slot + i, from starts[i] on.
 
-        columns: [rows, width], those positions. Returns the number of positions attention will see.
+        columns: [rows, width]. Returns the number of positions attention will see, a multiple of `unit` if there is
+        room for it.
         """
+        width = columns.shape[1]
         self._slots = slice(first_slot, first_slot + len(starts))
-        self._view = -(-(max(starts) + width) // VIEW) * VIEW
+        self._view = min(-(-(max(starts) + width) // unit) * unit, self._shape[1])
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
@@ -132,10 +134,11 @@ class HFBackend:
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
+        self.view = VIEW
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = model.get_output_embeddings().out_features
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self._window, self._layer_types = _windows(config)
         self._cache = SlotCache(config.num_hidden_layers)
@@ -144,7 +147,7 @@ class HFBackend:
 
     def reserve(self, rows: int, length: int) -> None:
         """Grow the memory; the longest view sets the size of the mask."""
-        self._cache.reserve(rows, length)
+        self._cache.reserve(rows, -(-length // self.view) * self.view)
         self._key_positions = torch.arange(self._cache._shape[1], device=self.device)
 
     @torch.inference_mode()
@@ -152,7 +155,7 @@ class HFBackend:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
         first = torch.tensor(starts, device=self.device)[:, None]
         positions = first + self._key_positions[: tokens.shape[1]]
-        view = self._cache.place(first_slot, starts, tokens.shape[1], positions)
+        view = self._cache.place(first_slot, starts, positions, self.view)
         out = self.model(
             input_ids=tokens,
             attention_mask=self._masks(positions, view),
@@ -165,6 +168,7 @@ class HFBackend:
         result: Tensor = out.logits
         return result.to(self.device) if logits else result.new_empty(0)
 
+    @torch.inference_mode()
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy keys and values between slots."""
         self._cache.copy(source, destination, length)
@@ -232,7 +236,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     backend = HFBackend(model)
     packed = options.fast is True and _pack(model, options.fast)
     name = model.config._name_or_path or type(model).__name__
-    return Loaded(backend, name, end_ids(model, backend.vocab_size), wrapped, model, packed)
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(model, packed))
 
 
 def _pack(model: Any, fast: bool | str) -> bool:
@@ -262,6 +267,15 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     from slipstream.backends.files import load_model
 
     folder, model = load_model(source, options)
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(folder)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
     backend = HFBackend(model)
-    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, _pack(model, options.fast))
+    packed, ends = _pack(model, options.fast), end_ids(model, backend.vocab_size)
+    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(model, packed))
+
+
+def _fingerprint(model: Any, packed: bool) -> str:
+    shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
+    config = model.config.get_text_config()
+    layers = f"{type(model).__name__} {config.num_hidden_layers} layers {config._attn_implementation}"
+    sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
+    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {'packed' if packed else 'plain'} {' '.join(shapes)}"

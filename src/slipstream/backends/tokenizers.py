@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.types import UsageError
+from slipstream.types import SlipstreamError, UsageError
 
 
 class HFTokenizer:
@@ -45,7 +45,7 @@ class HFTokenizer:
         return dict(self.inner.get_vocab())
 
 
-def load_tokenizer(folder: str) -> HFTokenizer | None:
+def load_tokenizer(source: str, folder: str) -> HFTokenizer | None:
     """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
     from pathlib import Path
 
@@ -54,4 +54,8 @@ def load_tokenizer(folder: str) -> HFTokenizer | None:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in names):
         return None
-    return HFTokenizer(AutoTokenizer.from_pretrained(folder))
+    try:
+        return HFTokenizer(AutoTokenizer.from_pretrained(folder))
+    except Exception as error:  # the readers raise many kinds on a damaged file
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {first}") from error

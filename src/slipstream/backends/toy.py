@@ -63,7 +63,7 @@ class ToyBackend:
     max_length = 1 << 20
 
     def __init__(self, order: int = DEFAULT_ORDER) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.view = torch.device("cpu"), 1
         self._order = order
         self._laws: dict[tuple[int, ...], Tensor] = {}
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -120,4 +120,4 @@ def load_toy(name: str) -> Loaded:
     _, _, order = name.partition(":")
     if name != "toy" and not (order.isdigit() and 1 <= int(order) <= 16):
         raise UsageError(f"model {name!r}; allowed: 'toy' or 'toy:ORDER' with ORDER from 1 to 16")
-    return Loaded(ToyBackend(int(order or DEFAULT_ORDER)), name, (END,), ToyTokenizer())
+    return Loaded(ToyBackend(int(order or DEFAULT_ORDER)), name, (END,), ToyTokenizer(), fingerprint=name)

@@ -1,0 +1,184 @@
+"""Which forward shapes agree to the bit on this machine, for this model and precision; measured once and remembered.
+
+A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
+that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
+Which shapes those are is a property of the machine, the kernels and the model, so it is found by trying: the same
+token at the same position through every candidate width, alone and in a ragged batch, with views of several lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from slipstream.backends import Backend, Loaded, cache_folder
+from slipstream.session import Shapes
+
+log = logging.getLogger("slipstream")
+
+REFERENCE = 8  # the width every other one is compared with
+WIDTHS = (1, 2, 4, 5, 6, 8, 16, 32, 64, 256)
+TIMED = (1, 2, 4, 5, 6, 8)
+CHUNKS = (256, 64, 32, 16, 8)
+VIEWS = (256, 512)
+CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
+MATES = (37, 333)  # where the other rows of the ragged batch stand
+LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
+VERSION = 3
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
+
+    chunk: the widest agreeing width, for prompts. milliseconds: of one forward of each width, for one row.
+    """
+
+    widths: tuple[int, ...]
+    view: int
+    chunk: int
+    milliseconds: dict[int, float]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there is a set to keep to: the reference width at least, alone and in a batch."""
+        return REFERENCE in self.widths
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes that keep the bits."""
+        return Shapes(self.widths, self.chunk, self.view)
+
+    @property
+    def cost(self) -> float:
+        """How much longer a plain step takes than at the fastest width, as a share."""
+        plain = min((ms for width, ms in self.milliseconds.items() if width in self.widths), default=float("inf"))
+        return plain / min(self.milliseconds.values()) - 1
+
+
+def calibrate(backend: Backend) -> Calibration:
+    """Try the candidate shapes on a model; takes a few dozen forwards and overwrites the memory of its first slots."""
+    longest = max(CONTEXTS) + WIDTHS[-1]
+    contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
+    probe = _Probe(backend, contexts, [width for width in WIDTHS if width <= backend.max_length - max(contexts)])
+    view = next((view for view in VIEWS if probe.view_agrees(view)), VIEWS[-1])
+    probe.use_view(view)
+    widths = tuple(width for width in probe.widths if probe.agrees_alone(width) and probe.agrees_in_a_batch(width))
+    chunk = next((c for c in CHUNKS if c in widths), max(widths, default=1))
+    times = {width: probe.milliseconds(width) for width in TIMED if width in probe.widths}
+    return Calibration(widths, view, chunk, times)
+
+
+class _Probe:
+    """Runs the same tokens through different shapes.
+
+    All slots hold the same tokens. Slot i is only ever written from contexts[i] on and read from there by nobody
+    else, so that no trial changes what another one reads.
+    """
+
+    def __init__(self, backend: Backend, contexts: Sequence[int], widths: list[int]) -> None:
+        self.backend, self.contexts, self.widths = backend, contexts, widths
+        self._starts = [*contexts, *(mate for mate in MATES if mate < max(contexts))]
+        length = max(contexts) + max(widths)
+        generator = torch.Generator().manual_seed(20240229)
+        self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
+        backend.view = VIEWS[-1]
+        backend.reserve(len(self._starts), length + 3 * VIEWS[-1])
+        for start in range(0, max(contexts), CHUNKS[0]):
+            chunk = self._tokens[None, start : min(start + CHUNKS[0], max(contexts))]
+            backend.forward(chunk, [start], first_slot=0, logits=False)
+        for slot in range(1, len(self._starts)):
+            backend.copy(0, slot, max(contexts))
+        self._reference: list[Tensor] = []
+
+    def use_view(self, view: int) -> None:
+        """Read the memory in units of `view` from now on; the reference is computed with it."""
+        self.backend.view = view
+        self._reference = [torch.cat(list(self._trace(slot, REFERENCE))) for slot in range(len(self.contexts))]
+
+    def _trace(self, slot: int, width: int) -> Iterator[Tensor]:
+        """Logits [<= width, V] of consecutive forwards over the compared positions, fed `width` at a time."""
+        first = self.contexts[slot]
+        last = min(first + LENGTH, len(self._tokens) - width + 1)
+        for start in range(first, last, width):
+            tokens = self._tokens[None, start : start + width]
+            yield self.backend.forward(tokens, [start], first_slot=slot, logits=True)[0, : last - start].clone()
+
+    def agrees_alone(self, width: int) -> bool:
+        """Whether every position comes out as in the reference; gives up at the first that does not."""
+        for slot, reference in enumerate(self._reference):
+            at = 0
+            for piece in self._trace(slot, width):
+                count = min(len(piece), len(reference) - at)
+                if not torch.equal(piece[:count], reference[at : at + count]):
+                    return False
+                at += count
+        return True
+
+    def agrees_in_a_batch(self, width: int) -> bool:
+        """The same in a ragged batch."""
+        if width > 32:
+            return True  # prompts are computed one row at a time
+        tokens = torch.stack([self._tokens[start : start + width] for start in self._starts])
+        logits = self.backend.forward(tokens, self._starts, first_slot=0, logits=True)
+        counts = [min(width, len(reference)) for reference in self._reference]
+        checks = zip(logits, self._reference, counts, strict=False)  # the other rows are only there to be in the way
+        return all(torch.equal(row[:n], reference[:n]) for row, reference, n in checks)
+
+    def view_agrees(self, view: int) -> bool:
+        """Whether reading two or three times as far gives the same bits."""
+        self.use_view(view)
+        agrees = True
+        for factor in (2, 3):
+            self.backend.view = view * factor
+            agrees = agrees and self.agrees_alone(REFERENCE)
+        return agrees
+
+    def milliseconds(self, width: int) -> float:
+        """Median time of one forward of this width, one row."""
+        start, times = self.contexts[0], []
+        for _ in range(3):
+            started = perf_counter()
+            tokens = self._tokens[None, start : start + width]
+            self.backend.forward(tokens, [start], first_slot=0, logits=True).sum().item()
+            times.append(1e3 * (perf_counter() - started))
+        return median(times)
+
+
+def remembered(loaded: Loaded) -> Calibration:
+    """The calibration of this machine, model and precision from the cache, or a new one, which is then remembered."""
+    backend = loaded.backend
+    machine = f"{platform.machine()} {_cpu()} torch {torch.__version__} threads {torch.get_num_threads()}"
+    if backend.device.type == "cuda":
+        machine += f" {torch.cuda.get_device_name(backend.device)}"
+    identity = f"v{VERSION} {machine} {loaded.fingerprint}"
+    file = cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+    if file.exists():
+        values = json.loads(file.read_text())
+        times = {int(width): ms for width, ms in values["milliseconds"].items()}
+        return Calibration(tuple(values["widths"]), values["view"], values["chunk"], times)
+    log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
+    found = calibrate(backend)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps({**asdict(found), "identity": identity}, indent=2))
+    partial.rename(file)
+    return found
+
+
+def _cpu() -> str:
+    """The processor's model name, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
