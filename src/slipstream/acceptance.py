@@ -33,15 +33,24 @@ class Laws:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named acceptance rule. `laws` is None for sample-and-match, whose dice are the target's own draws."""
+    """A named acceptance rule. `laws` is None for sample-and-match, whose dice are the target's own draws.
+
+    "gumbel" is another name of "match": draws are races of exponentials, which is the Gumbel-max trick, and a draft
+    model that races with the target's noise proposes what the target is most likely to choose.
+    """
 
     name: str
     lossless: bool
     laws: Callable[[Tensor, Tensor, Draft], Laws] | None
 
+    @property
+    def coupled(self) -> bool:
+        """Whether every committed token is the target's own choice, so that seeded text is the same for any drafter."""
+        return self.laws is None
+
 
 RuleFunction = Callable[..., Laws]
-_RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True)}
+_RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True), "gumbel": (None, True)}
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
@@ -74,10 +83,10 @@ def _unreachable(*_: object, **__: object) -> Laws:
 
 
 def rule_for(choice: str, draft: Draft) -> Rule:
-    """The rule to use on this draft; "auto" means `match` for one-hot drafts and `rejection` for sampled ones."""
+    """The rule to use on this draft; "auto" means `match` for one-hot drafts and `block` for sampled ones."""
     if choice != "auto":
         return load_rule(choice)
-    return load_rule("match" if draft.probs is None else "rejection")
+    return load_rule("match" if draft.probs is None else "block")
 
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
@@ -117,6 +126,36 @@ def rejection(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
     return Laws(keep, partial(_residual, p, draft, None))
 
 
+@rule("block", lossless=True)
+def block(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Judge the whole draft at once: keep the longest prefix that passes, even if a shorter one failed.
+
+    Never fewer accepted tokens than `rejection` in expectation. Sun et al., ICLR 2025 (arXiv 2403.10444), algorithm 2.
+    With one-hot drafts the two rules are one.
+    """
+    if draft.probs is None or draft.width == 0:
+        return rejection(p, scores, draft)
+    px, qx = _drafted(p, draft)
+    ratio = torch.where(qx > 0, px / qx, (px > 0).double())
+    weight = [torch.ones_like(px[:, 0])]  # P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / q(x_i))
+    for j in range(draft.width):
+        weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
+    scale = torch.stack(weight, dim=1)
+    inner = scale[:, 1:-1]
+    mass = (inner[..., None] * p[:, 1:-1].double() - draft.probs[:, 1:].double()).clamp(min=0.0).sum(-1)
+    room = mass + 1 - inner
+    passes = torch.where(room > 0, mass / room.clamp(min=1e-300), 1.0)  # H_i for i < length
+    lengths = torch.tensor(draft.lengths, device=p.device)
+    index = torch.arange(1, draft.width + 1, device=p.device)
+    passes = torch.where(index == lengths[:, None], scale[:, 1:], torch.cat([passes, scale[:, -1:]], dim=1))
+    passes = passes * (index <= lengths[:, None])
+    # the number kept is the last i that passes: H_i times the chance that all later ones fail
+    fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
+    start = torch.ones_like(passes[:, :1])
+    keep = torch.cat([start, passes], -1) * torch.cat([fails, start], -1)
+    return Laws(keep, partial(_residual, p, draft, scale))
+
+
 @rule("topk", lossless=False)
 def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Laws:
     """Lossy: keep a draft token iff it is among the target's k most likely; then a token of the target's own."""
@@ -125,6 +164,20 @@ def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Laws:
     threshold = scores[:, :-1].topk(min(k, p.shape[-1]), dim=-1).values[..., -1]
     drafted = scores[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
     accepted = ((drafted >= threshold) & torch.isfinite(drafted) & _proposed(draft)).long().cumprod(-1).sum(-1)
+    keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
+    return Laws(keep, partial(_law_at, p))
+
+
+@rule("typical", lossless=False)
+def typical(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
+    """Lossy: keep a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), with H the entropy of p; then one drawn from p.
+
+    Cai et al. 2024 (Medusa), section 2.3.1, with the thresholds of its code. Greedy rows stay exact.
+    """
+    px, _ = _drafted(p, draft)
+    entropy = torch.special.entr(p[:, : draft.width].double()).sum(-1)
+    kept = (px > (0.09 * torch.exp(-entropy)).clamp(max=0.3)) & _proposed(draft)
+    accepted = kept.long().cumprod(-1).sum(-1)
     keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
     return Laws(keep, partial(_law_at, p))
 

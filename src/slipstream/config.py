@@ -20,7 +20,7 @@ class DecoderConfig:
 
     drafter: str = setting("auto", "auto | model | ngram[:LONGEST] | none; auto: model if there is a draft, else ngram")
     num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
-    acceptance: str = setting("auto", "auto | rejection | match | topk:K (lossy); auto: lossless, by kind of draft")
+    acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
     fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU")

@@ -167,7 +167,7 @@ class SpeculativeDecoder:
             self.target.backend.device,
             self.target.backend.vocab_size,
             self._draft_session,
-            coupled=self.config.acceptance == "match",
+            coupled=self.config.acceptance != "auto" and load_rule(self.config.acceptance).coupled,
         )
         if drafter == "auto":
             drafter = "ngram" if self.draft is None else "model"

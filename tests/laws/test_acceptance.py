@@ -230,8 +230,8 @@ def test_unknown_rule_is_refused_with_the_list_of_rules(text: str) -> None:
     assert "topk:K" in message
 
 
-def test_auto_matches_fixed_drafts_and_rejects_from_drawn_ones() -> None:
+def test_auto_matches_fixed_drafts_and_judges_drawn_ones_as_a_block() -> None:
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     assert rule_for("auto", Draft(tokens, (1,))).name == "match"
-    assert rule_for("auto", Draft(tokens, (1,), torch.ones(1, 1, VOCAB) / VOCAB)).name == "rejection"
+    assert rule_for("auto", Draft(tokens, (1,), torch.ones(1, 1, VOCAB) / VOCAB)).name == "block"
     assert rule_for("topk:2", Draft(tokens, (1,))).name == "topk:2"

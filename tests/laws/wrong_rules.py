@@ -10,11 +10,17 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from slipstream.acceptance import Laws, load_rule, rejection
-from slipstream.types import Draft
+from slipstream.acceptance import load_rule, rejection
+from slipstream.negative_controls import (
+    bonus_from_raw_logits,
+    first_mismatch_kept,
+    greedy_by_softmax,
+    law_of_next_position,
+    options_twice,
+    recovered_from_p,
+    residual_of_one_token,
+)
 
 from .enumeration import (
     VOCAB,
@@ -34,63 +40,6 @@ from .enumeration import (
 
 UNLIKELY = 0.35
 SEEDS = range(20)
-
-
-def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Keeps the token that was refused as well, and goes on behind it."""
-    right = rejection(p, scores, draft).keep
-    keep = torch.zeros_like(right)
-    keep[:, 1:] = right[:, :-1]
-    keep[:, -1] += right[:, -1]
-    return Laws(keep, partial(_at, p))
-
-
-def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Subtracts q only at the refused token, and not everywhere."""
-    assert draft.probs is not None
-
-    def next_token(accepted: Tensor) -> Tensor:
-        column = accepted.clamp(max=draft.width - 1)
-        refused = draft.tokens.gather(1, column[:, None])
-        law = _at(p, accepted).clone()
-        less = (law.gather(1, refused) - _at(draft.probs, column).gather(1, refused)).clamp(min=0)
-        cut = law.scatter(1, refused, less)
-        return torch.where((accepted < draft.width)[:, None], cut / cut.sum(-1, keepdim=True), law)
-
-    return Laws(rejection(p, scores, draft).keep, next_token)
-
-
-def recovered_from_p(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Draws the token after a refusal from p and not from the residual."""
-    return Laws(rejection(p, scores, draft).keep, partial(_at, p))
-
-
-def greedy_by_softmax(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Means to be greedy: takes the argmax after a refusal, but accepts with softmax p / q."""
-    right = rejection(scores.softmax(-1), scores, draft)
-    best = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p.dtype)
-    return Laws(right.keep, partial(_at, best))
-
-
-def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Forgets the sampling options where every draft token was kept."""
-    right = rejection(p, scores, draft)
-
-    def next_token(accepted: Tensor) -> Tensor:
-        raw = _at(scores.softmax(-1), accepted)
-        return torch.where((accepted == draft.width)[:, None], raw, right.next_token(accepted))
-
-    return Laws(right.keep, next_token)
-
-
-def options_twice(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Divides by the temperature (here 1/2) what has been divided by it before."""
-    return rejection((2 * p.log()).softmax(-1), scores, draft)
-
-
-def law_of_next_position(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
-    """Tests token i with the target's law of position i + 1."""
-    return rejection(torch.cat([p[:, 1:], p[:, -1:]], dim=1), scores, draft)
 
 
 def dropped_if_unlikely(q: Law) -> list[tuple[Context, float]]:
@@ -123,10 +72,6 @@ def _two_candidates(p: Array, q: Array, candidates: tuple[int, int]) -> Array:
         left = np.maximum(rest - q, 0)
         rest = left / left.sum() if left.sum() > 0 else rest
     return law + weight * rest
-
-
-def _at(laws: Tensor, position: Tensor) -> Tensor:
-    return laws[torch.arange(len(laws)), position]
 
 
 def _laws(seed: int) -> tuple[Law, Law]:
