@@ -16,8 +16,8 @@ test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -m "not smollm2 and not models"
 
 check: $(STAMP)
-	@$(BIN)/ruff format --check src tests
-	@$(BIN)/ruff check src tests
+	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks
 	@$(BIN)/mypy
 
 lines: $(STAMP)

@@ -82,8 +82,10 @@ def _unreachable(*_: object, **__: object) -> Laws:
     raise AssertionError("sample-and-match takes no argument")
 
 
-def rule_for(choice: str, draft: Draft) -> Rule:
+def rule_for(choice: str | Rule, draft: Draft) -> Rule:
     """The rule to use on this draft; "auto" means `match` for one-hot drafts and `block` for sampled ones."""
+    if isinstance(choice, Rule):
+        return choice
     if choice != "auto":
         return load_rule(choice)
     return load_rule("match" if draft.probs is None else "block")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.exceptions import TyperException
 
 from slipstream import show
@@ -20,10 +21,12 @@ from slipstream.cli_options import flags
 from slipstream.compare import BATCH, SPECULATIVE, Comparison, compare, compare_batch, summarise
 from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.negative_controls import load_wrong_rule
 from slipstream.params import SamplingParams
 from slipstream.prompts import NamedPrompt, read_prompts
 from slipstream.stats import Stats
 from slipstream.types import SlipstreamError, UsageError
+from slipstream.verify import Verifier
 from slipstream.version import __version__
 
 app = typer.Typer(
@@ -34,7 +37,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+# output that goes to a file or a pipe is not folded at 80 columns
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 Target = Annotated[str, typer.Option("--target", help="hub id, folder, .gguf file, smollm2 (default model) or toy")]
 DraftModel = Annotated[str | None, typer.Option("--draft", help="draft model, named like the target")]
@@ -244,6 +249,50 @@ def demo(
     print(json.dumps(line))
     _write_json(json_file, _report(decoder, EMBEDDED, None, params, done, summary))
     _fail_on_difference(decoder, params, summary)
+
+
+@app.command()
+@flags(DecoderConfig)
+def verify(
+    config: DecoderConfig,
+    target: Target = EMBEDDED,
+    draft: DraftModel = None,
+    prompt_file: PromptFile = None,
+    category: Category = [],  # noqa: B006
+    limit: Limit = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="length of the compared texts")] = 48,
+    budget: Annotated[float, typer.Option("--budget", min=1, help="seconds to aim for")] = 120.0,
+    wrong_rule: Annotated[str | None, typer.Option("--wrong-rule", hidden=True)] = None,
+    config_file: ConfigFile = None,
+    json_file: Json = None,
+) -> None:
+    """The certificate: is the text exactly the target's own? Exit code 1 if any check fails."""
+    prompts = _demo_prompts() if prompt_file is None else read_prompts(prompt_file, categories=category, limit=limit)
+    decoder = _decoder(target, draft, config, config_file)
+    if wrong_rule is not None:
+        decoder = decoder.using(acceptance=load_wrong_rule(wrong_rule))
+    checks = []
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err) as progress:
+        verifier = Verifier(decoder, prompts, max_tokens, budget)
+        task = progress.add_task("verifying", total=verifier.num_checks)
+        for check in verifier.run():
+            checks.append(check)
+            progress.update(task, advance=1, description=check.name)
+    out.print(show.certificate(checks))
+    failed = [check for check in checks if not check.passed]
+    settings = f"{target}, drafter {decoder.drafter_name}, acceptance {decoder.config.acceptance}"
+    mode = "reproducible: texts must be bit-identical" if decoder.reproducible else "not reproducible: ties are allowed"
+    result = "FAILED" if failed else "VERIFIED"
+    out.print(f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({mode})", soft_wrap=True)
+    report = {"target": target, "draft": draft, "config": vars(decoder.config), "verified": not failed}
+    _write_json(json_file, report | {"checks": [vars(check) for check in checks]})
+    if failed:
+        raise SlipstreamError(f"not exact: {failed[0].name}: {failed[0].detail}")
+
+
+def _demo_prompts() -> list[NamedPrompt]:
+    data = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
+    return [NamedPrompt(item["prompt"], item["category"]) for item in data]
 
 
 @app.command()

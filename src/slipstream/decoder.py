@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream import drafters
-from slipstream.acceptance import load_rule
+from slipstream.acceptance import Rule, load_rule, rule_for
 from slipstream.backends import Loaded, LoadOptions, load
 from slipstream.calibration import Calibration, remembered
 from slipstream.config import DecoderConfig
@@ -24,7 +24,7 @@ from slipstream.policy import Fixed
 from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
-from slipstream.types import FinishReason, Origin, Round, Row, UsageError
+from slipstream.types import Draft, FinishReason, Origin, Round, Row, UsageError
 from slipstream.vocabulary import check_same
 
 Message = dict[str, str]
@@ -85,7 +85,7 @@ class SpeculativeDecoder:
         load_options: dict[str, Any] | None = None,
     ) -> None:
         self.config = DecoderConfig(
-            drafter=drafter if isinstance(drafter, str) else type(drafter).__name__,
+            drafter=_name(drafter),
             num_draft_tokens=num_draft_tokens,
             acceptance=acceptance,
             dtype=dtype,
@@ -97,7 +97,8 @@ class SpeculativeDecoder:
         )
         if acceptance != "auto":
             load_rule(acceptance)
-        self._drafter_choice = drafter
+        self._drafter: str | Drafter = drafter
+        self.rule: Rule | None = None  # an acceptance rule given as an object
         options = LoadOptions(dtype, device, fast, load_options or {})
         if isinstance(drafter, str):
             drafters.check_name(drafter)
@@ -111,7 +112,7 @@ class SpeculativeDecoder:
         self.calibration: Calibration | None = None
         self._target_session = Session(self.target.backend, self._shapes())
         self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
-        self._engine = self._make_engine(drafter, num_draft_tokens)
+        self._engine = self._make_engine()
 
     def _shapes(self) -> Shapes:
         """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
@@ -150,28 +151,43 @@ class SpeculativeDecoder:
     @property
     def lossless(self) -> bool:
         """Whether the output keeps the target's law exactly."""
+        if self.rule is not None:
+            return self.rule.lossless
         return self.config.acceptance == "auto" or load_rule(self.config.acceptance).lossless
 
-    def using(self, drafter: str | Drafter, num_draft_tokens: int | str | None = None) -> SpeculativeDecoder:
-        """The same loaded models and memory with another drafter or draft length; models are not loaded again."""
+    def using(
+        self,
+        drafter: str | Drafter | None = None,
+        *,
+        num_draft_tokens: int | str | None = None,
+        acceptance: str | Rule | None = None,
+    ) -> SpeculativeDecoder:
+        """The same loaded models and memory under other settings; models are not loaded again."""
         other = object.__new__(SpeculativeDecoder)
         other.__dict__.update(self.__dict__)
-        count = self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        name = drafter if isinstance(drafter, str) else type(drafter).__name__
-        other.config = replace(self.config, drafter=name, num_draft_tokens=count)
-        other._engine = other._make_engine(drafter, count)
+        other.config = replace(
+            self.config,
+            drafter=self.config.drafter if drafter is None else _name(drafter),
+            num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+            acceptance=self.config.acceptance if acceptance is None else _name(acceptance),
+        )
+        other._drafter = self._drafter if drafter is None else drafter
+        other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
+        other._engine = other._make_engine()
         return other
 
-    def _make_engine(self, drafter: str | Drafter, num_draft_tokens: int | str) -> Engine:
+    def _make_engine(self) -> Engine:
+        drafter, num_draft_tokens = self._drafter, self.config.num_draft_tokens
+        acceptance = self.rule or self.config.acceptance
         setup = drafters.Setup(
             self.target.backend.device,
             self.target.backend.vocab_size,
             self._draft_session,
-            coupled=self.config.acceptance != "auto" and load_rule(self.config.acceptance).coupled,
+            coupled=acceptance != "auto" and rule_for(acceptance, Draft.empty(0, self.target.backend.device)).coupled,
         )
         if drafter == "auto":
             drafter = "ngram" if self.draft is None else "model"
-        self._name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        self._name = _name(drafter)
         built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
         if not isinstance(built, Drafter):
             raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
@@ -181,7 +197,7 @@ class SpeculativeDecoder:
             self._target_session,
             built,
             policy,
-            self.config.acceptance,
+            acceptance,
             self.config.max_batch_size,
             self._draft_session,
         )
@@ -316,6 +332,12 @@ class SpeculativeDecoder:
             seed=row.seed,
             prompt_token_ids=row.tokens[: row.prompt_length],
         )
+
+
+def _name(choice: object) -> str:
+    if isinstance(choice, Rule):
+        return choice.name
+    return choice if isinstance(choice, str) else type(choice).__name__
 
 
 def _is_loaded(model: Any) -> bool:

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from slipstream.acceptance import accept, rule_for
+from slipstream.acceptance import Rule, accept, rule_for
 from slipstream.drafters import Drafter
 from slipstream.noise import Race
 from slipstream.policy import Policy, lengths_for
@@ -94,7 +94,7 @@ class Engine:
     target: Session
     drafter: Drafter
     policy: Policy
-    acceptance: str = "auto"
+    acceptance: str | Rule = "auto"
     max_batch_size: int = 8
     draft_session: Session | None = None
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slipstream.acceptance import Laws, rejection
-from slipstream.types import Draft
+from slipstream.acceptance import Laws, Rule, rejection
+from slipstream.types import Draft, UsageError
 
 
 def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
@@ -88,3 +88,10 @@ WRONG_RULES: dict[str, Callable[[Tensor, Tensor, Draft], Laws]] = {
     "options-twice": options_twice,
     "law-of-next-position": law_of_next_position,
 }
+
+
+def load_wrong_rule(name: str) -> Rule:
+    """A wrong rule that claims to be lossless, as they do."""
+    if name not in WRONG_RULES:
+        raise UsageError(f"wrong rule {name!r}; allowed: {', '.join(WRONG_RULES)}")
+    return Rule(name, True, WRONG_RULES[name])

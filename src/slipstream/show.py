@@ -14,6 +14,7 @@ from slipstream.compare import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.decoder import Result
 from slipstream.parity import Difference
 from slipstream.text import TextStream, Tokenizer
+from slipstream.verify import Check
 
 STYLES = {"accepted": "green", "recovered": "blue", "bonus": "cyan", "plain": ""}
 LEGEND = "[green]accepted draft token[/]  [cyan]bonus[/]  [blue]recovered after a rejection[/]"
@@ -112,6 +113,17 @@ def summary_table(summary: dict[str, Any]) -> Table:
             "",
             *(str(batch[key]) for key in ("identical", "ties", "different")),
         )
+    return table
+
+
+def certificate(checks: Sequence[Check]) -> Table:
+    """One line per check."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("check", "", "evidence", "seconds"):
+        table.add_column(name, justify="right" if name == "seconds" else "left")
+    for check in checks:
+        mark = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
+        table.add_row(check.name, mark, check.detail, f"{check.seconds:.1f}")
     return table
 
 

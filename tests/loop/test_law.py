@@ -1,0 +1,226 @@
+"""The law of the whole loop: joint frequencies of generated tokens against the target's law, and what must be caught.
+
+A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and die found in real
+projects fails the same test with the same number of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, sampling
+from slipstream.acceptance import Rule, load_rule
+from slipstream.negative_controls import WRONG_RULES
+from slipstream.noise import Stream, key
+from slipstream.sampling import Sampler
+from slipstream.types import Row
+
+from .chi_square import OPTIONS, PROMPT, RUNS, SUSPICIOUS, VOCAB, Runs, close, counts, exact_law, model, observe, p_value
+
+RULES = ["block", "rejection", "match"]
+DRAFTERS = ["ngram:1-3", "other", "close"]
+WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
+# the rule that is wrong for sampled drafts only
+FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
+
+over_ways = pytest.mark.parametrize(("drafter", "rule"), WAYS)
+over_models = pytest.mark.parametrize("name", OPTIONS)
+
+
+def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDecoder:
+    """A decoder on the target `name`; "other" and "close" are draft models."""
+    draft = {"other": lambda: model(name, 1), "close": lambda: close(name)}.get(drafter, lambda: None)()
+    options = {"num_draft_tokens": 2, "max_batch_size": 64, "reproducible": False, **options}
+    return SpeculativeDecoder(
+        model(name), draft, drafter=drafter if draft is None else "model", acceptance=rule, **options
+    )
+
+
+def seeds(drafter: str, rule: str) -> range:
+    """Each way of decoding has dice of its own, so that their texts are independent."""
+    first = WAYS.index((drafter, rule)) * RUNS
+    return range(first, first + RUNS)
+
+
+@cache
+def runs(name: str, drafter: str, rule: str) -> Runs:
+    return observe(decoder(name, drafter, rule), name, seeds(drafter, rule))
+
+
+@over_models
+@over_ways
+def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
+    assert runs(name, drafter, rule).p_value > SUSPICIOUS
+
+
+@over_models
+def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
+    texts = [text for way in WAYS for text in runs(name, *way).texts]
+    assert len(texts) == len(WAYS) * RUNS
+    assert p_value(counts(texts), exact_law(name)) > SUSPICIOUS
+
+
+@over_models
+@over_ways
+def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:
+    rounds = runs(name, drafter, rule).rounds
+    kept = sum(done.num_accepted_tokens for done in rounds)
+    refused = sum(done.rejected for done in rounds)
+    if drafter == "none":
+        assert (kept, refused) == (0, 0)
+    else:  # or the frequencies would say little about the rule
+        assert kept > RUNS / 6 and refused > RUNS / 6
+
+
+@over_models
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("drafter", "rule"), [("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")])
+def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, size: int) -> None:
+    some = seeds(drafter, rule)[:24]
+    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, some)
+    assert small.texts == runs(name, drafter, rule).texts[: len(some)]
+
+
+@over_models
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("length", "size"), [(1, 64), (3, 7), (6, 1)])
+def test_matched_text_is_that_of_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
+    params = [replace(OPTIONS[name], seed=seed, max_tokens=12) for seed in range(20)]
+    prompts = [PROMPT] * len(params)
+    plain = decoder(name, "none", "auto").generate(prompts, params)
+    spoken = decoder(name, drafter, "match", num_draft_tokens=length, max_batch_size=size).generate(prompts, params)
+    assert [result.token_ids for result in spoken] == [result.token_ids for result in plain]
+    assert len({tuple(result.token_ids) for result in plain}) > len(params) / 2
+    assert any(done.num_accepted_tokens for result in spoken for done in result.rounds)
+
+
+# what must be caught
+
+
+@pytest.mark.parametrize(
+    ("drafter", "wrong"), [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)]
+)
+def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Rule(wrong, True, WRONG_RULES[wrong])
+    monkeypatch.setattr("slipstream.engine.rule_for", lambda choice, draft: rule)
+    assert observe(decoder("llama", drafter, "auto"), "llama").p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["topk:2", "typical"])
+def test_a_lossy_rule_is_caught(rule: str) -> None:
+    assert not load_rule(rule).lossless
+    assert observe(decoder("llama", "close", rule), "llama").p_value < SUSPICIOUS
+
+
+Draw = Callable[[Sampler, Tensor, int], Tensor]
+
+
+@dataclass
+class Dice:
+    """A sampler that draws draft tokens in another way than it is told to."""
+
+    sampler: Sampler
+    how: Draw
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.sampler, attribute)
+
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.DRAFT) -> Tensor:
+        return self.how(self.sampler, probs, first)
+
+
+@dataclass
+class DrawsOtherwise:
+    """Drafts of another drafter, drawn otherwise than their law says."""
+
+    inner: Drafter
+    how: Draw
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return self.inner.propose(rows, lengths, Dice(sampler, self.how))  # type: ignore[arg-type]
+
+
+@dataclass
+class StopsAfterUnlikely:
+    """Drafts that end at the first token with a small q, which is kept in the draft or not."""
+
+    inner: Drafter
+    keeps: bool
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        draft = self.inner.propose(rows, lengths, sampler)
+        if draft.probs is None:
+            return draft
+        unlikely = draft.probs.gather(-1, draft.tokens[..., None])[..., 0] < 0.35
+        shorter = []
+        for row, length in enumerate(draft.lengths):
+            first = [*unlikely[row, :length].tolist(), True].index(True)
+            shorter.append(min(first + self.keeps, length))
+        return Draft(draft.tokens, tuple(shorter), draft.probs)
+
+
+def likeliest(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return probs.argmax(-1)
+
+
+def colder(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return sampler.draw(probs**2, first, Stream.DRAFT)
+
+
+def with_the_dice_of_the_target(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return sampler.draw(probs, first, Stream.TOKEN)
+
+
+def as_told(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return sampler.draw(probs, first, Stream.DRAFT)
+
+
+def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
+    made = decoder("llama", "close", rule)
+    return observe(made.using(change(made._engine.drafter)), "llama")
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("how", [likeliest, colder, with_the_dice_of_the_target])
+def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str) -> None:
+    assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
+    assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_ending_a_draft_after_an_unlikely_token_keeps_the_law(rule: str) -> None:
+    seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
+    assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
+    assert seen.p_value > SUSPICIOUS
+
+
+def test_the_same_wrapper_with_the_right_draw_keeps_the_law() -> None:
+    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
+def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "_key", lambda self, row, stream, position: key(row.seed, stream))
+    assert observe(decoder("llama", drafter, "auto"), "llama").p_value < SUSPICIOUS
+
+
+def test_keeping_by_the_dice_of_the_draft_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "_key", lambda self, row, stream, position: key(row.seed, 0, position))
+    assert observe(decoder("llama", "close", "block"), "llama").p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("drafter", ["ngram:1-3", "close"])
+def test_penalties_that_do_not_see_the_draft_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling._Penalties, "_add", lambda *counts: None)
+    assert observe(decoder("gpt2", drafter, "auto"), "gpt2").p_value < SUSPICIOUS
