@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -25,6 +26,19 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
 from slipstream.compare import Referee, count_differences
 from slipstream.prompts import read_prompts
+
+Line = dict[str, Any]
+COLUMNS = (
+    "temperature",
+    "drafter",
+    "length",
+    "batch",
+    "identical",
+    "ties",
+    "different",
+    "acceptance_rate",
+    "seconds",
+)
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -39,6 +53,44 @@ def settings(drafters: list[str], lengths: list[int], batches: list[int]) -> Ite
     for drafter in drafters:
         for length in [0] if drafter == "none" else lengths:
             yield from ((drafter, length, batch) for batch in batches)
+
+
+@dataclass
+class Bench:
+    """The loaded models, the prompts, and what plain decoding says to them."""
+
+    base: SpeculativeDecoder
+    ids: list[list[int]]
+    referee: Referee
+
+    def lines(
+        self, drafters: list[str], lengths: list[int], batches: list[int], params: SamplingParams
+    ) -> Iterator[Line]:
+        """One line per setting, for these sampling options."""
+        each = [replace(params, seed=i) for i in range(len(self.ids))]
+        plain = self.base.using("none")
+        expected = [plain.generate(tokens, one).token_ids for tokens, one in zip(self.ids, each, strict=True)]
+        for drafter, length, batch in chosen:
+            if (drafter, batch) != ("none", 1):  # that is the reference itself
+                decoder = self.base.using(drafter, num_draft_tokens=length)
+                setting = {"temperature": params.temperature, "drafter": drafter, "length": length, "batch": batch}
+                yield setting | self._measure(decoder, batch, each, expected)
+
+    def _measure(
+        self, decoder: SpeculativeDecoder, batch: int, params: list[SamplingParams], expected: list[list[int]]
+    ) -> Line:
+        begun, results = perf_counter(), []
+        for at in range(0, len(self.ids), batch):
+            results += decoder.generate(self.ids[at : at + batch], params[at : at + batch])
+        seconds = perf_counter() - begun
+        differences = [
+            self.referee.judge(tokens, want, got.token_ids, greedy=one.temperature == 0)
+            for tokens, one, want, got in zip(self.ids, params, expected, results, strict=True)
+        ]
+        drafted = sum(r.stats.num_draft_tokens for r in results)
+        accepted = sum(r.stats.num_accepted_tokens for r in results)
+        rate = accepted / drafted if drafted else None
+        return {**count_differences(differences), "acceptance_rate": rate, "seconds": seconds}
 
 
 def main(
@@ -59,67 +111,34 @@ def main(
     started = perf_counter()
     keep = {"true": True, "false": False}.get(reproducible, reproducible)
     base = SpeculativeDecoder(target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=4)
-    referee = Referee(base)
     ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
-    drafters = ["none", "ngram", *(["model"] if draft else [])]
-    table = Table(
-        "temperature", "drafter", "length", "batch", "identical", "ties", "different", "acceptance", "seconds"
-    )
-    lines = []
+    bench = Bench(base, ids, Referee(base))
+    chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
+    lines: list[Line] = []
     for temperature in temperatures:
-        params = [SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i) for i in range(len(ids))]
-        plain = base.using("none")
-        expected = [plain.generate(tokens, one).token_ids for tokens, one in zip(ids, params, strict=True)]
-        for drafter, length, batch in settings(drafters, lengths, batches):
-            if drafter == "none" and batch == 1:
-                continue  # the reference itself
-            begun = perf_counter()
-            decoder = base.using(drafter, num_draft_tokens=length)
-            results = []
-            for at in range(0, len(ids), batch):
-                chosen = params[at : at + batch]
-                results += decoder.generate(ids[at : at + batch], chosen)
-            differences = [
-                referee.judge(tokens, want, got.token_ids, greedy=temperature == 0)
-                for tokens, want, got in zip(ids, expected, results, strict=True)
-            ]
-            counted = count_differences(differences)
-            drafted = sum(r.stats.num_draft_tokens for r in results)
-            rate = sum(r.stats.num_accepted_tokens for r in results) / drafted if drafted else None
-            line = {
-                "temperature": temperature,
-                "drafter": drafter,
-                "num_draft_tokens": length,
-                "batch": batch,
-                **counted,
-                "acceptance_rate": rate,
-                "seconds": perf_counter() - begun,
-            }
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        for line in bench.lines(chosen, params):
             lines.append(line)
             print(json.dumps({k: v for k, v in line.items() if k != "differences"}), file=sys.stderr, flush=True)
-            table.add_row(
-                f"{temperature}",
-                drafter,
-                str(length),
-                str(batch),
-                *(str(counted[k]) for k in ("identical", "ties", "different")),
-                "-" if rate is None else f"{rate:.0%}",
-                f"{line['seconds']:.0f}",
-            )
+    table = Table(*COLUMNS)
+    for line in lines:
+        table.add_row(*(_cell(line[name]) for name in COLUMNS))
     console.print(table)
     wrong = sum(line["different"] + (line["ties"] if base.reproducible else 0) for line in lines)
-    total = len(ids) * len(lines)
-    same = sum(line["identical"] for line in lines)
+    same, total = sum(line["identical"] for line in lines), len(ids) * len(lines)
     console.print(
         f"{target}, {dtype}, {'reproducible' if base.reproducible else 'not reproducible'}: {same} of {total} texts of "
         f"up to {max_tokens} tokens identical to plain decoding, {perf_counter() - started:.0f} s"
     )
     if json_file is not None:
-        json_file.write_text(
-            json.dumps({"target": target, "draft": draft, "identical": same, "lines": lines}, indent=1)
-        )
+        report = {"target": target, "draft": draft, "dtype": dtype, "identical": same, "texts": total, "lines": lines}
+        json_file.write_text(json.dumps(report, indent=1))
     sys.exit(1 if wrong else 0)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from slipstream.negative_controls import load_wrong_rule
 from slipstream.params import SamplingParams
 from slipstream.prompts import NamedPrompt, read_prompts
 from slipstream.stats import Stats
-from slipstream.types import SlipstreamError, UsageError
+from slipstream.text import visible_text
+from slipstream.types import Round, SlipstreamError, UsageError
 from slipstream.verify import Verifier
 from slipstream.version import __version__
 
@@ -102,12 +103,40 @@ def generate(
     if len(prompts) == 1:
         results = [_stream(decoder, prompts[0], params, chat=not raw)]
     else:
-        done = decoder.generate([p.prompt for p in prompts], params, chat=not raw)
-        results = [{"text": r.text, "token_ids": r.token_ids, "stats": r.stats.to_dict()} for r in done]
-        for i, result in enumerate(done):
-            out.print(f"[bold]--- {i + 1}: {prompts[i].category}[/]")
-            out.print(result.text, markup=False)
+        results = _batch(decoder, prompts, params, chat=not raw)
     _write_json(json_file, {"target": target, "draft": draft, "results": results})
+
+
+def _batch(
+    decoder: SpeculativeDecoder, prompts: list[NamedPrompt], params: SamplingParams, *, chat: bool
+) -> list[dict[str, Any]]:
+    """All prompts together; Ctrl-C ends the run, not the report."""
+    assert decoder.tokenizer is not None
+    rounds: list[list[Round]] = [[] for _ in prompts]
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err) as progress:
+        task = progress.add_task("texts", total=len(prompts))
+        try:
+            for done in decoder.rounds([p.prompt for p in prompts], params, chat=chat):
+                rounds[done.row].append(done)
+                progress.update(task, advance=done.finish_reason is not None)
+        except KeyboardInterrupt:
+            progress.update(task, description="interrupted")
+    results = []
+    for i, (prompt, own) in enumerate(zip(prompts, rounds, strict=True)):
+        ids = [token for done in own for token in done.tokens]
+        text = visible_text(decoder.tokenizer, params, ids)
+        reason = own[-1].finish_reason if own and own[-1].finish_reason else "interrupted"
+        results.append({"text": text, "token_ids": ids, "finish_reason": reason, "stats": Stats.of(own).to_dict()})
+        out.print(f"[bold]--- {i + 1}: {prompt.category}[/]")
+        out.print(text, markup=False)
+    _print_stats(decoder, Stats.of([done for own in rounds for done in own]), f"{len(prompts)} texts")
+    return results
+
+
+def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
+    rate, efficiency = show.percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
+    err.print(f"[dim]{speed}, {decoder.drafter_name}: acceptance rate {rate}, block efficiency {efficiency}, {end}[/]")
 
 
 def _stream(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
@@ -122,11 +151,7 @@ def _stream(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingPa
     out.print()
     stats = Stats.of([c.round for c in chunks], lossless=decoder.lossless)
     reason = "interrupted" if interrupted or not chunks else chunks[-1].round.finish_reason
-    err.print(
-        f"[dim]{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s, {decoder.drafter_name}: "
-        f"acceptance rate {show.percent(stats.acceptance_rate)}, block efficiency {stats.block_efficiency:.2f}, "
-        f"ended by {reason}[/]"
-    )
+    _print_stats(decoder, stats, f"ended by {reason}")
     return {
         "text": "".join(c.text for c in chunks),
         "token_ids": [token for c in chunks for token in c.token_ids],
@@ -222,7 +247,7 @@ def demo(
     json_file: Json = None,
 ) -> None:
     """The main job on the embedded default model: plain against speculative, side by side."""
-    data = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
+    data = _demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
     err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
     decoder = SpeculativeDecoder(EMBEDDED, drafter="ngram")
@@ -267,7 +292,10 @@ def verify(
     json_file: Json = None,
 ) -> None:
     """The certificate: is the text exactly the target's own? Exit code 1 if any check fails."""
-    prompts = _demo_prompts() if prompt_file is None else read_prompts(prompt_file, categories=category, limit=limit)
+    if prompt_file is None:
+        prompts = [NamedPrompt(item["prompt"], item["category"]) for item in _demo_data()]
+    else:
+        prompts = read_prompts(prompt_file, categories=category, limit=limit)
     decoder = _decoder(target, draft, config, config_file)
     if wrong_rule is not None:
         decoder = decoder.using(acceptance=load_wrong_rule(wrong_rule))
@@ -290,9 +318,9 @@ def verify(
         raise SlipstreamError(f"not exact: {failed[0].name}: {failed[0].detail}")
 
 
-def _demo_prompts() -> list[NamedPrompt]:
-    data = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
-    return [NamedPrompt(item["prompt"], item["category"]) for item in data]
+def _demo_data() -> list[dict[str, str]]:
+    data: list[dict[str, str]] = json.loads(resources.files("slipstream").joinpath("data/demo.json").read_text())
+    return data
 
 
 @app.command()

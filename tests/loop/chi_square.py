@@ -33,7 +33,7 @@ VOCAB = 7
 COUNT = 4
 # every token occurs, so a lookup always finds something; longer than the sliding window of Gemma-3
 PROMPT = [1, 6, 5, 2, 4, 3, 0, 1, 6, 4, 4, 1, 6, 4, 4]
-RUNS = 600
+RUNS = 400
 FEWEST = 5.0  # expected number of runs in a cell; smaller cells are pooled with their neighbours
 SUSPICIOUS = 1e-4  # how often a right loop would fail; the seeds are fixed, so a test always passes or never does
 
