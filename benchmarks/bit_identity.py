@@ -63,9 +63,7 @@ class Bench:
     ids: list[list[int]]
     referee: Referee
 
-    def lines(
-        self, drafters: list[str], lengths: list[int], batches: list[int], params: SamplingParams
-    ) -> Iterator[Line]:
+    def lines(self, chosen: Iterable[tuple[str, int, int]], params: SamplingParams) -> Iterator[Line]:
         """One line per setting, for these sampling options."""
         each = [replace(params, seed=i) for i in range(len(self.ids))]
         plain = self.base.using("none")

@@ -191,7 +191,7 @@ def test_two_interleaved_iterations_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseException) -> None:
     made = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
-    stumbling = made.using(Stumbling(made._engine.drafter, after, error), 3)
+    stumbling = made.using(Stumbling(made._engine.drafter, after, error), num_draft_tokens=3)
     with pytest.raises(type(error)):
         stumbling.generate(PROMPTS[:4], GREEDY)
     _next_result_is_right(made)
@@ -232,8 +232,8 @@ def _next_result_is_right(made: SpeculativeDecoder) -> None:
 
 def test_an_interrupted_row_goes_on_where_it_was() -> None:
     made = tiny_decoder("model", num_draft_tokens=3)
-    row = made._rows([PROMPTS[3]], GREEDY, True)[0]
-    failing = made.using(Stumbling(made._engine.drafter, 2, ValueError("stumbled")), 3)
+    row = made._reader.rows([PROMPTS[3]], GREEDY)[0]
+    failing = made.using(Stumbling(made._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
     with pytest.raises(ValueError, match="stumbled"):
         list(failing._engine.run([row]))
     assert 0 < row.num_output_tokens < COUNT

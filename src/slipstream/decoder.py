@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -21,14 +20,12 @@ from slipstream.drafters import Drafter
 from slipstream.engine import Engine
 from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
+from slipstream.requests import Message, Prompt, RequestReader, is_single
 from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
 from slipstream.types import Draft, FinishReason, Origin, Round, Row, UsageError
 from slipstream.vocabulary import check_same
-
-Message = dict[str, str]
-Prompt = str | list[int] | list[Message]
 
 log = logging.getLogger("slipstream")
 
@@ -112,6 +109,7 @@ class SpeculativeDecoder:
         self.calibration: Calibration | None = None
         self._target_session = Session(self.target.backend, self._shapes())
         self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
+        self._reader = RequestReader(self.target)
         self._engine = self._make_engine()
 
     def _shapes(self) -> Shapes:
@@ -219,8 +217,8 @@ class SpeculativeDecoder:
         A prompt is a text, a list of token ids or a list of chat messages. A text goes through the chat template if
         the tokenizer has one, unless chat=False. params: one for all, or one per prompt.
         """
-        single = _is_single(prompt)
-        rows = self._rows([prompt] if single else list(prompt), params, chat)
+        single = is_single(prompt)
+        rows = self._reader.rows([prompt] if single else list(prompt), params, chat=chat)
         for _ in self._engine.run(rows):
             pass
         results = [self._result(row) for row in rows]
@@ -228,9 +226,9 @@ class SpeculativeDecoder:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
         """Generate for one prompt, a `Chunk` per round. Stopping the iteration early is allowed."""
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
-        row = self._rows([prompt], params, chat)[0]
+        row = self._reader.rows([prompt], params, chat=chat)[0]
         text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
         for done in self._engine.run([row]):
             piece = ""
@@ -241,7 +239,7 @@ class SpeculativeDecoder:
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
-        yield from self._engine.run(self._rows(list(prompts), params, chat))
+        yield from self._engine.run(self._reader.rows(list(prompts), params, chat=chat))
 
     def forget(self) -> None:
         """Empty the memory, so that the next prompt is computed from its first token."""
@@ -251,7 +249,7 @@ class SpeculativeDecoder:
 
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
-        row = self._row(0, token_ids, SamplingParams(max_tokens=1), False)
+        row = self._reader.rows([token_ids], SamplingParams(max_tokens=1))[0]
         self._target_session.reserve(1, len(token_ids) + 1)
         with torch.inference_mode():
             nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
@@ -259,66 +257,7 @@ class SpeculativeDecoder:
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""
-        if _is_ids(prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise UsageError("prompt is text but there is no tokenizer; give tokenizer=... or a list of token ids")
-        if isinstance(prompt, str):
-            if chat and self.tokenizer.has_chat_template and prompt:
-                return self.tokenizer.chat([{"role": "user", "content": prompt}])
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
-
-    def _rows(self, prompts: list[Any], params: Any, chat: bool) -> list[Row]:
-        one = SamplingParams() if params is None else params
-        given = list(params) if isinstance(params, list | tuple) else [one] * len(prompts)
-        if len(given) != len(prompts):
-            raise UsageError(f"params: {len(given)} given for {len(prompts)} prompts; allowed: one, or one per prompt")
-        return [self._row(i, prompt, one, chat) for i, (prompt, one) in enumerate(zip(prompts, given, strict=True))]
-
-    def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
-        if not (isinstance(prompt, str) or _is_ids(prompt) or _is_chat(prompt)):
-            raise UsageError(f"prompt {prompt!r:.80}; allowed: a text, a list of token ids or a list of chat messages")
-        backend, tokens = self.target.backend, self.encode(prompt, chat=chat)
-        if not tokens:
-            raise UsageError(f"prompt {index} is empty; allowed: at least one token")
-        if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
-            raise UsageError(f"prompt {index}: token id {bad[0]}; allowed: 0 to {backend.vocab_size - 1}")
-        room = backend.max_length - len(tokens)
-        if room < 1:
-            raise UsageError(f"prompt {index} has {len(tokens)} tokens; allowed: at most {backend.max_length - 1}")
-        if params.max_tokens > room:
-            raise UsageError(
-                f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "
-                f"(the model's context is {backend.max_length})"
-            )
-        params = self._with_token_ids(params)
-        params.check_vocabulary(backend.vocab_size)
-        ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
-        watch = self._stop_watch(params)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Row(index, tokens, params, seed, ends, None if watch is None else watch.completes_stop)
-
-    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Bad words given as text, as token ids: at the beginning of a text and after a space."""
-        words: list[Sequence[int]] = []
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                words.append(word)
-            elif self.tokenizer is None:
-                raise UsageError(f"bad_words: {word!r} is text but there is no tokenizer; allowed: lists of token ids")
-            else:
-                words += [ids for ids in (self.tokenizer.bare(word), self.tokenizer.bare(" " + word)) if ids]
-        return replace(params, bad_words=tuple(words)) if params.bad_words else params
-
-    def _stop_watch(self, params: SamplingParams) -> VisibleText | None:
-        if not params.stop_strings:
-            return None
-        if self.tokenizer is None:
-            raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
-        return VisibleText(self.tokenizer, params)
+        return self._reader.encode(prompt, chat=chat)
 
     def _result(self, row: Row) -> Result:
         assert row.finish_reason is not None
@@ -355,22 +294,3 @@ def _refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
     ):
         if value != default:
             raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")
-
-
-def _is_ids(prompt: Any) -> bool:
-    if not isinstance(prompt, list | tuple):
-        return False
-    return bool(prompt) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-
-
-def _is_chat(prompt: Any) -> bool:
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return False
-    return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-
-
-def _is_single(prompt: Any) -> bool:
-    """One prompt rather than a list of them; an empty list counts as one (empty) prompt."""
-    if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
-        return True
-    return _is_ids(prompt) or _is_chat(prompt) or isinstance(prompt[0], int)

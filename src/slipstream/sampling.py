@@ -32,22 +32,21 @@ class Sampler:
         self._greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         self.all_greedy = all(p.temperature == 0 for p in params)
         self._warp = _Warp(params, device)
-        self._history = [_Penalties(self), _FixedBias(self), _BadWords(self), _MinTokens(self), _Processors(self)]
-        # bias first, as in `generate`; the classes above are listed with the one that needs `advance` in front
-        self._order = [self._history[i] for i in (1, 0, 2, 3, 4) if self._history[i].active]
-        self.plain = self.all_greedy and not self._order
+        kinds = (_FixedBias, _Penalties, _BadWords, _MinTokens, _Processors)  # the order of `generate`
+        self._history = [processor for kind in kinds if (processor := kind(self)).active]
+        self.plain = self.all_greedy and not self._history
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the penalties what row number `row` of this batch has committed."""
-        for processor in self._order:
+        for processor in self._history:
             processor.advance(row, tokens)
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
         """Logits after everything that depends on the history. logits: [B, J, V]; draft: [B, >= first + J - 1]."""
-        if not self._order:
+        if not self._history:
             return logits.float()
         scores = logits.to(torch.float32, copy=True)
-        for processor in self._order:
+        for processor in self._history:
             processor.apply(scores, draft, first)
         return scores
 
@@ -56,7 +55,7 @@ class Sampler:
         if self.all_greedy:
             return _one_hot(scores)
         probs = torch.softmax(self._warp(scores), dim=-1)
-        if self._order:  # bias and the like can leave a position without any token; its law is then zero
+        if self._history:  # bias and the like can leave a position without any token; its law is then zero
             probs = probs.nan_to_num(0.0)
         if bool(self._greedy.any()):
             probs = torch.where(self._greedy[:, None, None], _one_hot(scores), probs)

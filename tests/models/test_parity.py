@@ -40,7 +40,7 @@ def ids(results: list[Any]) -> list[list[int]]:
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
     made = decoder(name, drafter, reproducible=reproducible)
     for length in (1, 3, 7) if drafter != "none" else (0,):
-        results = made.using(made.drafter_name, length).generate(PROMPTS, GREEDY)
+        results = made.using(made.drafter_name, num_draft_tokens=length).generate(PROMPTS, GREEDY)
         assert ids(results) == expected(name), f"draft length {length}"
 
 
