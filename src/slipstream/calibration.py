@@ -28,26 +28,26 @@ from slipstream.session import Shapes
 log = logging.getLogger("slipstream")
 
 REFERENCE = 8  # the width every other one is compared with
-WIDTHS = (1, 2, 4, 5, 6, 8, 16, 32, 64, 256)
+WIDTHS = (1, 2, 4, 5, 6, 8, 16, 32)
 TIMED = (1, 2, 4, 5, 6, 8)
-CHUNKS = (256, 64, 32, 16, 8)
 VIEWS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
-MATES = (37, 333)  # where the other rows of the ragged batch stand
-LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
-VERSION = 3
+MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
+LENGTH = 32  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
+PREFILL = 256
+VERSION = 4
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
 
-    chunk: the widest agreeing width, for prompts. milliseconds: of one forward of each width, for one row.
+    Prompts need no agreement: each is computed on its own, cut in the same way whatever comes after it.
+    milliseconds: of one forward of each width, for one row.
     """
 
     widths: tuple[int, ...]
     view: int
-    chunk: int
     milliseconds: dict[int, float]
 
     @property
@@ -58,7 +58,7 @@ class Calibration:
     @property
     def shapes(self) -> Shapes:
         """The shapes that keep the bits."""
-        return Shapes(self.widths, self.chunk, self.view)
+        return Shapes(self.widths, PREFILL, self.view)
 
     @property
     def cost(self) -> float:
@@ -67,17 +67,19 @@ class Calibration:
         return plain / min(self.milliseconds.values()) - 1
 
 
-def calibrate(backend: Backend) -> Calibration:
-    """Try the candidate shapes on a model; takes a few dozen forwards and overwrites the memory of its first slots."""
-    longest = max(CONTEXTS) + WIDTHS[-1]
+def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
+    """Try the candidate shapes on a model; takes a few dozen forwards and overwrites the memory of its slots."""
+    longest = max(CONTEXTS) + LENGTH
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
-    probe = _Probe(backend, contexts, [width for width in WIDTHS if width <= backend.max_length - max(contexts)])
-    view = next((view for view in VIEWS if probe.view_agrees(view)), VIEWS[-1])
+    widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
+    probe = _Probe(backend, contexts, widths, max_batch_size)
+    times = {width: probe.milliseconds(width) for width in TIMED if width in widths}
+    view = next((view for view in VIEWS if probe.view_agrees(view)), None)
+    if view is None:
+        return Calibration((), VIEWS[-1], times)
     probe.use_view(view)
-    widths = tuple(width for width in probe.widths if probe.agrees_alone(width) and probe.agrees_in_a_batch(width))
-    chunk = next((c for c in CHUNKS if c in widths), max(widths, default=1))
-    times = {width: probe.milliseconds(width) for width in TIMED if width in probe.widths}
-    return Calibration(widths, view, chunk, times)
+    agreeing = [width for width in widths if probe.agrees_alone(width) and probe.agrees_in_batches(width)]
+    return Calibration(tuple(agreeing), view, times)
 
 
 class _Probe:
@@ -87,18 +89,21 @@ class _Probe:
     else, so that no trial changes what another one reads.
     """
 
-    def __init__(self, backend: Backend, contexts: Sequence[int], widths: list[int]) -> None:
+    def __init__(self, backend: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
         self.backend, self.contexts, self.widths = backend, contexts, widths
-        self._starts = [*contexts, *(mate for mate in MATES if mate < max(contexts))]
-        length = max(contexts) + max(widths)
+        mates = [mate for mate in MATES if mate < max(contexts)] or [0]
+        others = max(0, max_batch_size - len(contexts))
+        self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
+        self._slots = max(len(self._starts), len(contexts))
+        length = max(contexts) + max(LENGTH, *widths)
         generator = torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         backend.view = VIEWS[-1]
-        backend.reserve(len(self._starts), length + 3 * VIEWS[-1])
-        for start in range(0, max(contexts), CHUNKS[0]):
-            chunk = self._tokens[None, start : min(start + CHUNKS[0], max(contexts))]
+        backend.reserve(self._slots, length + 3 * VIEWS[-1])
+        for start in range(0, max(contexts), PREFILL):
+            chunk = self._tokens[None, start : min(start + PREFILL, max(contexts))]
             backend.forward(chunk, [start], first_slot=0, logits=False)
-        for slot in range(1, len(self._starts)):
+        for slot in range(1, self._slots):
             backend.copy(0, slot, max(contexts))
         self._reference: list[Tensor] = []
 
@@ -110,10 +115,10 @@ class _Probe:
     def _trace(self, slot: int, width: int) -> Iterator[Tensor]:
         """Logits [<= width, V] of consecutive forwards over the compared positions, fed `width` at a time."""
         first = self.contexts[slot]
-        last = min(first + LENGTH, len(self._tokens) - width + 1)
+        last = min(first + LENGTH, self.backend.max_length) - width + 1
         for start in range(first, last, width):
             tokens = self._tokens[None, start : start + width]
-            yield self.backend.forward(tokens, [start], first_slot=slot, logits=True)[0, : last - start].clone()
+            yield self.backend.forward(tokens, [start], first_slot=slot, logits=True)[0].clone()
 
     def agrees_alone(self, width: int) -> bool:
         """Whether every position comes out as in the reference; gives up at the first that does not."""
@@ -126,15 +131,17 @@ class _Probe:
                 at += count
         return True
 
-    def agrees_in_a_batch(self, width: int) -> bool:
-        """The same in a ragged batch."""
-        if width > 32:
-            return True  # prompts are computed one row at a time
-        tokens = torch.stack([self._tokens[start : start + width] for start in self._starts])
-        logits = self.backend.forward(tokens, self._starts, first_slot=0, logits=True)
-        counts = [min(width, len(reference)) for reference in self._reference]
-        checks = zip(logits, self._reference, counts, strict=False)  # the other rows are only there to be in the way
-        return all(torch.equal(row[:n], reference[:n]) for row, reference, n in checks)
+    def agrees_in_batches(self, width: int) -> bool:
+        """The same in ragged batches of every size."""
+        for rows in range(2, len(self._starts) + 1):
+            starts = self._starts[:rows]
+            tokens = torch.stack([self._tokens[start : start + width] for start in starts])
+            logits = self.backend.forward(tokens, starts, first_slot=0, logits=True)
+            for row, reference in zip(logits, self._reference, strict=False):
+                count = min(width, len(reference))
+                if not torch.equal(row[:count], reference[:count]):
+                    return False
+        return True
 
     def view_agrees(self, view: int) -> bool:
         """Whether reading two or three times as far gives the same bits."""
@@ -156,20 +163,20 @@ class _Probe:
         return median(times)
 
 
-def remembered(loaded: Loaded) -> Calibration:
+def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     """The calibration of this machine, model and precision from the cache, or a new one, which is then remembered."""
     backend = loaded.backend
     machine = f"{platform.machine()} {_cpu()} torch {torch.__version__} threads {torch.get_num_threads()}"
     if backend.device.type == "cuda":
         machine += f" {torch.cuda.get_device_name(backend.device)}"
-    identity = f"v{VERSION} {machine} {loaded.fingerprint}"
+    identity = f"v{VERSION} {machine} {loaded.fingerprint} batches to {max_batch_size}"
     file = cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
     if file.exists():
         values = json.loads(file.read_text())
         times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        return Calibration(tuple(values["widths"]), values["view"], values["chunk"], times)
+        return Calibration(tuple(values["widths"]), values["view"], times)
     log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
-    found = calibrate(backend)
+    found = calibrate(backend, max_batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps({**asdict(found), "identity": identity}, indent=2))

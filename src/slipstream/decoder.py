@@ -117,7 +117,7 @@ class SpeculativeDecoder:
         wanted = self.config.reproducible
         if wanted is False:
             return EXACT_FIT
-        self.calibration = found = remembered(self.target)
+        self.calibration = found = remembered(self.target, self.config.max_batch_size)
         if not found.agrees:
             if wanted is True:
                 raise UsageError(
@@ -190,7 +190,15 @@ class SpeculativeDecoder:
         if not isinstance(built, Drafter):
             raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
         default = DEFAULT_DRAFT_TOKENS.get(self._name.partition(":")[0], 5)
-        policy = Fixed(default if isinstance(num_draft_tokens, str) else num_draft_tokens)
+        count, limit = (
+            default if isinstance(num_draft_tokens, str) else num_draft_tokens,
+            self._target_session.longest_draft,
+        )
+        if limit is not None and count > limit:
+            raise UsageError(
+                f"num_draft_tokens={count}; allowed: at most {limit} in reproducible mode, or reproducible=False"
+            )
+        policy = Fixed(count)
         return Engine(
             self._target_session,
             built,

@@ -33,14 +33,16 @@ class Fixed:
         return [self.count] * len(rows)
 
 
-def lengths_for(policy: Policy, rows: Sequence[Row]) -> list[int]:
+def lengths_for(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
     """The policy's choice, a request's own `num_draft_tokens` in its place, and never past a row's last token.
 
-    A round commits at least one token of the target's own, so a row drafts at most `remaining - 1`.
+    A round commits at least one token of the target's own, so a row drafts at most `remaining - 1`. limit: the longest
+    draft that the target's forward shapes allow.
     """
+    longest = MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
     chosen = policy.num_draft_tokens(rows)
     own = [row.params.num_draft_tokens for row in rows]
     return [
-        max(0, min(length if mine is None else mine, row.remaining - 1, MAX_DRAFT_TOKENS))
+        max(0, min(length if mine is None else mine, row.remaining - 1, longest))
         for row, length, mine in zip(rows, chosen, own, strict=True)
     ]

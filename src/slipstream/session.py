@@ -32,6 +32,10 @@ class Shapes:
     chunk: int
     view: int = 256
 
+    def pad_prompt(self, length: int) -> int:
+        """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
+        return min(self.chunk, 1 << (length - 1).bit_length()) if self.widths else length
+
     def pad(self, width: int) -> int:
         """The smallest allowed width that holds `width` tokens."""
         at = bisect_left(self.widths, width)
@@ -84,6 +88,11 @@ class Session:
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.memos.extend(Memo() for _ in range(rows - len(self.memos)))
 
+    @property
+    def longest_draft(self) -> int | None:
+        """The longest draft whose round fits the allowed widths; None for any."""
+        return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
+
     def forget(self) -> None:
         """Drop what the memory holds."""
         self.memos = [Memo() for _ in self.memos]
@@ -100,7 +109,7 @@ class Session:
                 continue
             while memo.base < end:
                 chunk = row.tokens[memo.base : min(end, memo.base + self.shapes.chunk)]
-                width = self.shapes.pad(len(chunk))
+                width = self.shapes.pad_prompt(len(chunk))
                 inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
                 self._record(slot, [memo.base], inputs, len(chunk))
                 self._forward(inputs, [memo.base], slot, logits=False)

@@ -137,7 +137,10 @@ class Verifier:
         return checks
 
     def _shapes(self) -> tuple[bool, str]:
-        found, used = calibrate(self.decoder.target.backend), self.decoder.calibration
+        found, used = (
+            calibrate(self.decoder.target.backend, self.decoder.config.max_batch_size),
+            self.decoder.calibration,
+        )
         assert used is not None
         self.decoder.forget()
         passed = set(used.widths) <= set(found.widths) and used.view % found.view == 0
