@@ -1,0 +1,51 @@
+"""What the README shows is what its code prints, and what it names exists."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream import acceptance, cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+
+
+def printed(code: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    return out.getvalue()
+
+
+@pytest.mark.smollm2
+def test_the_eight_lines_print_what_the_readme_says() -> None:
+    shown = BLOCKS[BLOCKS.index(("python", PYTHON[0])) + 1][1]
+    assert len(PYTHON[0].split("\n\n")) == 2 and len([line for line in PYTHON[0].splitlines() if line]) <= 8
+    assert printed(PYTHON[0]) == shown
+
+
+def test_the_extension_snippet_runs() -> None:
+    snippet = next(code for code in PYTHON if "class Echo" in code)
+    assert printed(snippet).strip()
+
+
+def test_every_acceptance_rule_is_in_the_readme() -> None:
+    for name in acceptance._RULES:
+        assert f"`{name}" in README, name
+
+
+def test_every_command_is_in_the_readme() -> None:
+    for command in cli.app.registered_commands:
+        name = command.name or command.callback.__name__  # type: ignore[union-attr]
+        assert name in README, name
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
