@@ -20,6 +20,18 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(default)
 
 
+@pytest.fixture(scope="session")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, models_folder: str) -> None:
+    """Calibrations of small models are not left in the user's cache; real models are looked for there."""
+    if all(request.node.get_closest_marker(name) is None for name in ("models", "smollm2")):
+        monkeypatch.setenv("SLIPSTREAM_MODELS", models_folder)
+
+
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions compare the ids their slots hold with committed tokens at every use."""
