@@ -10,6 +10,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "slipstream"
 CORE = [
     "types.py",
+    "params.py",
     "noise.py",
     "sampling.py",
     "acceptance.py",
@@ -18,7 +19,7 @@ CORE = [
     "policy.py",
     "stats.py",
     *(f"drafters/{name}.py" for name in ("__init__", "none", "ngram", "model")),
-    *(f"backends/{name}.py" for name in ("__init__", "toy", "hf")),
+    *(f"backends/{name}.py" for name in ("__init__", "toy", "hf", "packed")),
 ]
 
 

@@ -29,7 +29,7 @@ from tiny import VOCAB, perturbed, shared
 TEXT = list(FABLE.replace("\n", " ").encode())
 SPACE, LETTER_E = 32, 101
 # narrow widths and short chunks, so that short prompts already take several forwards
-SHAPES = Calibration(widths=(4, 8, 16), view=16, chunk=8, milliseconds={4: 1.0, 8: 1.0})
+SHAPES = Calibration(widths=(4, 8, 16), view=16, milliseconds={4: 1.0, 8: 1.0})
 STEADY = settings(
     deadline=None, derandomize=True, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck)
 )
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn, model: str) -> Case:
 def decoder(case: Case, drafter: str) -> SpeculativeDecoder:
     """A new decoder with nothing in its memory."""
     target, draft = ("toy", "toy:2") if case.model == "toy" else (double(), perturbed("llama"))
-    with patch("slipstream.decoder.remembered", lambda loaded: SHAPES):
+    with patch("slipstream.decoder.remembered", lambda loaded, rows: SHAPES):
         return SpeculativeDecoder(
             target,
             draft if drafter == "model" else None,
