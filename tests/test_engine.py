@@ -103,12 +103,21 @@ def test_plain_decoding_makes_one_forward_per_token() -> None:
     assert [len(done.tokens) for done in rounds] == [1] * 9
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 40])
+@pytest.mark.parametrize("count", [1, 2, 5, 24])
 def test_a_draft_never_reaches_past_the_last_token(count: int) -> None:
     oracle = Oracle(whole_texts())
     results = tiny_decoder(oracle, num_draft_tokens=count, max_batch_size=4).generate(PROMPTS, OPTIONS)
     assert oracle.asked and all(length == min(count, remaining - 1) for _, remaining, length in oracle.asked)
     assert [len(result.token_ids) for result in results] == [params.max_tokens for params in OPTIONS]
+
+
+def test_a_draft_longer_than_the_agreeing_widths_is_refused_and_fits_without_them() -> None:
+    with pytest.raises(UsageError, match=r"num_draft_tokens=40; allowed: at most 24 in reproducible mode"):
+        tiny_decoder(Oracle(whole_texts()), num_draft_tokens=40, reproducible=True)
+    free = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=40, reproducible=False)
+    assert [r.token_ids for r in free.generate(PROMPTS, GREEDY)] == [
+        text[len(prompt) :] for text, prompt in zip(whole_texts(), PROMPTS, strict=True)
+    ]
 
 
 def test_a_perfect_draft_costs_one_forward_per_block() -> None:
