@@ -1,7 +1,7 @@
 """Is speculative text identical, to the bit of every token id, to plain text? Counted over many settings.
 
-    python benchmarks/bit_identity.py --target smollm2 --prompts FILE.jsonl --num-prompts 60 --max-tokens 128
-    python benchmarks/bit_identity.py --target FOLDER --draft FOLDER --reproducible false
+    python benchmarks/bit_identity.py smollm2 PROMPTS.jsonl --num-prompts 60 --max-tokens 128
+    python benchmarks/bit_identity.py TARGET PROMPTS.jsonl --draft DRAFT --reproducible false
 
 Settings: drafters x draft lengths x batch sizes, greedy and at temperature 0.8 with a seed per prompt (acceptance
 "match", which couples draws). The reference is plain decoding, one prompt at a time. Differing greedy texts are put to
