@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -25,7 +25,8 @@ from rich.table import Table
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
 from slipstream.compare import Referee, count_differences
-from slipstream.prompts import read_prompts
+from slipstream.parity import Difference
+from slipstream.prompts import read_prompts, spread
 
 Line = dict[str, Any]
 COLUMNS = (
@@ -43,52 +44,78 @@ COLUMNS = (
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
-def spread(prompts: list[Any], count: int) -> list[Any]:
-    """`count` prompts taken evenly over the file, so that every category takes part."""
-    return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
-
-
 def settings(drafters: list[str], lengths: list[int], batches: list[int]) -> Iterator[tuple[str, int, int]]:
     """Drafter, draft length, batch size."""
     for drafter in drafters:
         for length in [0] if drafter == "none" else lengths:
-            yield from ((drafter, length, batch) for batch in batches)
+            # plain decoding one by one is the reference itself
+            yield from ((drafter, length, batch) for batch in batches if (drafter, batch) != ("none", 1))
+
+
+@dataclass
+class Tally:
+    """What came of one setting."""
+
+    setting: Line
+    differences: list[Difference | None] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    def line(self) -> Line:
+        """The counts."""
+        rate = self.accepted / self.drafted if self.drafted else None
+        return {**self.setting, **count_differences(self.differences), "acceptance_rate": rate, "seconds": self.seconds}
 
 
 @dataclass
 class Bench:
-    """The loaded models, the prompts, and what plain decoding says to them."""
+    """The loaded models and the settings. Prompts come in small groups, each through all settings.
+
+    A group's prompts stay in memory from setting to setting, so they are processed once in whole chunks.
+    """
 
     base: SpeculativeDecoder
-    ids: list[list[int]]
     referee: Referee
+    chosen: list[tuple[str, int, int]]
+    params: list[SamplingParams]
 
-    def lines(self, chosen: Iterable[tuple[str, int, int]], params: SamplingParams) -> Iterator[Line]:
-        """One line per setting, for these sampling options."""
-        each = [replace(params, seed=i) for i in range(len(self.ids))]
-        plain = self.base.using("none")
-        expected = [plain.generate(tokens, one).token_ids for tokens, one in zip(self.ids, each, strict=True)]
-        for drafter, length, batch in chosen:
-            if (drafter, batch) != ("none", 1):  # that is the reference itself
-                decoder = self.base.using(drafter, num_draft_tokens=length)
-                setting = {"temperature": params.temperature, "drafter": drafter, "length": length, "batch": batch}
-                yield setting | self._measure(decoder, batch, each, expected)
+    def __post_init__(self) -> None:
+        names = ("drafter", "length", "batch")
+        self.plain = self.base.using("none")
+        self.decoders = [self.base.using(name, num_draft_tokens=length) for name, length, _ in self.chosen]
+        self.tallies = [
+            [Tally({"temperature": p.temperature} | dict(zip(names, setting, strict=True))) for setting in self.chosen]
+            for p in self.params
+        ]
+
+    def run(self, group: list[list[int]], first_seed: int) -> None:
+        """All settings over a group of prompts."""
+        for params, tallies in zip(self.params, self.tallies, strict=True):
+            each = [replace(params, seed=first_seed + i) for i in range(len(group))]
+            expected = [self.plain.generate(tokens, one).token_ids for tokens, one in zip(group, each, strict=True)]
+            for (_, _, batch), decoder, tally in zip(self.chosen, self.decoders, tallies, strict=True):
+                self._measure(decoder, batch, group, each, expected, tally)
 
     def _measure(
-        self, decoder: SpeculativeDecoder, batch: int, params: list[SamplingParams], expected: list[list[int]]
-    ) -> Line:
+        self,
+        decoder: SpeculativeDecoder,
+        batch: int,
+        group: list[list[int]],
+        params: list[SamplingParams],
+        expected: list[list[int]],
+        tally: Tally,
+    ) -> None:
         begun, results = perf_counter(), []
-        for at in range(0, len(self.ids), batch):
-            results += decoder.generate(self.ids[at : at + batch], params[at : at + batch])
-        seconds = perf_counter() - begun
-        differences = [
+        for at in range(0, len(group), batch):
+            results += decoder.generate(group[at : at + batch], params[at : at + batch])
+        tally.seconds += perf_counter() - begun
+        tally.differences += [
             self.referee.judge(tokens, want, got.token_ids, greedy=one.temperature == 0)
-            for tokens, one, want, got in zip(self.ids, params, expected, results, strict=True)
+            for tokens, one, want, got in zip(group, params, expected, results, strict=True)
         ]
-        drafted = sum(r.stats.num_draft_tokens for r in results)
-        accepted = sum(r.stats.num_accepted_tokens for r in results)
-        rate = accepted / drafted if drafted else None
-        return {**count_differences(differences), "acceptance_rate": rate, "seconds": seconds}
+        tally.drafted += sum(r.stats.num_draft_tokens for r in results)
+        tally.accepted += sum(r.stats.num_accepted_tokens for r in results)
 
 
 def main(
@@ -111,14 +138,16 @@ def main(
     base = SpeculativeDecoder(target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=4)
     ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
-    bench = Bench(base, ids, Referee(base))
     chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
-    lines: list[Line] = []
-    for temperature in temperatures:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        for line in bench.lines(chosen, params):
-            lines.append(line)
-            print(json.dumps({k: v for k, v in line.items() if k != "differences"}), file=sys.stderr, flush=True)
+    params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
+    bench, size = Bench(base, Referee(base), chosen, params), max(batches)
+    for at in range(0, len(ids), size):
+        bench.run(ids[at : at + size], at)
+        counts = [tally.line() for tallies in bench.tallies for tally in tallies]
+        done = {name: sum(line[name] for line in counts) for name in ("identical", "ties", "different")}
+        seconds = round(perf_counter() - started)
+        print(json.dumps({"prompts": at + size, **done, "seconds": seconds}), file=sys.stderr, flush=True)
+    lines = [tally.line() for tallies in bench.tallies for tally in tallies]
     table = Table(*COLUMNS)
     for line in lines:
         table.add_row(*(_cell(line[name]) for name in COLUMNS))

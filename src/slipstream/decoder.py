@@ -106,7 +106,6 @@ class SpeculativeDecoder:
         )
         if self.draft is not None:
             check_same(self.target, self.draft)
-        self.calibration: Calibration | None = None
         self._target_session = Session(self.target.backend, self._shapes())
         self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
         self._reader = RequestReader(self.target)
@@ -115,6 +114,7 @@ class SpeculativeDecoder:
     def _shapes(self) -> Shapes:
         """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
         wanted = self.config.reproducible
+        self.calibration: Calibration | None = None
         if wanted is False:
             return EXACT_FIT
         self.calibration = found = remembered(self.target, self.config.max_batch_size)
@@ -159,6 +159,7 @@ class SpeculativeDecoder:
         *,
         num_draft_tokens: int | str | None = None,
         acceptance: str | Rule | None = None,
+        reproducible: bool | str | None = None,
     ) -> SpeculativeDecoder:
         """The same loaded models and memory under other settings; models are not loaded again."""
         other = object.__new__(SpeculativeDecoder)
@@ -168,7 +169,10 @@ class SpeculativeDecoder:
             drafter=self.config.drafter if drafter is None else _name(drafter),
             num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
             acceptance=self.config.acceptance if acceptance is None else _name(acceptance),
+            reproducible=self.config.reproducible if reproducible is None else reproducible,
         )
+        if reproducible is not None:
+            other._target_session = self._target_session.with_shapes(other._shapes())
         other._drafter = self._drafter if drafter is None else drafter
         other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
         other._engine = other._make_engine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     if not chosen:
         raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
     return _limited(chosen, limit)
+
+
+def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
+    """`count` prompts taken evenly over the list, so that every category takes part."""
+    return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
 
 
 def _parse(line: str, path: Path, number: int) -> NamedPrompt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -50,12 +51,14 @@ class Memo:
     """What one slot of the memory holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
     Whether the draft tokens became true is read off the row's round number `round` once that is committed.
+    shapes: those of the forwards that computed it.
     """
 
     row: Row | None = None
     base: int = 0
     written: int = 0
     round: int = 0
+    shapes: Shapes = EXACT_FIT
 
     def valid(self, row: Row) -> int:
         """How many leading tokens of `row` the slot holds."""
@@ -95,7 +98,13 @@ class Session:
 
     def forget(self) -> None:
         """Drop what the memory holds."""
-        self.memos = [Memo() for _ in self.memos]
+        self.memos[:] = [Memo() for _ in self.memos]
+
+    def with_shapes(self, shapes: Shapes) -> Session:
+        """The same model and memory under other shapes; sessions that share a memory may take turns."""
+        other = copy(self)  # shares the memos, which are the truth about the memory
+        other.shapes = shapes
+        return other
 
     def prefill(self, rows: Sequence[Row]) -> None:
         """Bring the memo of rows that lack many tokens up to their last token, one row at a time, in chunks.
@@ -134,7 +143,8 @@ class Session:
             self._record(slot, [start], inputs[slot : slot + 1], counts[slot])
         logits = self._forward(inputs, starts, 0, logits=True)
         for slot, row in enumerate(rows):
-            self.memos[slot] = Memo(row, len(row.tokens), len(row.tokens) + lengths[slot], len(row.rounds))
+            true = len(row.tokens)
+            self.memos[slot] = Memo(row, true, true + lengths[slot], len(row.rounds), self.shapes)
         return _last(logits, counts, keep)
 
     def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
@@ -165,7 +175,9 @@ class Session:
             return
         source = max(range(len(self.memos)), key=lambda s: self.memos[s].valid(row))
         other, known = self.memos[source].row, self.memos[source].valid(row)
-        if other is not row and other is not None and self.shapes.widths:
+        if other is not row and self.memos[source].shapes != self.shapes:
+            known = 0
+        elif other is not row and other is not None and self.shapes.widths:
             # reuse whole prompt chunks only: those any prefill of this prompt would have computed, bit for bit
             known = min(known, other.prompt_length - 1)
             known -= known % self.shapes.chunk
@@ -174,7 +186,7 @@ class Session:
             self.backend.copy(source, slot, known)
         if self._debug:
             self._debug.copy(source, slot, known)
-        self.memos[slot] = Memo(row, known, known, len(row.rounds))
+        self.memos[slot] = Memo(row, known, known, len(row.rounds), self.shapes)
 
     def _inputs(self, missing: list[list[int]], draft: Tensor, fed: list[int], width: int) -> Tensor:
         """[B, width] token ids: what each row lacks, then its draft, then padding."""

@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends import Loaded, LoadOptions, grouped
 from slipstream.backends.packed import pack, unsupported
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
 from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
 
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of grouped attention's logits, relative to the largest
 VIEW = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
 
 
@@ -143,6 +144,8 @@ class HFBackend:
         self._window, self._layer_types = _windows(config)
         self._cache = SlotCache(config.num_hidden_layers)
         self._float_mask = model.dtype if config._attn_implementation == "eager" else None
+        is_grouped = config._attn_implementation == grouped.NAME
+        self._repeats = grouped.repeats_of(config) if is_grouped else None
         self._key_positions = torch.arange(0, device=self.device)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -168,6 +171,25 @@ class HFBackend:
         result: Tensor = out.logits
         return result.to(self.device) if logits else result.new_empty(0)
 
+    def group_queries(self) -> None:
+        """Use grouped attention if it gives this model's own logits; a few tokens are tried."""
+        config = self.model.config.get_text_config()
+        repeats = grouped.repeats_of(config)
+        if config._attn_implementation != "sdpa" or repeats is None:
+            return
+        self.reserve(1, 2 * self.view)
+        tokens = torch.arange(1, 7, device=self.device)[None] % self.vocab_size
+        expected = self.forward(tokens, [0], first_slot=0, logits=True).float()
+        self.model.config._attn_implementation, self._repeats = grouped.NAME, repeats
+        try:
+            got = self.forward(tokens, [0], first_slot=0, logits=True).float()
+            same = bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
+        except (NotImplementedError, RuntimeError, ValueError, KeyError) as error:
+            log.info("%s keeps its own attention: %s", type(self.model).__name__, error)
+            same = False
+        if not same:
+            self.model.config._attn_implementation, self._repeats = "sdpa", None
+
     @torch.inference_mode()
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy keys and values between slots."""
@@ -183,6 +205,8 @@ class HFBackend:
         return masks if len(self._layer_types) > 1 else masks[next(iter(self._layer_types))]
 
     def _as_mask(self, allowed: Tensor) -> Tensor:
+        if self._repeats is not None:
+            return grouped.group_mask(allowed, self._repeats, self.model.dtype)
         if self._float_mask is None:
             return allowed
         blocked = torch.finfo(self._float_mask).min
@@ -212,7 +236,7 @@ def check_supported(model: Any) -> None:
         reason = f"its forward takes no {missing[0]}"
     elif model.get_output_embeddings() is None:
         reason = "it has no language-modelling head"
-    elif config._attn_implementation not in ("sdpa", "eager"):
+    elif config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
     if reason:
         raise UsageError(f"model {name} is not supported: {reason}")
@@ -234,18 +258,20 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
         raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
     backend = HFBackend(model)
-    packed = options.fast is True and _pack(model, options.fast)
+    packed = options.fast is True and _pack(backend, options.fast)
     name = model.config._name_or_path or type(model).__name__
     ends = end_ids(model, backend.vocab_size)
     return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(model, packed))
 
 
-def _pack(model: Any, fast: bool | str) -> bool:
+def _pack(backend: HFBackend, fast: bool | str) -> bool:
     if fast is False:
         return False
+    model = backend.model
     reason = unsupported(model)
     if reason is None:
         pack(model)
+        backend.group_queries()
     elif fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
     else:
@@ -269,7 +295,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     folder, model = load_model(source, options)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
     backend = HFBackend(model)
-    packed, ends = _pack(model, options.fast), end_ids(model, backend.vocab_size)
+    packed, ends = _pack(backend, options.fast), end_ids(model, backend.vocab_size)
     return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(model, packed))
 
 
