@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import cli
+from slipstream.cli import compare
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -56,9 +57,9 @@ def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Pa
 def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypatch) -> None:
     from slipstream.negative_controls import load_wrong_rule
 
-    right = cli._decoder
+    right = compare.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")
-    monkeypatch.setattr(cli, "_decoder", lambda *args: right(*args).using(acceptance=wrong))
+    monkeypatch.setattr(compare, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
     code, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *PROMPT)
     assert code == 1 and "differ from plain decoding" in err
 

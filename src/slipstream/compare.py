@@ -11,10 +11,12 @@ from time import perf_counter
 from typing import Any
 
 from slipstream.backends import LoadOptions, reference
-from slipstream.decoder import Prompt, Result, SpeculativeDecoder
+from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams
 from slipstream.parity import Difference, explain, first_difference
 from slipstream.prompts import NamedPrompt
+from slipstream.requests import Prompt
+from slipstream.results import Result
 from slipstream.stats import Stats
 
 PLAIN, SPECULATIVE, BATCH, HF = "plain", "speculative", "batch", "hf generate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -21,39 +21,17 @@ from slipstream.engine import Engine
 from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
 from slipstream.requests import Message, Prompt, RequestReader, is_single
+from slipstream.results import Chunk, Result
 from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
-from slipstream.types import Draft, FinishReason, Origin, Round, Row, UsageError
+from slipstream.types import Draft, Round, Row, UsageError
 from slipstream.vocabulary import check_same
 
 log = logging.getLogger("slipstream")
 
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 DEFAULT_DRAFT_TOKENS = {"ngram": 7, "model": 4, "none": 0}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-    rounds: list[Round]
-    seed: int
-    prompt_token_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one round added. text may lag behind token_ids while a character or a stop string is incomplete."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    round: Round
 
 
 class SpeculativeDecoder:
@@ -230,10 +208,10 @@ class SpeculativeDecoder:
         the tokenizer has one, unless chat=False. params: one for all, or one per prompt.
         """
         single = is_single(prompt)
-        rows = self._reader.rows([prompt] if single else list(prompt), params, chat=chat)
-        for _ in self._engine.run(rows):
+        rows = self.rows([prompt] if single else prompt, params, chat=chat)
+        for _ in self.run(rows):
             pass
-        results = [self._result(row) for row in rows]
+        results = [self.result(row) for row in rows]
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
@@ -251,7 +229,7 @@ class SpeculativeDecoder:
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
-        yield from self._engine.run(self._reader.rows(list(prompts), params, chat=chat))
+        yield from self.run(self.rows(prompts, params, chat=chat))
 
     def forget(self) -> None:
         """Empty the memory, so that the next prompt is computed from its first token."""
@@ -271,7 +249,16 @@ class SpeculativeDecoder:
         """The token ids a prompt stands for."""
         return self._reader.encode(prompt, chat=chat)
 
-    def _result(self, row: Row) -> Result:
+    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
+        """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
+        return self._reader.rows(list(prompts), params, chat=chat)
+
+    def run(self, rows: Sequence[Row]) -> Iterator[Round]:
+        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
+        yield from self._engine.run(rows)
+
+    def result(self, row: Row) -> Result:
+        """What a finished row became."""
         assert row.finish_reason is not None
         text = "" if self.tokenizer is None else visible_text(self.tokenizer, row.params, row.output)
         return Result(
@@ -282,6 +269,7 @@ class SpeculativeDecoder:
             rounds=row.rounds,
             seed=row.seed,
             prompt_token_ids=row.tokens[: row.prompt_length],
+            tokenizer=self.tokenizer,
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.backends import Backend
 from slipstream.types import Row, SlipstreamError
 
+PROMPT_UNIT = 32  # prompts are padded to multiples of this where shapes are kept
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -35,7 +36,7 @@ class Shapes:
 
     def pad_prompt(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
-        return min(self.chunk, 1 << (length - 1).bit_length()) if self.widths else length
+        return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
 
     def pad(self, width: int) -> int:
         """The smallest allowed width that holds `width` tokens."""
@@ -178,9 +179,10 @@ class Session:
         if other is not row and self.memos[source].shapes != self.shapes:
             known = 0
         elif other is not row and other is not None and self.shapes.widths:
-            # reuse whole prompt chunks only: those any prefill of this prompt would have computed, bit for bit
+            # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
             known = min(known, other.prompt_length - 1)
-            known -= known % self.shapes.chunk
+            if not known == row.prompt_length - 1 == other.prompt_length - 1:
+                known -= known % self.shapes.chunk
         if source != slot:
             self.memos[slot] = Memo()  # what it held is about to be overwritten
             self.backend.copy(source, slot, known)

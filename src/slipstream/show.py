@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.compare import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.decoder import Result
 from slipstream.parity import Difference
+from slipstream.results import Result
 from slipstream.text import TextStream, Tokenizer
 from slipstream.verify import Check
 

@@ -32,6 +32,8 @@ POWER_RULE = "first-mismatch-kept"
 LAW_TOKENS, LAW_TOP_K = 3, 3
 LAW_PARAMS = SamplingParams(temperature=1.5, top_k=LAW_TOP_K, max_tokens=LAW_TOKENS, ignore_eos=True)
 FEWEST_RUNS, MOST_RUNS = 400, 4000
+OPTION_TOKENS, SHORTEST = 32, 8
+SHARE_OF_TEXTS = 0.6  # of the budget; the law tests get the rest
 
 # texts in which a lookup finds something to draft; the law test takes the one on which drafts are accepted about half
 # the time, since a rule shows its faults where it refuses as well as accepts
@@ -54,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "logit_bias": {"logit_bias": {0: -5.0, 5: 3.0}},
     "bad_words": {"bad_words": ["red", "green blue"]},
-    "min_tokens": {"min_tokens": 20},
+    "min_tokens": {"min_tokens": SHORTEST},
     "stop": {"stop": ["e,", "blue"]},
     "all together": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
 }
@@ -94,7 +96,11 @@ class LawTest:
 
 @dataclass
 class Verifier:
-    """Runs the checks on a decoder. max_tokens: length of the compared texts; budget: seconds to aim for."""
+    """Runs the checks on a decoder.
+
+    max_tokens: length of the compared texts, less where the budget does not allow it. budget: seconds to aim for; the
+    law tests take FEWEST_RUNS texts each whatever it is.
+    """
 
     decoder: SpeculativeDecoder
     prompts: Sequence[NamedPrompt]
@@ -147,28 +153,43 @@ class Verifier:
         return passed, f"widths {', '.join(map(str, used.widths))}; views in multiples of {used.view}"
 
     def _greedy(self) -> tuple[bool, str]:
-        params = SamplingParams(max_tokens=self.max_tokens)
+        params = SamplingParams(max_tokens=self._length(self.max_tokens))
         return self._texts([self._pair(self.decoder, [p.prompt], [params]) for p in self.prompts])
 
     def _batch(self) -> tuple[bool, str]:
         texts = [p.prompt for p in self.prompts]
-        params = [SamplingParams(max_tokens=self.max_tokens - i % 7) for i in range(len(texts))]
+        params = [SamplingParams(max_tokens=self._length(self.max_tokens) - i % 7) for i in range(len(texts))]
         return self._texts([self._pair(self.decoder, texts, params)])
 
     def _seeded(self) -> tuple[bool, str]:
         if not self._is_coupled():
             return True, "not applicable: this rule does not couple draws"
-        params = SamplingParams(temperature=0.8, max_tokens=self.max_tokens)
+        params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens))
         pairs = [self._pair(self._coupled, [p.prompt], [replace(params, seed=i)]) for i, p in enumerate(self.prompts)]
         return self._texts(pairs)
 
     def _option(self, given: dict[str, Any]) -> tuple[bool, str]:
         if given.get("temperature") and not self._is_coupled():
             return True, "not applicable: this rule does not couple draws"
-        params = SamplingParams(**{"max_tokens": 32, "seed": 7, **given})
+        params = SamplingParams(**{"max_tokens": self._length(OPTION_TOKENS), "seed": 7, **given})
         if self.decoder.tokenizer is None:
             return True, "not applicable: no tokenizer"
         return self._texts([self._pair(self._coupled, [PATTERN], [params], chat=False)])
+
+    def _length(self, wanted: int) -> int:
+        """As many tokens as asked for, or the share of them that the budget allows."""
+        return max(min(wanted, SHORTEST), int(wanted * self._affordable))
+
+    @cached_property
+    def _affordable(self) -> float:
+        """The share of the planned tokens there is time for, by the speed of plain decoding."""
+        ids = self.decoder.encode(PATTERN, chat=False) if self.decoder.tokenizer else [1, 2, 3]
+        self._plain.generate(ids, SamplingParams(max_tokens=2))
+        started = perf_counter()
+        self._plain.generate(ids, SamplingParams(max_tokens=SHORTEST, ignore_eos=True))
+        each = (perf_counter() - started) / SHORTEST
+        planned = 6 * len(self.prompts) * self.max_tokens + 2 * len(OPTIONS) * OPTION_TOKENS
+        return min(1.0, SHARE_OF_TEXTS * self.budget / (planned * each))
 
     def _is_coupled(self) -> bool:
         return self._coupled.config.acceptance in ("match", "gumbel")
@@ -224,7 +245,7 @@ class Verifier:
         few = 2 * self.decoder.config.max_batch_size
         sample(self.decoder, self._law_prompt, range(few))
         each = (perf_counter() - started) / few
-        left = self.budget - (perf_counter() - self._started) - each * FEWEST_RUNS
+        left = self.budget - (perf_counter() - self._started) - each * FEWEST_RUNS  # which the power test takes
         return int(min(max(left / each, FEWEST_RUNS), MOST_RUNS))
 
 
