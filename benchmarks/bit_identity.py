@@ -141,19 +141,24 @@ def main(
     chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
     bench, size = Bench(base, Referee(base), chosen, params), max(batches)
-    for at in range(0, len(ids), size):
-        bench.run(ids[at : at + size], at)
-        counts = [tally.line() for tallies in bench.tallies for tally in tallies]
-        done = {name: sum(line[name] for line in counts) for name in ("identical", "ties", "different")}
-        seconds = round(perf_counter() - started)
-        print(json.dumps({"prompts": at + size, **done, "seconds": seconds}), file=sys.stderr, flush=True)
+    done_prompts = 0
+    try:
+        for at in range(0, len(ids), size):
+            bench.run(ids[at : at + size], at)
+            counts = [tally.line() for tallies in bench.tallies for tally in tallies]
+            done = {name: sum(line[name] for line in counts) for name in ("identical", "ties", "different")}
+            seconds = round(perf_counter() - started)
+            print(json.dumps({"prompts": at + size, **done, "seconds": seconds}), file=sys.stderr, flush=True)
+            done_prompts = min(at + size, len(ids))
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {done_prompts} of {len(ids)} prompts; what follows counts those")
     lines = [tally.line() for tallies in bench.tallies for tally in tallies]
     table = Table(*COLUMNS)
     for line in lines:
         table.add_row(*(_cell(line[name]) for name in COLUMNS))
     console.print(table)
     wrong = sum(line["different"] + (line["ties"] if base.reproducible else 0) for line in lines)
-    same, total = sum(line["identical"] for line in lines), len(ids) * len(lines)
+    same, total = sum(line["identical"] for line in lines), sum(len(t.differences) for ts in bench.tallies for t in ts)
     console.print(
         f"{target}, {dtype}, {'reproducible' if base.reproducible else 'not reproducible'}: {same} of {total} texts of "
         f"up to {max_tokens} tokens identical to plain decoding, {perf_counter() - started:.0f} s"

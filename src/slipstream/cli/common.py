@@ -37,6 +37,9 @@ Category = Annotated[list[str], typer.Option("--category", help="only these cate
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="at most this many prompts of each category")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the full result to this file")]
 Raw = Annotated[bool, typer.Option("--raw", help="no chat template around the prompts")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="show every round: accepted, rejected and the target's own tokens")
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="decoder settings as JSON, instead of their flags")]
 
 

@@ -13,6 +13,7 @@ from slipstream.backends.files import EMBEDDED
 from slipstream.cli.common import (
     Category,
     ConfigFile,
+    Debug,
     DraftModel,
     Json,
     Limit,
@@ -31,6 +32,7 @@ from slipstream.cli.common import (
 from slipstream.cli.flags import flags
 from slipstream.compare import BATCH, SPECULATIVE, Comparison, compare, compare_batch, summarise
 from slipstream.config import DecoderConfig
+from slipstream.debug import round_lines
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams
 from slipstream.prompts import NamedPrompt
@@ -50,6 +52,7 @@ def compare_command(
     category: Category = [],  # noqa: B006
     limit: Limit = None,
     raw: Raw = False,
+    debug: Debug = False,
     hf: Annotated[bool, typer.Option("--hf", help="also run Hugging Face `generate` (greedy only)")] = False,
     batch: Annotated[bool, typer.Option("--batch", help="also run all prompts as a batch against one by one")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs of each arm; times are medians")] = 1,
@@ -62,7 +65,7 @@ def compare_command(
     done = []
     for comparison in compare(decoder, prompts, params, chat=not raw, with_hf=hf, repeats=repeats):
         done.append(comparison)
-        _print_progress(decoder, comparison, len(done), len(prompts))
+        _print_progress(decoder, comparison, len(done), len(prompts), debug=debug)
     summary = summarise(done)
     if batch:
         summary[BATCH] = compare_batch(decoder, done, params, chat=not raw)
@@ -71,13 +74,15 @@ def compare_command(
     _fail_on_difference(decoder, params, summary)
 
 
-def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: int, total: int) -> None:
+def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: int, total: int, *, debug: bool) -> None:
     result = done.runs[SPECULATIVE].result
     assert result is not None
     err.print(f"[bold]{number}/{total} {done.prompt.category}[/] {done.speed_up(SPECULATIVE):.2f}x")
-    if decoder.tokenizer is not None:
+    if debug:
+        err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
+    elif decoder.tokenizer is not None:
         err.print(show.coloured(result, decoder.tokenizer, limit=400))
-    if number == total:
+    if number == total and not debug:
         err.print(show.LEGEND)
 
 
@@ -120,6 +125,7 @@ def _fail_on_difference(decoder: SpeculativeDecoder, params: SamplingParams, sum
 def demo(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="tokens per text")] = 96,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs of each arm; times are medians")] = 3,
+    debug: Debug = False,
     json_file: Json = None,
 ) -> None:
     """The main job on the embedded default model: plain against speculative, side by side."""
@@ -133,6 +139,8 @@ def demo(
     for comparison in compare(decoder, prompts, params, repeats=repeats):
         done.append(comparison)
         out.print(show.side_by_side(comparison, decoder.tokenizer))
+        if debug and (result := comparison.runs[SPECULATIVE].result):
+            out.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
     out.print(show.LEGEND)
     summary = summarise(done)
     faster = sum(c.speed_up(SPECULATIVE) > 1 for c in done)

@@ -11,6 +11,7 @@ from slipstream.backends.files import EMBEDDED
 from slipstream.cli.common import (
     Category,
     ConfigFile,
+    Debug,
     DraftModel,
     Json,
     Limit,
@@ -27,6 +28,7 @@ from slipstream.cli.common import (
 )
 from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig
+from slipstream.debug import round_lines
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams
 from slipstream.prompts import NamedPrompt
@@ -47,6 +49,7 @@ def generate(
     category: Category = [],  # noqa: B006
     limit: Limit = None,
     raw: Raw = False,
+    debug: Debug = False,
     config_file: ConfigFile = None,
     json_file: Json = None,
 ) -> None:
@@ -54,14 +57,14 @@ def generate(
     prompts = gather_prompts(prompt, prompt_file, category, limit)
     decoder = load_decoder(target, draft, config, config_file)
     if len(prompts) == 1:
-        results = [_stream(decoder, prompts[0], params, chat=not raw)]
+        results = [_stream(decoder, prompts[0], params, chat=not raw, debug=debug)]
     else:
-        results = _batch(decoder, prompts, params, chat=not raw)
+        results = _batch(decoder, prompts, params, chat=not raw, debug=debug)
     write_json(json_file, {"target": target, "draft": draft, "results": results})
 
 
 def _batch(
-    decoder: SpeculativeDecoder, prompts: list[NamedPrompt], params: SamplingParams, *, chat: bool
+    decoder: SpeculativeDecoder, prompts: list[NamedPrompt], params: SamplingParams, *, chat: bool, debug: bool
 ) -> list[dict[str, Any]]:
     """All prompts together; Ctrl-C ends the run, not the report."""
     assert decoder.tokenizer is not None
@@ -82,6 +85,8 @@ def _batch(
         results.append({"text": text, "token_ids": ids, "finish_reason": reason, "stats": Stats.of(own).to_dict()})
         out.print(f"[bold]--- {i + 1}: {prompt.category}[/]")
         out.print(text, markup=False)
+        if debug:
+            err.print(round_lines(own, decoder.tokenizer), soft_wrap=True)
     _print_stats(decoder, Stats.of([done for own in rounds for done in own]), f"{len(prompts)} texts")
     return results
 
@@ -92,7 +97,9 @@ def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
     err.print(f"[dim]{speed}, {decoder.drafter_name}: acceptance rate {rate}, block efficiency {efficiency}, {end}[/]")
 
 
-def _stream(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+def _stream(
+    decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams, *, chat: bool, debug: bool
+) -> dict[str, Any]:
     """Print as it comes; Ctrl-C ends the text, not the report."""
     chunks, interrupted = [], False
     try:
@@ -102,6 +109,8 @@ def _stream(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingPa
     except KeyboardInterrupt:
         interrupted = True
     out.print()
+    if debug:
+        err.print(round_lines([c.round for c in chunks], decoder.tokenizer), soft_wrap=True)
     stats = Stats.of([c.round for c in chunks], lossless=decoder.lossless)
     reason = "interrupted" if interrupted or not chunks else chunks[-1].round.finish_reason
     _print_stats(decoder, stats, f"ended by {reason}")

@@ -1,0 +1,103 @@
+"""Grouped attention against transformers' own, and when it is left alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.backends import grouped
+from slipstream.backends.hf import HFBackend
+from tiny import fresh
+
+FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
+
+
+def logits(backend: HFBackend) -> Tensor:
+    """Logits of a prompt, then of a ragged batch of two rows that go on from it."""
+    backend.reserve(2, 128)
+    tokens = torch.arange(1, 21)[None]
+    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
+    backend.copy(0, 1, 13)
+    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
+    return torch.cat([first, *batch])
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtype) -> None:
+    plain, fast = HFBackend(fresh(name, dtype=dtype)), HFBackend(fresh(name, dtype=dtype))
+    fast.group_queries()
+    assert fast.model.config.get_text_config()._attn_implementation == grouped.NAME
+    expected, got = logits(plain).float(), logits(fast).float()
+    assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7])
+def test_narrow_forwards_attend_like_wide_ones(width: int) -> None:
+    """The kernels treat fewer than four rows differently; grouping and padding keep them from having to."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, h, n, 64, generator=generator) for h, n in ((3, 8), (3, 512), (3, 512)))
+    allowed = torch.arange(512) <= torch.arange(200, 208)[:, None]
+
+    def attend(columns: int) -> Tensor:
+        mask = grouped.group_mask(allowed[None, None, :columns], 1, torch.float32)
+        return grouped.grouped_attention(None, query[:, :, :columns], key, value, mask)[0]
+
+    assert torch.equal(attend(8)[:, :width], attend(width))
+
+
+def test_options_of_other_attentions_are_refused() -> None:
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), softcap=30.0)
+
+
+def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return query.transpose(1, 2) * 3, None
+
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, wrong)
+    backend = HFBackend(fresh("llama"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "sdpa" and backend._repeats is None
+    assert torch.isfinite(logits(backend)).all()
+
+
+def test_a_model_that_raises_keeps_its_own_attention(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("not this one")
+
+    caplog.set_level("INFO", "slipstream")
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, broken)
+    backend = HFBackend(fresh("llama"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "sdpa"
+    assert "keeps its own attention: not this one" in caplog.text
+
+
+def test_eager_models_are_left_alone() -> None:
+    backend = HFBackend(fresh("llama-eager"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "repeats"), [(4, 2, 2), (4, None, 1), (4, 3, None), ([4], 2, None)])
+def test_heads_that_are_not_multiples_are_not_grouped(heads: Any, key_heads: Any, repeats: int | None) -> None:
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=key_heads)
+    assert grouped.repeats_of(config) == repeats
+
+
+def test_a_fast_decoder_says_what_a_plain_one_says() -> None:
+    params, prompt = SamplingParams(max_tokens=40), [1, 5, 9, 5, 9, 5]
+    texts = [
+        SpeculativeDecoder(fresh("qwen2"), drafter="ngram", fast=fast, reproducible=False).generate(prompt, params)
+        for fast in (False, True)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
