@@ -86,11 +86,11 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
 
         return load_toy(source)
     if isinstance(source, torch.nn.Module):
-        from slipstream.backends.hf import wrap_model
+        from slipstream.backends.loading import wrap_model
 
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
-        from slipstream.backends.hf import load_pretrained
+        from slipstream.backends.loading import load_pretrained
 
         return load_pretrained(str(source), options, tokenizer)
     raise UsageError(

@@ -1,0 +1,72 @@
+"""Hugging Face models from wherever they come, ready for use: loaded, wrapped, packed where that is faster."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends.hf import HFBackend
+from slipstream.backends.packed import pack, unsupported
+from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
+from slipstream.types import UsageError
+
+log = logging.getLogger("slipstream")
+
+
+def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
+    """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only.
+
+    The model is the caller's, so its weights are packed only if fast=True asks for it.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
+    backend = HFBackend(model)
+    packed = options.fast is True and _pack(backend, options.fast)
+    name = model.config._name_or_path or type(model).__name__
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(model, packed))
+
+
+def _pack(backend: HFBackend, fast: bool | str) -> bool:
+    if fast is False:
+        return False
+    model = backend.model
+    reason = unsupported(model)
+    if reason is None:
+        pack(model)
+        backend.group_queries()
+    elif fast is True:
+        raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
+    else:
+        log.info("%s keeps its plain weights: %s", type(model).__name__, reason)
+    return reason is None
+
+
+def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids `generate` would use."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    return tuple(i for i in ids if 0 <= i < vocab_size)
+
+
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
+    """Load a folder, a .gguf file, the embedded model or a hub id."""
+    from slipstream.backends.files import load_model
+
+    folder, model = load_model(source, options)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    backend = HFBackend(model)
+    packed, ends = _pack(backend, options.fast), end_ids(model, backend.vocab_size)
+    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(model, packed))
+
+
+def _fingerprint(model: Any, packed: bool) -> str:
+    shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
+    config = model.config.get_text_config()
+    layers = f"{type(model).__name__} {config.num_hidden_layers} layers {config._attn_implementation}"
+    sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
+    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {'packed' if packed else 'plain'} {' '.join(shapes)}"
