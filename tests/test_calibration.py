@@ -187,7 +187,7 @@ def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
     slower: float, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cost = Calibration(widths=(8, 16), view=256, milliseconds={1: 1.0, 8: slower})
-    monkeypatch.setattr("slipstream.decoder.remembered", lambda loaded, rows: cost)
+    monkeypatch.setattr("slipstream.calibration.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
         assert SpeculativeDecoder("toy").reproducible is kept
     assert ("would cost 30%" in caplog.text) is not kept

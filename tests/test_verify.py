@@ -3,15 +3,16 @@
 import pytest
 
 from slipstream import SpeculativeDecoder
+from slipstream.law import law_test
 from slipstream.negative_controls import WRONG_RULES, load_wrong_rule
 from slipstream.prompts import NamedPrompt
-from slipstream.verify import Check, Verifier, law_test
+from slipstream.verify import Check, Verifier
 
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]
 
 
 def checks(decoder: SpeculativeDecoder) -> list[Check]:
-    return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=1.0).run())
+    return list(Verifier(decoder, PROMPTS, max_tokens=40, budget=3.0).run())
 
 
 @pytest.mark.parametrize("acceptance", ["auto", "rejection", "block", "match"])

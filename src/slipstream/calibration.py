@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from slipstream.backends import Backend, Loaded, cache_folder
-from slipstream.session import Shapes
+from slipstream.session import EXACT_FIT, Shapes
+from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
 
@@ -36,6 +37,7 @@ MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batc
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
 VERSION = 5
+AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,25 @@ class _Probe:
         tokens = self._tokens[None, start : start + width]
         self.backend.forward(tokens, [start], first_slot=0, logits=True).sum().item()
         return perf_counter() - begun
+
+
+def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
+    """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
+    if reproducible is False:
+        return EXACT_FIT, None
+    found = remembered(loaded, max_batch_size)
+    if not found.agrees:
+        if reproducible is True:
+            raise UsageError(
+                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} here; "
+                "allowed: 'auto' or False"
+            )
+        log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
+        return EXACT_FIT, found
+    if reproducible == "auto" and found.cost > AFFORDABLE:
+        log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
+        return EXACT_FIT, found
+    return found.shapes, found
 
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import drafters
 from slipstream.acceptance import Rule, load_rule, rule_for
 from slipstream.backends import Loaded, LoadOptions, load
-from slipstream.calibration import Calibration, remembered
+from slipstream.calibration import choose_shapes
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
@@ -30,7 +30,6 @@ from slipstream.vocabulary import check_same
 
 log = logging.getLogger("slipstream")
 
-AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 DEFAULT_DRAFT_TOKENS = {"ngram": 7, "model": 4, "none": 0}
 
 
@@ -90,24 +89,9 @@ class SpeculativeDecoder:
         self._engine = self._make_engine()
 
     def _shapes(self) -> Shapes:
-        """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
-        wanted = self.config.reproducible
-        self.calibration: Calibration | None = None
-        if wanted is False:
-            return EXACT_FIT
-        self.calibration = found = remembered(self.target, self.config.max_batch_size)
-        if not found.agrees:
-            if wanted is True:
-                raise UsageError(
-                    f"reproducible=True, but no set of forward shapes agrees to the bit for {self.target.name!r} here; "
-                    "allowed: 'auto' or False"
-                )
-            log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
-            return EXACT_FIT
-        if wanted == "auto" and found.cost > AFFORDABLE:
-            log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
-            return EXACT_FIT
-        return found.shapes
+        config = self.config
+        shapes, self.calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
+        return shapes
 
     @property
     def reproducible(self) -> bool:

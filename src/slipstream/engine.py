@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 
 from slipstream.acceptance import Rule, accept, rule_for
-from slipstream.drafters import Drafter
+from slipstream.drafters import Drafter, Observer
 from slipstream.noise import Race
 from slipstream.policy import Policy, lengths_for
 from slipstream.sampling import Sampler
@@ -100,6 +100,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._race = Race(self.target.backend.vocab_size, self.target.backend.device)
+        self._observer = self.drafter if isinstance(self.drafter, Observer) else None
 
     def run(self, rows: Iterable[Row]) -> Iterator[Round]:
         """Decode all rows, at most `max_batch_size` at a time; a finished row makes room for the next."""
@@ -127,6 +128,8 @@ class Engine:
         logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
         clock.lap("verify")
         verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
+        if self._observer is not None:
+            self._observer.observe(batch.rows, draft, logits, verdict)
         return batch.commit(draft, verdict, clock)
 
     def _batch(self, rows: list[Row]) -> Batch:

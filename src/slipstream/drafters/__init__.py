@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from slipstream.sampling import Sampler
 from slipstream.session import Session
-from slipstream.types import Draft, Row, UsageError
+from slipstream.types import Draft, Row, UsageError, Verdict
 
 
 @runtime_checkable
@@ -28,6 +29,17 @@ class Drafter(Protocol):
 
         Fewer are always allowed. The target's output law rests on one promise: `Draft.probs` is the law the tokens
         were drawn from, or None if they were not drawn at all.
+        """
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """What a drafter is besides if it wants to see what the target made of its drafts."""
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        """Called after every verdict, before its tokens are committed. logits: [B, K + 1, V], the target's.
+
+        Position j of a row follows its first j draft tokens. Everything is still on the device: reading it waits.
         """
 
 
