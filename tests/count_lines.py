@@ -18,7 +18,7 @@ CORE = [
     "engine.py",
     "policy.py",
     "stats.py",
-    *(f"drafters/{name}.py" for name in ("__init__", "none", "ngram", "model")),
+    *(f"drafters/{name}.py" for name in ("__init__", "none", "ngram", "table", "model")),
     *(f"backends/{name}.py" for name in ("__init__", "toy", "slots", "hf")),
 ]
 FAST_PATHS = ["backends/packed.py", "backends/grouped.py"]  # each has its specification in plain PyTorch

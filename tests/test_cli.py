@@ -160,3 +160,29 @@ def test_the_installed_command_starts_and_names_its_version() -> None:
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, command, "--help")
     assert code == 0 and "--json" in out
+
+
+def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))
+    assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
+    code, _, err = run(capsys, monkeypatch, "models", "check", "toy", "/nowhere/at/all")
+    assert code == 2 and "/nowhere/at/all" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", [("-p", "A sparrow"), ()])
+def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    arguments = ("generate", *TOY, "--draft", "toy:2", *PROMPT, *more, "--max-tokens", "20", "--json", str(file))
+    _, _, err = run(capsys, monkeypatch, *arguments, "--debug")
+    results = json.loads(file.read_text())["results"]
+    assert sum(r["stats"]["num_rounds"] for r in results) == sum(
+        " | " in line and "/" in line[:10] for line in err.splitlines()
+    )
+    assert "-rejected-" in err
+    assert "-rejected-" not in run(capsys, monkeypatch, *arguments)[2]
+
+
+def test_compare_and_demo_take_debug(capsys, monkeypatch) -> None:
+    _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *PROMPT, "--debug")
+    assert "-rejected-" in err

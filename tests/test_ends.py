@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("ledger")
 COUNT = 24
 PROMPT = prompts([9], seed=2)[0]  # continues without special tokens
 WORDS = tokenizer()
-DRAFTERS = ["none", "ngram", "model", "oracle"]
+DRAFTERS = ["none", "ngram", "table:fill", "model", "oracle"]
 
 
 @cache

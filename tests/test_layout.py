@@ -52,8 +52,8 @@ def reaches(imported: set[str], *forbidden: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_transformers_is_imported_in_backends_only(name: str) -> None:
-    if not name.startswith("slipstream.backends"):
+def test_transformers_is_imported_in_backends_and_the_drop_in_only(name: str) -> None:
+    if not name.startswith(("slipstream.backends", "slipstream.hf_")):
         assert not reaches(imports(name), "transformers", "tokenizers", "gguf", "safetensors")
 
 

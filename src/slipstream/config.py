@@ -18,7 +18,10 @@ SWITCH = (True, False, "auto")
 class DecoderConfig:
     """Everything a decoder can be told besides its models."""
 
-    drafter: str = setting("auto", "auto | model | ngram[:LONGEST] | none; auto: model if there is a draft, else ngram")
+    drafter: str = setting(
+        "auto",
+        "auto (model if there is a draft, else ngram) | model | ngram[:N] | table[:N][+fill] | none",
+    )
     num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
     acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")

@@ -30,7 +30,7 @@ from slipstream.vocabulary import check_same
 
 log = logging.getLogger("slipstream")
 
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "model": 4, "none": 0}
+DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "model": 4, "none": 0}
 
 
 class SpeculativeDecoder:

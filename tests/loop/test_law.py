@@ -37,7 +37,7 @@ from .chi_square import (
 
 # every lossless rule; "gumbel" is another name of "match"
 RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]
-DRAFTERS = ["ngram:1-3", "other", "close"]
+DRAFTERS = ["ngram:1-3", "table:2-3+fill", "other", "close"]
 WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]

@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn, model: str) -> Case:
     rows = len(prompts)
     return Case(
         model,
-        drafter=draw(st.sampled_from(["none", "ngram", "ngram:1", "model", "model"])),
+        drafter=draw(st.sampled_from(["none", "ngram", "ngram:1", "table", "table:2-3+fill", "model", "model"])),
         rule=draw(st.sampled_from(["auto", "match", "match", "block", "rejection"])),
         num_draft_tokens=draw(st.sampled_from([1, 2, 4, 6])),
         max_batch_size=draw(st.integers(1, 4)),
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn, model: str) -> Case:
 def decoder(case: Case, drafter: str) -> SpeculativeDecoder:
     """A new decoder with nothing in its memory."""
     target, draft = ("toy", "toy:2") if case.model == "toy" else (double(), perturbed("llama"))
-    with patch("slipstream.decoder.remembered", lambda loaded, rows: SHAPES):
+    with patch("slipstream.calibration.remembered", lambda loaded, rows: SHAPES):
         return SpeculativeDecoder(
             target,
             draft if drafter == "model" else None,

@@ -1,6 +1,7 @@
 """Any decoder-only Hugging Face model as a backend: slot-addressed memory, explicit positions and masks.
 
-The model's forward is used as it is. This module and its neighbours are the only ones that import transformers.
+The model's forward is used as it is. This module, its neighbours and
+the drop-in for `generate` are the only ones that import transformers.
 """
 
 from __future__ import annotations

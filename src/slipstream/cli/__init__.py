@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from slipstream.cli import compare, generate, models, verify  # noqa: F401  (they register themselves)
+from slipstream.cli import chat, compare, generate, models, verify  # noqa: F401  (they register themselves)
 from slipstream.cli.common import app, err, out
 from slipstream.types import SlipstreamError, UsageError
 from slipstream.version import __version__

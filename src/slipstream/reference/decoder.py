@@ -44,11 +44,13 @@ class SpeculativeDecoder:
         decoder = decoder_for(self.target, self.draft)
         prompt = _prompt(input_ids)
         room = decoder.target.backend.max_length - len(prompt)
+        if room < 1:
+            raise UsageError(f"input_ids has {len(prompt)} tokens; allowed: at most {len(prompt) + room - 1}")
         whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
         if not whole or not 1 <= max_new_tokens <= room:
             raise UsageError(
-                f"max_new_tokens={max_new_tokens!r}; allowed: a whole number from 1 to {room}, which is what the "
-                f"context leaves after {len(prompt)} tokens"
+                f"max_new_tokens={max_new_tokens!r}; allowed: a whole number from 1 to {room}, the room that the "
+                f"model's context leaves after {len(prompt)} tokens"
             )
         params = SamplingParams(
             temperature=1.0,
