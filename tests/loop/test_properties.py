@@ -222,6 +222,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str) -> None:
-    hunt = settings(STEADY, max_examples=40, phases=[Phase.generate])(given(cases("toy"))(check))
+    hunt = settings(STEADY, max_examples=150, phases=[Phase.generate])(given(cases("toy"))(check))
     with patch.object(*FAULTS[fault]), pytest.raises((AssertionError, SlipstreamError)):
         hunt()
