@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from slipstream.types import SlipstreamError, UsageError
 
 
@@ -37,7 +39,10 @@ class HFTokenizer:
             raise UsageError(
                 "prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text"
             )
-        text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:  # a template's own rules, for example about system messages
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
         return list(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def vocabulary(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from typer.exceptions import TyperException
 
 from slipstream.cli import chat, compare, generate, models, verify  # noqa: F401  (they register themselves)
@@ -50,5 +51,5 @@ def main() -> None:
 
 
 def _exit(message: str, code: int) -> None:
-    err.print(f"[red]error:[/] {' '.join(message.split())}", soft_wrap=True)
+    err.print(f"[red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
     sys.exit(code)

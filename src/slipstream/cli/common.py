@@ -26,8 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # output that goes to a file or a pipe is not folded at 80 columns
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-err = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else 120)
 
 Target = Annotated[str, typer.Option("--target", help="hub id, folder, .gguf file, smollm2 (default model) or toy")]
 DraftModel = Annotated[str | None, typer.Option("--draft", help="draft model, named like the target")]

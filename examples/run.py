@@ -1,0 +1,170 @@
+"""Run the examples: `python examples/run.py --target smollm2`.
+
+Every notebook is executed from its first cell to its last, and the script with its defaults, in the Python that runs
+this file. Files stay as they are unless --save is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+HERE = Path(__file__).parent
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm's advice to install widgets
+}
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One example's run. output: what it printed and displayed as text; error: its last line, None if it went well."""
+
+    name: str
+    seconds: float
+    output: str
+    error: str | None = None
+
+
+class OwnPython(KernelSpecManager):
+    """Knows one kernel: this Python, with the settings in its environment, whatever kernels are installed."""
+
+    settings: Mapping[str, str] = {}
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        """The same specification for every name."""
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python", env=dict(self.settings))
+
+
+def run_notebook(path: Path, settings: Mapping[str, str], *, save: bool = False) -> Outcome:
+    """Execute a notebook; with `save`, and only if no cell failed, write its outputs into the file."""
+    notebook = nbformat.read(path, as_version=4)
+    metadata = notebook.metadata.copy()
+    specs = OwnPython()
+    specs.settings = {**QUIET, **settings}
+    kernel = AsyncKernelManager(kernel_spec_manager=specs, kernel_name="python3")
+    client = NotebookClient(notebook, km=kernel, timeout=None, record_timing=False, resources=_at(path))
+    started, error = perf_counter(), None
+    try:
+        client.execute(cleanup_kc=True)
+    except (CellExecutionError, DeadKernelError) as failure:
+        error = last_line(str(failure))
+    seconds = perf_counter() - started
+    notebook.metadata = metadata
+    if save and error is None:
+        nbformat.write(notebook, path)
+    return Outcome(path.stem, seconds, shown(notebook), error)
+
+
+def run_script(path: Path, settings: Mapping[str, str]) -> Outcome:
+    """Execute a script that takes its defaults from the same settings."""
+    started = perf_counter()
+    environment = {**os.environ, **QUIET, **settings}
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    error = last_line(done.stderr) or f"exit status {done.returncode}" if done.returncode else None
+    return Outcome(path.stem, perf_counter() - started, done.stdout, error)
+
+
+def run_example(path: Path, settings: Mapping[str, str], *, save: bool = False) -> Outcome:
+    """Execute a notebook or a script."""
+    if path.suffix == ".ipynb":
+        return run_notebook(path, settings, save=save)
+    return run_script(path, settings)
+
+
+def shown(notebook: Any) -> str:
+    """All text a notebook's outputs hold, HTML included."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(map(_text, outputs))
+
+
+def examples(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """The examples of a folder, or those called `names`; ValueError for a name that is none of them."""
+    found = {path.stem: path for path in sorted(folder.iterdir()) if _is_example(path)}
+    for name in names:
+        if name not in found:
+            raise ValueError(f"example {name!r}; allowed: {', '.join(found)}")
+    return [found[name] for name in names or found]
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """The environment variables that the examples read; a target without a draft has none."""
+    settings = {}
+    if options.target is not None:
+        settings = {"SLIPSTREAM_TARGET": options.target, "SLIPSTREAM_DRAFT": options.draft or ""}
+    if options.max_tokens is not None:
+        settings["SLIPSTREAM_MAX_TOKENS"] = str(options.max_tokens)
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None, folder: Path = HERE) -> int:
+    """Run examples and print a line for each; 1 if one failed."""
+    parser = argparse.ArgumentParser(description="Run the examples.")
+    parser.add_argument("names", nargs="*", help="file names without ending (default: all)")
+    parser.add_argument("--target", help="hub id, folder or smollm2 (default: each example's own models)")
+    parser.add_argument("--draft", help="draft model (default: n-grams of the text so far)")
+    parser.add_argument("--max-tokens", type=_positive, help="generate at most this many tokens")
+    parser.add_argument("--save", action="store_true", help="write the outputs into the notebooks")
+    options = parser.parse_args(arguments)
+    if options.draft is not None and options.target is None:
+        parser.error("--draft needs --target")
+    try:
+        chosen = examples(folder, options.names)
+    except ValueError as error:
+        parser.error(str(error))
+    failed = False
+    for path in chosen:
+        outcome = run_example(path, settings_of(options), save=options.save)
+        verdict = "ok" if outcome.error is None else f"failed: {outcome.error}"
+        print(f"{outcome.name:26} {outcome.seconds:7.1f} s  {verdict}", flush=True)
+        failed |= outcome.error is not None
+    return int(failed)
+
+
+def last_line(text: str) -> str:
+    """The last line that is not empty, without terminal colours; where an error says what it is."""
+    lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _text(output: Any) -> str:
+    if output.output_type == "stream":
+        return str(output.text)
+    if output.output_type == "error":
+        return f"{output.ename}: {output.evalue}"
+    return "\n".join(str(data) for kind, data in output.data.items() if kind.startswith("text/"))
+
+
+def _at(path: Path) -> dict[str, Any]:
+    return {"metadata": {"path": str(path.parent)}}
+
+
+def _is_example(path: Path) -> bool:
+    return path.suffix == ".ipynb" or (path.suffix == ".py" and path.name != Path(__file__).name)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number >= 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
