@@ -230,3 +230,10 @@ def _logits(backend: HFBackend, tokens: Tensor, start: int, width: int, starts: 
         inputs = torch.stack([torch.cat([tokens, tokens])[at + fed : at + fed + width] for at in starts])
         pieces.append(backend.forward(inputs, [at + fed for at in starts], first_slot=0, logits=True)[0])
     return torch.cat(pieces)[:REFERENCE]
+
+
+@pytest.mark.parametrize("odd", [32, 64, 224, 256])
+def test_prompt_chunks_that_differ_are_kept_whole(odd: int) -> None:
+    free, bound = found(never), found(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1))
+    assert free.prompts and free.shapes.reuse == 1
+    assert not bound.prompts and bound.shapes.reuse == bound.shapes.chunk == 256

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.backends import Backend, Loaded, cache_folder
-from slipstream.session import EXACT_FIT, Shapes
+from slipstream.session import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
@@ -36,7 +36,7 @@ CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not 
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-VERSION = 5
+VERSION = 6
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -44,13 +44,15 @@ AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at mo
 class Calibration:
     """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
 
-    Prompts need no agreement: each is computed on its own, cut in the same way whatever comes after it.
+    prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
+    the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
     widths: tuple[int, ...]
     view: int
     milliseconds: dict[int, float]
+    prompts: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -60,7 +62,7 @@ class Calibration:
     @property
     def shapes(self) -> Shapes:
         """The shapes that keep the bits."""
-        return Shapes(self.widths, PREFILL, self.view)
+        return Shapes(self.widths, PREFILL, self.view, 1 if self.prompts else PREFILL)
 
     @property
     def cost(self) -> float:
@@ -81,7 +83,7 @@ def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
         return Calibration((), VIEWS[-1], times)
     probe.use_view(view)
     agreeing = [width for width in widths if probe.agrees_alone(width) and probe.agrees_in_batches(width)]
-    return Calibration(tuple(agreeing), view, times)
+    return Calibration(tuple(agreeing), view, times, REFERENCE in agreeing and probe.prompts_agree())
 
 
 class _Probe:
@@ -97,7 +99,7 @@ class _Probe:
         others = max(0, max_batch_size - len(contexts))
         self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
         self._slots = max(len(self._starts), len(contexts))
-        length = max(contexts) + max(WIDTHS)
+        length = max(contexts) + max(PREFILL, *WIDTHS)
         generator = torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         backend.view = VIEWS[-1]
@@ -146,6 +148,17 @@ class _Probe:
                 count = min(width, len(reference))
                 if not torch.equal(row[:count], reference[:count]):
                     return False
+        return True
+
+    def prompts_agree(self) -> bool:
+        """Whether prompt chunks of every width leave the bits that forwards of the reference width leave."""
+        slot = len(self.contexts) - 1
+        length = min(PREFILL, self.backend.max_length - self.contexts[slot])
+        reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
+        for width in range(PROMPT_UNIT, length + 1, PROMPT_UNIT):
+            piece = next(self._trace(slot, width, length))
+            if not torch.equal(piece, reference[:width]):
+                return False
         return True
 
     def view_agrees(self, view: int) -> bool:
@@ -209,7 +222,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     if file.exists():
         values = json.loads(file.read_text())
         times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        return Calibration(tuple(values["widths"]), values["view"], times)
+        return Calibration(tuple(values["widths"]), values["view"], times, values["prompts"])
     log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
     found = calibrate(backend, max_batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)

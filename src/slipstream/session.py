@@ -27,12 +27,14 @@ CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on t
 class Shapes:
     """Which forward shapes are allowed.
 
-    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`.
+    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`,
+    and what another row left in it is used in units of `reuse`.
     """
 
     widths: tuple[int, ...]
     chunk: int
     view: int = 256
+    reuse: int = 1
 
     def pad_prompt(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
@@ -178,11 +180,11 @@ class Session:
         other, known = self.memos[source].row, self.memos[source].valid(row)
         if other is not row and self.memos[source].shapes != self.shapes:
             known = 0
-        elif other is not row and other is not None and self.shapes.widths:
+        elif other is not row and other is not None and self.shapes.reuse > 1:
             # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
             known = min(known, other.prompt_length - 1)
             if not known == row.prompt_length - 1 == other.prompt_length - 1:
-                known -= known % self.shapes.chunk
+                known -= known % self.shapes.reuse
         if source != slot:
             self.memos[slot] = Memo()  # what it held is about to be overwritten
             self.backend.copy(source, slot, known)

@@ -119,8 +119,9 @@ class Verifier:
         )
         assert used is not None
         self.decoder.forget()
-        passed = set(used.widths) <= set(found.widths) and used.view % found.view == 0
-        return passed, f"widths {', '.join(map(str, used.widths))}; views in multiples of {used.view}"
+        passed = set(used.widths) <= set(found.widths) and used.view % found.view == 0 and found.prompts >= used.prompts
+        prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
+        return passed, f"widths {', '.join(map(str, used.widths))}; views in multiples of {used.view}; {prompts}"
 
     def _greedy(self) -> tuple[bool, str]:
         params = SamplingParams(max_tokens=self._length(self.max_tokens))

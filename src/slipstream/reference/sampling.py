@@ -36,13 +36,13 @@ Ids = Sequence[int]
 def autoregressive_generate(
     inputs: Ids,
     model: Module,
-    tokenizer: Any = None,
-    logits_processor: Processor = GREEDY,
     max_gen_len: int = 40,
+    logits_processor: Processor = GREEDY,
     eos_tokens_id: EndIds = 1,
     pad_token_id: int | None = 0,
     use_cache: bool = False,
     debug: bool = False,
+    tokenizer: Any = None,
 ) -> list[int]:
     """Plain decoding of one prompt: the new token ids, up to and including an end token.
 
