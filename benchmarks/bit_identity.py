@@ -2,6 +2,7 @@
 
     python benchmarks/bit_identity.py smollm2 PROMPTS.jsonl --num-prompts 60 --max-tokens 128
     python benchmarks/bit_identity.py TARGET PROMPTS.jsonl --draft DRAFT --reproducible false
+    python benchmarks/bit_identity.py smollm2 PROMPTS.jsonl --part 1/3   # every third prompt; the parts add up
 
 Settings: drafters x draft lengths x batch sizes, greedy and at temperature 0.8 with a seed per prompt (acceptance
 "match", which couples draws). The reference is plain decoding, one prompt at a time. Differing greedy texts are put to
@@ -129,6 +130,7 @@ def main(
     batches: Annotated[list[int], typer.Option()] = [1, 4],  # noqa: B006
     temperatures: Annotated[list[float], typer.Option()] = [0.0, 0.8],  # noqa: B006
     reproducible: str = "true",
+    part: str = "1/1",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Run all settings and print one line for each."""
@@ -137,9 +139,13 @@ def main(
     keep = {"true": True, "false": False}.get(reproducible, reproducible)
     base = SpeculativeDecoder(target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=4)
     ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
+    number, _, parts = part.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise typer.BadParameter(f"--part {part!r}; allowed: NUMBER/PARTS, for example 1/3")
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
     chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
+    ids = ids[int(number) - 1 :: int(parts)]
     bench, size = Bench(base, Referee(base), chosen, params), max(batches)
     done_prompts = 0
     try:
@@ -164,7 +170,15 @@ def main(
         f"up to {max_tokens} tokens identical to plain decoding, {perf_counter() - started:.0f} s"
     )
     if json_file is not None:
-        report = {"target": target, "draft": draft, "dtype": dtype, "identical": same, "texts": total, "lines": lines}
+        report = {
+            "part": part,
+            "target": target,
+            "draft": draft,
+            "dtype": dtype,
+            "identical": same,
+            "texts": total,
+            "lines": lines,
+        }
         json_file.write_text(json.dumps(report, indent=1))
     sys.exit(1 if wrong else 0)
 
