@@ -37,18 +37,21 @@ def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtyp
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 7])
-def test_narrow_forwards_attend_like_wide_ones(width: int) -> None:
-    """The kernels treat fewer than four rows differently; grouping and padding keep them from having to."""
+@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_forwards_attend_like_wide_ones(repeats: int, dtype: torch.dtype) -> None:
+    """The kernels treat blocks of fewer than four rows differently; no block has so few."""
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(1, h, n, 64, generator=generator) for h, n in ((3, 8), (3, 512), (3, 512)))
-    allowed = torch.arange(512) <= torch.arange(200, 208)[:, None]
+    shapes = ((2 * repeats, 16), (2, 512), (2, 512))
+    query, key, value = (torch.randn(1, h, n, 64, generator=generator).to(dtype) for h, n in shapes)
+    allowed = torch.arange(512) <= torch.arange(200, 216)[:, None]
 
     def attend(columns: int) -> Tensor:
-        mask = grouped.group_mask(allowed[None, None, :columns], 1, torch.float32)
+        mask = grouped.group_mask(allowed[None, None, :columns], repeats, dtype)
         return grouped.grouped_attention(None, query[:, :, :columns], key, value, mask)[0]
 
-    assert torch.equal(attend(8)[:, :width], attend(width))
+    wide = attend(16)
+    assert [width for width in range(1, 16) if not torch.equal(wide[:, :width], attend(width))] == []
 
 
 def test_options_of_other_attentions_are_refused() -> None:
@@ -101,3 +104,14 @@ def test_a_fast_decoder_says_what_a_plain_one_says() -> None:
         for fast in (False, True)
     ]
     assert texts[0].token_ids == texts[1].token_ids
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_transformers_own_generate_still_works_on_the_model(name: str) -> None:
+    ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    expected = fresh(name).generate(ids, **options)
+    model = fresh(name)
+    SpeculativeDecoder(model, drafter="none", fast=True, reproducible=False)
+    assert torch.equal(model.generate(ids, **options), expected)
