@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check lines clean
+.PHONY: demo test test-fast check lines examples clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -16,9 +16,12 @@ test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -m "not smollm2 and not models"
 
 check: $(STAMP)
-	@$(BIN)/ruff format --check src tests benchmarks
-	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff format --check src tests benchmarks examples
+	@$(BIN)/ruff check src tests benchmarks examples
 	@$(BIN)/mypy
+
+examples: $(STAMP)
+	@$(BIN)/python examples/run.py --target smollm2
 
 lines: $(STAMP)
 	@$(BIN)/python tests/count_lines.py
