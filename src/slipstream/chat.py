@@ -9,22 +9,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rich.text import Text
 
-from slipstream.backends import LoadOptions, load
 from slipstream.chat_turn import Turn, shortened
 from slipstream.debug import round_lines
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams
 from slipstream.requests import Message
 from slipstream.results import Chunk
-from slipstream.session import EXACT_FIT, Session
 from slipstream.types import SlipstreamError, UsageError
-from slipstream.vocabulary import check_same
 
 
 class Face(Protocol):
@@ -104,8 +100,8 @@ class Chat:
         params = self._fitting(len(ids))
         if not self.cache:
             decoder.forget()
-        session, chunks = decoder._target_session, list[Chunk]()
-        before = session.prefill_tokens
+        chunks: list[Chunk] = []
+        before = decoder.num_prefilled_tokens
         try:
             for chunk in decoder.stream(ids, params):
                 chunks.append(chunk)
@@ -124,7 +120,7 @@ class Chat:
             params=params,
             rounds=[chunk.round for chunk in chunks],
             finish_reason=chunks[-1].round.finish_reason or "interrupted",
-            prefilled=session.prefill_tokens - before,
+            prefilled=decoder.num_prefilled_tokens - before,
             lossless=decoder.lossless,
         )
         self.turns.append(turn)
@@ -170,7 +166,7 @@ class Chat:
     def load_draft(self, name: str | None) -> None:
         """Draft with another model, or with none; the drafter becomes the default one."""
         with self._loading(name):
-            self.decoder = with_draft(self.decoder, name)
+            self.decoder = self.decoder.with_draft(name)
 
     @contextmanager
     def _loading(self, names: str | None) -> Iterator[None]:
@@ -182,17 +178,6 @@ class Chat:
         except (RuntimeError, MemoryError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SlipstreamError(f"{names} could not be loaded: {reason}") from error
-
-
-def with_draft(decoder: SpeculativeDecoder, name: str | None) -> SpeculativeDecoder:
-    """The same target and memory with another draft model, or none."""
-    config, other = decoder.config, copy(decoder)
-    options = LoadOptions(config.dtype, config.device, config.fast, config.load_options)
-    other.draft = None if name is None else load(name, options)
-    if other.draft is not None:
-        check_same(decoder.target, other.draft)
-    other._draft_session = None if other.draft is None else Session(other.draft.backend, EXACT_FIT)
-    return other.using("auto")
 
 
 def _refuse_wordless(decoder: SpeculativeDecoder) -> None:

@@ -12,7 +12,7 @@ from slipstream import drafters
 from slipstream.backends.files import EMBEDDED, list_models
 from slipstream.chat import Chat
 from slipstream.chat_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
-from slipstream.chat_report import compare, held, save, totals
+from slipstream.chat_report import compare, save, totals
 from slipstream.types import UsageError
 
 SWITCH = ("on", "off")
@@ -176,7 +176,7 @@ def _cache(chat: Chat, text: str) -> None:
         chat.cache = text == "on"
     if text in ("off", "clear"):
         chat.decoder.forget()
-    target, draft = held(chat.decoder._target_session), held(chat.decoder._draft_session)
+    target, draft = chat.decoder.tokens_in_memory()
     both = f"{target} tokens" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
     chat.face.say(f"cache: {_word(chat.cache)}; the memory holds {both}")
 

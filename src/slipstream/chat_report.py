@@ -9,7 +9,6 @@ from slipstream import show
 from slipstream.chat import Chat
 from slipstream.chat_turn import shortened, summary
 from slipstream.compare import Referee
-from slipstream.session import Session
 from slipstream.stats import Stats
 from slipstream.types import UsageError
 
@@ -57,12 +56,6 @@ def save(chat: Chat, path: Path) -> None:
         path.expanduser().write_text(json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-def held(session: Session | None) -> int:
-    """How many tokens a model's memory holds."""
-    memos = [] if session is None else session.memos
-    return sum(memo.valid(memo.row) for memo in memos if memo.row is not None)
 
 
 def _speed(stats: Stats) -> float:

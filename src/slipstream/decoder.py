@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, overload
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from slipstream import drafters
 from slipstream.acceptance import Rule, load_rule, rule_for
-from slipstream.backends import Loaded, LoadOptions, load
+from slipstream.backends import Loaded, LoadOptions, is_loaded, load, refuse_unused
 from slipstream.calibration import choose_shapes
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter
@@ -76,10 +75,10 @@ class SpeculativeDecoder:
         options = LoadOptions(dtype, device, fast, load_options or {})
         if isinstance(drafter, str):
             drafters.check_name(drafter)
-        _refuse_unused(options, (target, draft))
+        refuse_unused(options, (target, draft))
         self.target: Loaded = load(target, options, tokenizer)
         self.draft: Loaded | None = (
-            None if draft is None else load(draft, options, tokenizer if _is_loaded(draft) else None)
+            None if draft is None else load(draft, options, tokenizer if is_loaded(draft) else None)
         )
         if self.draft is not None:
             check_same(self.target, self.draft)
@@ -139,6 +138,17 @@ class SpeculativeDecoder:
         other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
         other._engine = other._make_engine()
         return other
+
+    def with_draft(self, draft: Any) -> SpeculativeDecoder:
+        """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
+        config, other = self.config, object.__new__(SpeculativeDecoder)
+        other.__dict__.update(self.__dict__)
+        options = LoadOptions(config.dtype, config.device, config.fast, config.load_options)
+        other.draft = None if draft is None else load(draft, options)
+        if other.draft is not None:
+            check_same(self.target, other.draft)
+        other._draft_session = None if other.draft is None else Session(other.draft.backend, EXACT_FIT)
+        return other.using("auto", num_draft_tokens="auto")
 
     def _make_engine(self) -> Engine:
         drafter, num_draft_tokens = self._drafter, self.config.num_draft_tokens
@@ -221,6 +231,17 @@ class SpeculativeDecoder:
             if session is not None:
                 session.forget()
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
+        return self._target_session.prefill_tokens
+
+    def tokens_in_memory(self) -> tuple[int, int]:
+        """How many tokens the memories hold in all their slots: the target's and the draft model's."""
+        sessions = (self._target_session, self._draft_session)
+        target, draft = (sum(m.valid(m.row) for m in s.memos if m.row is not None) if s else 0 for s in sessions)
+        return target, draft
+
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
         row = self._reader.rows([token_ids], SamplingParams(max_tokens=1))[0]
@@ -261,20 +282,3 @@ def _name(choice: object) -> str:
     if isinstance(choice, Rule):
         return choice.name
     return choice if isinstance(choice, str) else type(choice).__name__
-
-
-def _is_loaded(model: Any) -> bool:
-    return not isinstance(model, str | os.PathLike)
-
-
-def _refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
-    """Refuse loading options where nothing is left to load."""
-    if any(not _is_loaded(model) and not str(model).startswith("toy") for model in models if model is not None):
-        return
-    for name, value, default in (
-        ("dtype", options.dtype, "auto"),
-        ("device", options.device, "auto"),
-        ("load_options", options.extra, {}),
-    ):
-        if value != default:
-            raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")

@@ -1,10 +1,11 @@
-"""Prompts from files: JSON lines in Spec-Bench's format, or one plain text."""
+"""Prompts from files: JSON lines in Spec-Bench's format, or one plain text; and the set that comes with the package."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     if not chosen:
         raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
     return _limited(chosen, limit)
+
+
+def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
+    """The prompts that come with the package, at most `limit` of each category: 8 families of 5, written for it.
+
+    The file has Spec-Bench's line format: {"question_id": number, "category": name, "turns": [text]}.
+    """
+    with resources.as_file(resources.files("slipstream").joinpath("data/prompts.jsonl")) as path:
+        return read_prompts(path, categories=categories, limit=limit)
 
 
 def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:

@@ -6,6 +6,7 @@ A new backend is one file in this folder with a class that has these methods.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,3 +98,21 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
         f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
         "or a loaded Hugging Face model"
     )
+
+
+def is_loaded(model: Any) -> bool:
+    """Whether this is a model, and not the name of one."""
+    return not isinstance(model, str | os.PathLike)
+
+
+def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
+    """Refuse loading options where nothing is left to load."""
+    if any(not is_loaded(model) and not str(model).startswith("toy") for model in models if model is not None):
+        return
+    for name, value, default in (
+        ("dtype", options.dtype, "auto"),
+        ("device", options.device, "auto"),
+        ("load_options", options.extra, {}),
+    ):
+        if value != default:
+            raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")

@@ -1,0 +1,195 @@
+"""What a measurement leaves behind: `runs.jsonl` in a folder, one header line, then one line per finished run.
+
+A line is written whole and flushed to the disk before the next measurement begins, so a killed process loses only the
+measurement it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.types import Round, UsageError
+
+FILE = "runs.jsonl"
+VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
+Key = tuple[str, tuple[str, ...], int, int]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of generating. name: as the user wrote it, unique within a run.
+
+    drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
+    they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
+    as they are. peer: which transformers generation this is (then the others do not apply), None for our own.
+    """
+
+    name: str
+    drafter: str | None = None
+    num_draft_tokens: int | None = None
+    acceptance: str | None = None
+    fast: bool | None = None
+    temperature: float | None = None
+    peer: str | None = None
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all runs of a folder share. settings: everything that a resumed run must have in common."""
+
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    started: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished measurement: an arm on one group of prompts, once.
+
+    seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
+    num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
+    verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for peers.
+    error: why it failed, in one line.
+    """
+
+    arm: str
+    prompts: list[str]
+    family: str
+    batch: int
+    repeat: int
+    seconds: float = 0.0
+    num_output_tokens: int = 0
+    texts: list[list[int]] = field(default_factory=list)
+    verdicts: list[VerdictName] = field(default_factory=list)
+    stats: dict[str, Any] | None = None
+    rounds: list[dict[str, Any]] | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """What tells this measurement from every other one of its folder."""
+        return self.arm, tuple(self.prompts), self.batch, self.repeat
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens per second, prompt processing included; None if it failed."""
+        return self.num_output_tokens / self.seconds if self.error is None and self.seconds > 0 else None
+
+
+def compact(done: Round) -> dict[str, Any]:
+    """A round as it is recorded; `seconds` are [prefill, draft, verify, accept, total] of its whole step."""
+    parts = done.seconds
+    return {
+        "row": done.row,
+        "step": done.step,
+        "start": done.start,
+        "draft": list(done.draft),
+        "tokens": list(done.tokens),
+        "accepted": done.num_accepted_tokens,
+        "rejected": done.rejected,
+        "seconds": [round(s, 7) for s in (parts.prefill, parts.draft, parts.verify, parts.accept, parts.total)],
+    }
+
+
+def read_records(folder: Path) -> tuple[Header, list[Run]]:
+    """The header and the finished runs of a folder; a torn last line is left out."""
+    lines = _whole_lines(folder / FILE)
+    if not lines:
+        raise UsageError(f"{str(folder / FILE)!r} holds no header; allowed: a folder that a benchmark has written")
+    header = _made(Header, "header", lines[0], folder, 1)
+    return header, [_made(Run, "run", line, folder, number) for number, line in enumerate(lines[1:], 2)]
+
+
+def exists(folder: Path) -> bool:
+    """Whether the folder holds a header already."""
+    return (folder / FILE).exists() and bool(_whole_lines(folder / FILE))
+
+
+def start(folder: Path, header: Header) -> None:
+    """Make the folder and write the header; nothing finished may be there."""
+    if exists(folder):
+        raise UsageError(f"{str(folder)!r} holds runs already; allowed: an empty folder, or going on with the runs")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    _write(folder / FILE, {"kind": "header"} | asdict(header))
+
+
+def append(folder: Path, run: Run) -> None:
+    """Add a finished measurement, on the disk when this returns; a torn last line is overwritten."""
+    _write(folder / FILE, {"kind": "run"} | asdict(run))
+
+
+def finished(runs: Iterable[Run]) -> set[Key]:
+    """The keys of the measurements that need not be made again, failed ones included."""
+    return {run.key for run in runs}
+
+
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first setting, in the order of `mine`, that two headers do not share."""
+    for name in [*mine, *(n for n in theirs if n not in mine)]:
+        if _plain(mine.get(name)) != _plain(theirs.get(name)):
+            return name
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that end in a newline."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    return [line.decode() for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
+def _write(path: Path, line: dict[str, Any]) -> None:
+    data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    with _opened(path) as file:
+        file.seek(_end_of_last_whole_line(file))
+        file.truncate()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("r+b" if path.exists() else "w+b", buffering=0)
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _end_of_last_whole_line(file: Any) -> int:
+    """Position after the last newline: the end, unless the last write was torn."""
+    at: int = file.seek(0, os.SEEK_END)
+    while at > 0:
+        begin = max(0, at - (1 << 16))
+        file.seek(begin)
+        newline: int = file.read(at - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        at = begin
+    return 0
+
+
+def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
+    where = f"{str(folder / FILE)!r}, line {number}"
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
+    known: Sequence[str] = [f.name for f in fields(cls)]
+    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) != set(known):
+        raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(known)}")
+    return cls(**item)
