@@ -12,6 +12,7 @@ CORE = [
     "types.py",
     "params.py",
     "noise.py",
+    "history.py",
     "sampling.py",
     "acceptance.py",
     "session.py",

@@ -9,7 +9,7 @@ import pytest
 import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
-CORE = ("types", "sampling", "acceptance", "session", "engine", "policy", "stats", "noise", "params")
+CORE = ("types", "history", "sampling", "acceptance", "session", "engine", "policy", "stats", "noise", "params")
 LIMIT = 300
 
 

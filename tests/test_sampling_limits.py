@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.history import check_stateless
 from slipstream.noise import Race
-from slipstream.sampling import Sampler, check_stateless
+from slipstream.sampling import Sampler
 from slipstream.types import Row
 
 VOCAB, TOY_VOCAB = 11, 257

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from slipstream.history import NEVER, check_stateless
 from slipstream.params import LARGEST, Processor
-from slipstream.sampling import NEVER, check_stateless
 
 # temperature, top-k, top-p and min-p in the order in which both sides apply them: class, field, attribute
 WARPERS: tuple[tuple[type[Any], str, str], ...] = (

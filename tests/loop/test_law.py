@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from slipstream import Draft, Drafter, SpeculativeDecoder, sampling
+from slipstream import Draft, Drafter, SpeculativeDecoder, history
 from slipstream.acceptance import _RULES, Rule, load_rule
 from slipstream.negative_controls import WRONG_RULES
 from slipstream.noise import Stream, key
@@ -237,5 +237,5 @@ def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch
 
 
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling._Penalties, "_add", lambda *counts: None)
+    monkeypatch.setattr(history.Penalties, "_add", lambda *counts: None)
     assert observe(decoder("gpt2", "close", "auto"), "gpt2").p_value < SUSPICIOUS

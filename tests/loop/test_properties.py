@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder, Stats, sampling
+from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder, Stats, history
 from slipstream.backends.toy import FABLE, ToyBackend
 from slipstream.calibration import Calibration
 from slipstream.noise import key
@@ -210,7 +210,7 @@ def ends_with_its_last_token(row: Row, tokens: Sequence[int]) -> tuple[int, ...]
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a row that moves leaves its memory behind": (ToyBackend, "copy", lambda *given: None),
     "an end is overlooked inside a block": (Row, "commit", ends_with_its_last_token),
-    "penalties do not see the draft": (sampling._Penalties, "_add", staticmethod(lambda *given: None)),
+    "penalties do not see the draft": (history.Penalties, "_add", staticmethod(lambda *given: None)),
     "dice go by the place in the batch": (
         Sampler,
         "_key",
