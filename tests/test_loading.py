@@ -245,3 +245,11 @@ def test_a_draft_folder_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None
     other.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="another vocabulary"):
         SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())
+
+
+def test_a_model_of_the_cache_folder_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    shared("llama").save_pretrained(tmp_path / "little")
+    assert files.resolve("little") == str(tmp_path / "little")
+    assert [model["name"] for model in files.list_models()] == ["little"]
+    assert files.resolve("other") == "other"  # a hub id

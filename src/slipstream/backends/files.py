@@ -47,6 +47,8 @@ def resolve(source: str) -> str:
         return str(embedded_model())
     if source.endswith(".gguf"):
         return str(convert_gguf(Path(source).expanduser()))
+    if "/" not in source and (cache_folder() / source / "config.json").is_file():
+        return str(cache_folder() / source)  # a name that `slipstream models` lists
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or looks_local:

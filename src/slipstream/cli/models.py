@@ -36,7 +36,7 @@ def models(
 
 @models_app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="hub id, folder, .gguf file, smollm2 or toy")],
+    target: Annotated[str, typer.Argument(help="hub id, folder, .gguf file, a name from `slipstream models`, or toy")],
     draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
     json_file: Json = None,
 ) -> None:
