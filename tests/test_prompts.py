@@ -47,7 +47,7 @@ def test_families_and_limits_choose_from_the_set() -> None:
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="category 'poetry' is not in .*allowed: chat, code, code edit"):
+    with pytest.raises(UsageError, match=r"category 'poetry' is not in .*allowed: chat, code, code edit"):
         builtin_prompts(categories=["poetry"])
 
 

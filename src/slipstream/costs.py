@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from slipstream.types import MAX_DRAFT_TOKENS, UsageError
+from slipstream.types import UsageError
 
 Points = Mapping[int, float]
 Grid = Mapping[int, Points]  # batch -> width -> milliseconds
@@ -24,8 +24,9 @@ class Costs:
 
     target: one target forward, by batch (rows) and width (tokens per row); overhead: what else a round of that shape
     takes (inputs, acceptance, the transfer, bookkeeping); draft_step: one more draft token for every row, by batch;
-    draft_round: what the drafter takes once per round that drafts, by batch (look-up drafters; 0 for a draft model).
-    drafter: whose times these are; machine: where they come from.
+    draft_round: what the drafter takes besides in every round, by batch (all of it for most look-up drafters).
+    drafter: whose times these are; machine: where they come from; padded: the widths forwards are padded to where
+    they keep to shapes that agree to the bit, empty where they fit their tokens.
     """
 
     target: Grid
@@ -34,6 +35,7 @@ class Costs:
     draft_round: Points
     drafter: str = ""
     machine: str = ""
+    padded: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("target", "overhead"):
@@ -46,11 +48,17 @@ class Costs:
             _check_points(name, 1, getattr(self, name))
         if any(ms <= 0 for points in self.target.values() for ms in points.values()):
             raise UsageError("costs: target holds a 0; allowed: milliseconds > 0")
+        if not all(map(_is_count, self.padded)) or list(self.padded) != sorted(set(self.padded)):
+            raise UsageError(f"costs: padded={self.padded!r}; allowed: rising whole numbers >= 1")
 
     @property
     def widest(self) -> int:
         """The longest width known for every batch."""
         return min(max(points) for points in self.target.values())
+
+    def pad(self, width: int) -> int:
+        """The width of the forward that takes `width` tokens per row."""
+        return next((wide for wide in self.padded if wide >= width), width)
 
     @property
     def batches(self) -> list[int]:
@@ -85,12 +93,15 @@ class Costs:
         if not isinstance(values, dict) or set(values) != set(known):
             found = list(values) if isinstance(values, dict) else type(values).__name__
             raise UsageError(f"costs: {found}; allowed: an object with exactly {', '.join(known)}")
-        grids = {
+        grids: dict[str, Any] = {
             name: {_whole(name, batch): _points(name, points) for batch, points in _items(name, values[name])}
             for name in ("target", "overhead")
         }
-        points = {name: _points(name, values[name]) for name in ("draft_step", "draft_round")}
-        return cls(**grids, **points, drafter=str(values["drafter"]), machine=str(values["machine"]))
+        tables: dict[str, Any] = {name: _points(name, values[name]) for name in ("draft_step", "draft_round")}
+        if not isinstance(values["padded"], list | tuple):
+            raise UsageError(f"costs: padded={values['padded']!r}; allowed: a list of widths")
+        names: dict[str, Any] = {name: str(values[name]) for name in ("drafter", "machine")}
+        return cls(**grids, **tables, **names, padded=tuple(values["padded"]))
 
     def save(self, path: Path) -> None:
         """Write to a JSON file."""
@@ -199,8 +210,6 @@ def _check_points(name: str, batch: object, points: object) -> None:
     for x, ms in points.items():
         if not _is_count(x) or not _is_number(ms) or ms < 0:
             raise UsageError(f"costs: {name} has {x!r}: {ms!r}; allowed: whole numbers >= 1 with milliseconds >= 0")
-    if name.startswith(("target", "overhead")) and max(points) > 2 * MAX_DRAFT_TOKENS:
-        raise UsageError(f"costs: {name} has width {max(points)}; allowed: at most {2 * MAX_DRAFT_TOKENS}")
 
 
 def _is_count(value: object) -> bool:

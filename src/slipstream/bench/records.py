@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -112,13 +112,15 @@ def exists(folder: Path) -> bool:
 
 
 def start(folder: Path, header: Header) -> None:
-    """Make the folder and write the header; nothing finished may be there."""
-    if exists(folder):
+    """Make the folder and write the header, in place of one that no run has followed."""
+    if exists(folder) and read_records(folder)[1]:
         raise UsageError(f"{str(folder)!r} holds runs already; allowed: an empty folder, or going on with the runs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
+    with _opened(folder / FILE) as file:
+        file.truncate(0)
     _write(folder / FILE, {"kind": "header"} | asdict(header))
 
 
@@ -130,18 +132,6 @@ def append(folder: Path, run: Run) -> None:
 def finished(runs: Iterable[Run]) -> set[Key]:
     """The keys of the measurements that need not be made again, failed ones included."""
     return {run.key for run in runs}
-
-
-def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first setting, in the order of `mine`, that two headers do not share."""
-    for name in [*mine, *(n for n in theirs if n not in mine)]:
-        if _plain(mine.get(name)) != _plain(theirs.get(name)):
-            return name
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -165,7 +155,7 @@ def _write(path: Path, line: dict[str, Any]) -> None:
 
 def _opened(path: Path) -> Any:
     try:
-        return path.open("r+b" if path.exists() else "w+b", buffering=0)
+        return path.open("r+b" if path.exists() else "w+b")
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 

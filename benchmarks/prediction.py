@@ -1,0 +1,168 @@
+"""Measured against predicted speed-up over draft lengths and batches.
+
+    python benchmarks/prediction.py smollm2 PROMPTS.jsonl
+    python benchmarks/prediction.py TARGET PROMPTS.jsonl --draft DRAFT
+
+Costs are measured first. Then, batch by batch, plain decoding and every draft length take turns on the same prompts,
+greedily; times exclude prompt processing and are the medians of several turns. Each line is predicted twice: from what
+that very arm accepted (what is left are the costs), and from what the arm of the longest draft accepted (what is added
+is the assumption that acceptance by position does not depend on the draft length).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slipstream import SamplingParams, SpeculativeDecoder, Stats
+from slipstream.backends.files import quiet
+from slipstream.predict import Acceptance, Costs, measure_costs, predict_from_stats, predicted_speed_up
+from slipstream.prompts import read_prompts, spread
+
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+@dataclass
+class Arm:
+    """One draft length: its statistics and the seconds per output token of every turn."""
+
+    decoder: SpeculativeDecoder
+    stats: dict[str, Any] = field(default_factory=dict)
+    texts: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, groups: Sequence[list[list[int]]], params: SamplingParams) -> None:
+        """Decode all groups of prompts, each as a batch with an empty memory."""
+        rounds, self.texts = [], []
+        for group in groups:
+            self.decoder.forget()
+            rows = self.decoder.rows(group, params)
+            rounds += list(self.decoder.run(rows))
+            self.texts += [row.output for row in rows]
+        self.stats = Stats.of(rounds).to_dict()
+        taken = self.stats["total_seconds"] - self.stats["prefill_seconds"]
+        self.seconds.append(taken / self.stats["num_output_tokens"])
+
+
+def main(
+    target: str,
+    prompts: Path,
+    draft: str | None = None,
+    drafter: str = "auto",
+    dtype: str = "auto",
+    reproducible: str = "auto",
+    num_prompts: int = 8,
+    max_tokens: int = 64,
+    lengths: str = "1,2,3,4,5,6,7,8",
+    batches: str = "1,4",
+    repeats: int = 3,
+    seconds: float = 30.0,
+    json_file: Path | None = None,
+) -> None:
+    """Print a line per batch and draft length, and one JSON line of the mean deviations."""
+    quiet()
+    keep = {"true": True, "false": False}.get(reproducible, reproducible)
+    base = SpeculativeDecoder(target, draft, drafter=drafter, dtype=dtype, reproducible=keep)
+    sizes, rows = [int(n) for n in lengths.split(",")], [int(n) for n in batches.split(",")]
+    costs = measure_costs(base, rows, range(1, max(sizes) + 2), seconds=seconds)
+    chosen = spread(read_prompts(prompts), num_prompts)
+    ids = [base.encode(p.prompt)[-(base.target.backend.max_length - max_tokens) :] for p in chosen]
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("batch", "draft\nlength", "tokens\nper round", "observed", "predicted\n(own acceptance)", "off by"):
+        table.add_column(name, justify="right")
+    for name in ("predicted\n(longest draft's)", "off by", "texts\nidentical"):
+        table.add_column(name, justify="right")
+    lines = []
+    for batch in rows:
+        groups = [ids[at : at + batch] for at in range(0, len(ids) - batch + 1, batch)]
+        if not groups:
+            raise typer.BadParameter(f"a batch of {batch} needs as many prompts", param_hint="--num-prompts")
+        lines += _batch(base, costs, groups, sizes, SamplingParams(max_tokens=max_tokens, ignore_eos=True), repeats)
+    for line in lines:
+        table.add_row(*_cells(line))
+    console.print(table)
+    console.print(f"{costs.machine}; drafter {costs.drafter}; {num_prompts} prompts, {max_tokens} tokens, greedy")
+    summary = {
+        "target": target,
+        "draft": draft,
+        "torch": torch.__version__,
+        "mean_absolute_deviation": mean(abs(line["deviation"]) for line in lines),
+        "mean_absolute_deviation_longest": mean(abs(line["deviation_longest"]) for line in lines),
+    }
+    print(json.dumps(summary))
+    if json_file is not None:
+        json_file.write_text(json.dumps({**summary, "costs": costs.to_dict(), "lines": lines}, indent=2) + "\n")
+
+
+def _batch(
+    base: SpeculativeDecoder,
+    costs: Costs,
+    groups: Sequence[list[list[int]]],
+    sizes: Sequence[int],
+    params: SamplingParams,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """All draft lengths at one batch size, in turns with plain decoding."""
+    batch = len(groups[0])
+    plain = Arm(base.using("none", num_draft_tokens=0))
+    arms = {n: Arm(base.using(num_draft_tokens=n)) for n in sizes}
+    short = SamplingParams(max_tokens=8, ignore_eos=True)
+    for arm in (plain, *arms.values()):
+        arm.run(groups[:1], short)
+        arm.seconds.clear()
+    for _ in range(repeats):
+        for arm in (plain, *arms.values()):
+            arm.run(groups, params)
+    longest = Acceptance.from_stats(arms[max(sizes)].stats)
+    lines = []
+    for n, arm in arms.items():
+        own = predict_from_stats(arm.stats, costs)
+        observed = median(plain.seconds) / median(arm.seconds)
+        other = predicted_speed_up(costs, longest, min(n, longest.longest), batch)
+        lines.append(
+            {
+                "batch": batch,
+                "num_draft_tokens": n,
+                "tokens_per_round": own.observed_tokens,
+                "observed": observed,
+                "predicted": own.predicted,
+                "deviation": own.predicted / observed - 1,
+                "predicted_longest": other,
+                "deviation_longest": other / observed - 1,
+                "identical": sum(a == b for a, b in zip(arm.texts, plain.texts, strict=True)),
+                "texts": len(plain.texts),
+                "seconds_per_token": arm.seconds,
+                "plain_seconds_per_token": plain.seconds,
+                "stats": arm.stats,
+            }
+        )
+    return lines
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    return [
+        str(line["batch"]),
+        str(line["num_draft_tokens"]),
+        f"{line['tokens_per_round']:.2f}",
+        f"{line['observed']:.2f}x",
+        f"{line['predicted']:.2f}x",
+        f"{line['deviation']:+.1%}",
+        f"{line['predicted_longest']:.2f}x",
+        f"{line['deviation_longest']:+.1%}",
+        f"{line['identical']} of {line['texts']}",
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,82 @@
+"""Arms as the user writes them, `model@4/rejection` for example, and what is refused before anything is measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from slipstream import drafters
+from slipstream.acceptance import load_rule
+from slipstream.bench.records import Arm
+from slipstream.params import SamplingParams
+from slipstream.types import MAX_DRAFT_TOKENS, UsageError
+
+PLAIN = "none"
+HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-lookup"
+PEERS = (HF, ASSISTED, TUNED, LOOKUP)
+PEER_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
+SYNTAX = (
+    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], for example none, ngram@7, model@4/rejection, none.plain "
+    f"(unpacked weights), model@4~0.8; or one of transformers' own: {HF}, {ASSISTED} (its defaults), "
+    f"{TUNED}[@LENGTH], {LOOKUP}[@LENGTH]"
+)
+
+_ARM = re.compile(
+    r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+))?(?:/(?P<rule>[^.~]+))?"
+    r"(?P<plain>\.plain)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
+)
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """The arms of a comma-separated list; each may occur once."""
+    arms = [parse_arm(part.strip()) for part in text.split(",") if part.strip()]
+    names = [arm.name for arm in arms]
+    if not arms:
+        raise UsageError(f"arms {text!r}; allowed: at least one of {SYNTAX}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"arm {twice[0]!r} is given twice; allowed: each arm once")
+    return arms
+
+
+def parse_arm(text: str) -> Arm:
+    """One arm; unknown drafters and rules, and parts that would have no effect, are refused."""
+    found = _ARM.fullmatch(text)
+    if found is None:
+        raise UsageError(f"arm {text!r}; allowed: {SYNTAX}")
+    length = None if found["length"] is None else int(found["length"])
+    temperature = None if found["temperature"] is None else float(found["temperature"])
+    if temperature is not None:
+        SamplingParams(temperature=temperature)
+    if length is not None and not 1 <= length <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"arm {text!r}: draft length {length}; allowed: 1 to {MAX_DRAFT_TOKENS}")
+    if found["name"] in PEERS:
+        return _peer(text, found, length, temperature)
+    drafter = found["name"] + (found["argument"] or "")
+    drafters.check_name(drafter)
+    if found["name"] == PLAIN and (length is not None or found["rule"]):
+        raise UsageError(f"arm {text!r}: none drafts nothing; allowed: none, without a length or a rule")
+    if found["rule"] not in (None, "auto"):
+        load_rule(found["rule"])
+    return Arm(text, drafter, length, found["rule"], False if found["plain"] else None, temperature)
+
+
+def reference_of(arms: Sequence[Arm], name: str | None) -> str:
+    """The arm that speed-ups refer to: the one named, else plain decoding, else the first."""
+    names = [arm.name for arm in arms]
+    if name is not None and name not in names:
+        raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}")
+    return name or (PLAIN if PLAIN in names else names[0])
+
+
+def runs_in_batches(arm: Arm) -> bool:
+    """Whether the arm can decode several prompts together; transformers' assisted generation cannot."""
+    return arm.peer in (None, HF)
+
+
+def _peer(text: str, found: re.Match[str], length: int | None, temperature: float | None) -> Arm:
+    name = found["name"]
+    if found["argument"] or found["rule"] or found["plain"] or (length is not None and name not in PEER_DRAFT_TOKENS):
+        raise UsageError(
+            f"arm {text!r}; allowed: {HF}, {ASSISTED}, {TUNED}[@LENGTH], {LOOKUP}[@LENGTH], [~TEMPERATURE]"
+        )
+    return Arm(text, None, length or PEER_DRAFT_TOKENS.get(name), None, None, temperature, name)

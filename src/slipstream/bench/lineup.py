@@ -1,0 +1,128 @@
+"""The arms ready to run: decoders and peers over models that are loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from slipstream.acceptance import load_rule
+from slipstream.backends import LoadOptions, reference
+from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
+from slipstream.bench.peers import Peer, check_params
+from slipstream.bench.plan import BenchPrompt
+from slipstream.bench.records import Arm
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.params import SamplingParams
+from slipstream.stats import Stats
+from slipstream.types import Round, UsageError
+
+ONE_HOT = (PLAIN, "ngram", "table")  # drafters whose drafts are looked up, not drawn
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an arm made of a group of prompts: token ids per prompt, and, of our own arms, the facts of all rounds."""
+
+    texts: list[list[int]]
+    stats: Stats | None = None
+    rounds: list[Round] | None = None
+
+
+class Lineup:
+    """Every arm over the same models.
+
+    Peers and arms on plain weights share one transformers object per model; arms on packed weights share another.
+    Where nothing is packed all arms share one object. An arm that cannot exist is refused here.
+    """
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, arms: Sequence[Arm], params: SamplingParams, *, chat: bool = True
+    ) -> None:
+        self.decoder, self.arms, self.params, self.chat = decoder, list(arms), params, chat
+        self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.peer is None}
+        self._peers = {arm.name: self._peer(arm) for arm in arms if arm.peer is not None}
+        self.alone = decoder.using(PLAIN)
+
+    @cached_property
+    def plain(self) -> SpeculativeDecoder:
+        """The same models on weights as transformers loads them."""
+        decoder = self.decoder
+        if not any(loaded is not None and loaded.packed for loaded in (decoder.target, decoder.draft)):
+            return decoder
+        config = decoder.config
+        options = LoadOptions(config.dtype, config.device, False, config.load_options)
+        target = reference.plain_model(decoder.target, options)
+        draft = None if decoder.draft is None else reference.plain_model(decoder.draft, options)
+        same = {name: getattr(config, name) for name in ("num_draft_tokens", "acceptance", "reproducible")}
+        return SpeculativeDecoder(target, draft, fast=False, max_batch_size=config.max_batch_size, **same)
+
+    def encode(self, prompt: BenchPrompt) -> list[int]:
+        """The token ids of a prompt, the same for every arm."""
+        return self.decoder.encode(prompt.text, chat=self.chat)
+
+    def params_of(self, arm: Arm, index: int) -> SamplingParams:
+        """The options of the prompt with this number: its own seed, and the arm's temperature if it has one."""
+        return replace(self.params, temperature=self.temperature(arm.name), seed=(self.params.seed or 0) + index)
+
+    def temperature(self, name: str) -> float:
+        """The arm's own, else the run's."""
+        own = next(arm.temperature for arm in self.arms if arm.name == name)
+        return self.params.temperature if own is None else own
+
+    def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Output:
+        """Run an arm; this is what is timed."""
+        if arm.peer is not None:
+            return Output(self._peers[arm.name].generate(prompts, params))
+        decoder = self.decoders[arm.name]
+        results = decoder.generate([list(tokens) for tokens in prompts], list(params))
+        rounds = [done for result in results for done in result.rounds]
+        stats = Stats.of(rounds, lossless=decoder.lossless)
+        return Output([result.token_ids for result in results], stats, rounds)
+
+    def forget(self, arm: Arm) -> None:
+        """Empty the arm's memory, so that its next prompt is computed from the first token."""
+        if arm.peer is None:
+            self.decoders[arm.name].forget()
+
+    def plain_text(self, prompt: BenchPrompt, params: SamplingParams) -> list[int]:
+        """What plain decoding says to one prompt, untimed."""
+        self.alone.forget()
+        return self.alone.generate(self.encode(prompt), params).token_ids
+
+    def coupled(self, arm: Arm, params: SamplingParams) -> bool:
+        """Whether the arm's text must be plain decoding's: greedy, or every token the target's own draw."""
+        if params.temperature == 0:
+            return True
+        if arm.peer is not None:
+            return False
+        decoder = self.decoders[arm.name]
+        if decoder.rule is not None:
+            return decoder.rule.coupled
+        if decoder.config.acceptance != "auto":
+            return load_rule(decoder.config.acceptance).coupled
+        # "auto" matches one-hot drafts and judges sampled ones by `block`
+        return decoder.drafter_name.partition(":")[0] in ONE_HOT
+
+    def same_bits(self, arm: Arm) -> bool:
+        """Whether no rounding can tell the arm's text from plain decoding's: one copy, in shapes that agree."""
+        if arm.peer is not None or self.decoders[arm.name].target is not self.decoder.target:
+            return False
+        return self.decoder.reproducible or self.decoder.target.model is None
+
+    def _decoder(self, arm: Arm) -> SpeculativeDecoder:
+        base = self.plain if arm.fast is False else self.decoder
+        return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
+
+    def _peer(self, arm: Arm) -> Peer:
+        check_params(arm, self.params)
+        plain = self.plain
+        if plain.target.model is None:
+            raise UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {plain.target.name!r} is none")
+        assistant: Any = None
+        if arm.peer in (ASSISTED, TUNED):
+            if plain.draft is None:
+                raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
+            assistant = plain.draft.model
+        return Peer(arm, plain.target.model, assistant, plain.target.end_ids)

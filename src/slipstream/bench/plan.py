@@ -1,0 +1,117 @@
+"""What is measured, and in which order: arms in turn on each group of prompts, then the next repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from slipstream.bench.arms import runs_in_batches
+from slipstream.bench.records import Arm, Key
+from slipstream.prompts import NamedPrompt
+from slipstream.types import UsageError
+
+MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A prompt with the name that records call it by, `family/number`, and its place among all prompts."""
+
+    id: str
+    family: str
+    index: int
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two runs had the same text under this name."""
+        return sha256(self.text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are decoded together."""
+
+    prompts: tuple[BenchPrompt, ...]
+
+    @property
+    def ids(self) -> list[str]:
+        """The prompts' names."""
+        return [prompt.id for prompt in self.prompts]
+
+    @property
+    def family(self) -> str:
+        """The family of all prompts, or "mixed"."""
+        families = {prompt.family for prompt in self.prompts}
+        return next(iter(families)) if len(families) == 1 else MIXED
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm on one group, once."""
+
+    arm: Arm
+    group: Group
+    batch: int
+    repeat: int
+
+    @property
+    def key(self) -> Key:
+        """As in the records."""
+        return self.arm.name, tuple(self.group.ids), self.batch, self.repeat
+
+
+def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
+    """Number the prompts of each family from 1."""
+    seen: dict[str, int] = {}
+    named = []
+    for index, prompt in enumerate(prompts):
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        named.append(BenchPrompt(f"{prompt.category}/{seen[prompt.category]}", prompt.category, index, prompt.prompt))
+    return named
+
+
+def groups(prompts: Sequence[BenchPrompt], batch: int) -> list[Group]:
+    """Every prompt in a group of exactly `batch` different ones, of one family where that is possible.
+
+    What is left over of the families is grouped together; a last group that is too small is filled up with prompts
+    from the beginning of the list, which are then measured twice at this batch size.
+    """
+    if not 1 <= batch <= len(prompts):
+        raise UsageError(f"batch size {batch}; allowed: 1 to {len(prompts)}, the number of prompts")
+    made, left = [], list[BenchPrompt]()
+    for family in dict.fromkeys(prompt.family for prompt in prompts):
+        own = [prompt for prompt in prompts if prompt.family == family]
+        whole = len(own) - len(own) % batch
+        made += [Group(tuple(own[at : at + batch])) for at in range(0, whole, batch)]
+        left += own[whole:]
+    for at in range(0, len(left), batch):
+        chosen = left[at : at + batch]
+        others = [prompt for prompt in prompts if prompt not in chosen]
+        made.append(Group(tuple(chosen + others[: batch - len(chosen)])))
+    return made
+
+
+def plan(
+    arms: Sequence[Arm], prompts: Sequence[BenchPrompt], batches: Sequence[int], repeats: int
+) -> list[Measurement]:
+    """All measurements in order. Peers that decode one prompt at a time are left out of larger batches."""
+    if repeats < 1:
+        raise UsageError(f"repeats={repeats}; allowed: at least 1")
+    if not batches or len(set(batches)) != len(batches):
+        raise UsageError(f"batch sizes {', '.join(map(str, batches))}; allowed: different whole numbers")
+    planned = list(_in_turn(arms, prompts, batches, repeats))
+    if idle := [arm.name for arm in arms if not any(one.arm is arm for one in planned)]:
+        raise UsageError(f"arm {idle[0]!r} decodes one prompt at a time; allowed: batch size 1 among --batch-sizes")
+    return planned
+
+
+def _in_turn(
+    arms: Sequence[Arm], prompts: Sequence[BenchPrompt], batches: Sequence[int], repeats: int
+) -> Iterator[Measurement]:
+    for batch in batches:
+        able = [arm for arm in arms if batch == 1 or runs_in_batches(arm)]
+        for group in groups(prompts, batch):
+            for repeat in range(repeats):
+                yield from (Measurement(arm, group, batch, repeat) for arm in able)
