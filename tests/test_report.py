@@ -105,6 +105,7 @@ def test_every_kind_of_chart_comes_out_of_runs_and_says_its_units(folder: Path) 
     found = charts(load(folder))
     kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
     assert {c.name for c in found} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
+    assert all("Texts: " in chart.caption for chart in found if chart.name.startswith("speed"))
     for chart in found:
         assert re.search(r"\(times\)|\(tokens\)", chart.x_label) and "95 % bootstrap intervals" in chart.caption
         points = [p for line in chart.lines for p in line.points]

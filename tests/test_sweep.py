@@ -69,7 +69,10 @@ def test_the_best_length_is_named_with_its_speed_up() -> None:
     best = best_of(series)
     assert series.name == "ngram~0" and [cell.length for cell in series.cells] == [0, 2, 4]
     assert best is not None and best.length == 2 and best.certain
-    assert best.sentence == "ngram~0, batch 1: draft 2, 2.00x plain decoding (2.00 to 2.00), 20.0 tok/s"
+    assert (
+        best.sentence
+        == "ngram~0, batch 1: draft 2, 2.00x plain decoding (2.00 to 2.00), 20.0 tok/s, texts: 4 identical"
+    )
 
 
 def test_where_nothing_pays_the_advice_is_not_to_speculate() -> None:

@@ -50,7 +50,7 @@ def measure_costs(
     pad = _shapes(decoder).pad
     chosen = sorted({pad(width) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
-    pass  # its sessions must not believe in a memory that is about to be overwritten
+    decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
     return _Probe(decoder, sorted(set(batch_sizes)), chosen, drafter).measure(seconds)
 
 

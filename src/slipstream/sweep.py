@@ -10,6 +10,7 @@ A sweep is a benchmark whose arms form a grid; it leaves the same records and is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -80,7 +81,7 @@ class Series:
 class Best:
     """The draft length with the highest speed-up over plain decoding. length 0: do not speculate.
 
-    certain: whether the interval of the speed-up lies above 1.
+    certain: whether the interval of the speed-up lies above 1. parity: what became of the texts, counted.
     """
 
     series: str
@@ -89,6 +90,7 @@ class Best:
     tokens_per_second: float
     speed_up: Estimate
     certain: bool
+    parity: str
 
     @property
     def sentence(self) -> str:
@@ -99,7 +101,7 @@ class Best:
         text = f"{where}: draft {self.length}, {self.speed_up.value:.2f}x plain decoding"
         if self.speed_up.low is not None and self.speed_up.high is not None:
             text += f" ({self.speed_up.low:.2f} to {self.speed_up.high:.2f})"
-        text += f", {self.tokens_per_second:.1f} tok/s"
+        text += f", {self.tokens_per_second:.1f} tok/s, texts: {self.parity}"
         return text if self.certain else f"{text}; the measurement does not tell it from plain decoding"
 
 
@@ -149,15 +151,24 @@ def best_of(series: Series) -> Best | None:
     Lengths are compared by their speed-ups, which pair the prompts and repeats of both arms.
     """
     known = [
-        (cell.length, cell.summary.speed, cell.summary.speed.speed_up)
+        (cell, cell.summary.speed, cell.summary.speed.speed_up)
         for cell in series.cells
         if cell.summary.speed is not None and cell.summary.speed.speed_up is not None
     ]
-    if len(known) < len(series.cells) or known[0][0] != 0:
+    if len(known) < len(series.cells) or known[0][0].length != 0:
         return None
-    length, speed, ratio = max(known, key=lambda cell: (cell[2].value, -cell[0]))
-    certain = length == 0 or (ratio.low is not None and ratio.low > 1)
-    return Best(series.name, series.batch, length, speed.tokens_per_second.value, ratio, certain)
+    cell, speed, ratio = max(known, key=lambda one: (one[2].value, -one[0].length))
+    certain = cell.length == 0 or (ratio.low is not None and ratio.low > 1)
+    parity = parity_of([cell.summary])
+    return Best(series.name, series.batch, cell.length, speed.tokens_per_second.value, ratio, certain, parity)
+
+
+def parity_of(summaries: Iterable[ArmSummary]) -> str:
+    """How many texts came out how, over all these arms, as "5 identical, 1 tie"."""
+    total: Counter[str] = Counter()
+    for one in summaries:
+        total.update(one.verdicts)
+    return ", ".join(f"{count} {name}" for name, count in total.items() if count) or "none"
 
 
 def sweep_report(series: Sequence[Series]) -> list[dict[str, Any]]:

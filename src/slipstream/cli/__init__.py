@@ -11,7 +11,17 @@ import typer
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from slipstream.cli import bench, chat, compare, generate, models, verify  # noqa: F401  (they register themselves)
+from slipstream.cli import (  # noqa: F401  (they register themselves)
+    bench,
+    chat,
+    compare,
+    generate,
+    models,
+    report,
+    simulate,
+    sweep,
+    verify,
+)
 from slipstream.cli.common import app, err, out
 from slipstream.types import SlipstreamError, UsageError
 from slipstream.version import __version__

@@ -42,6 +42,7 @@ from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
 from slipstream.prompts import NamedPrompt, builtin_prompts, read_prompts
+from slipstream.report import require_matplotlib, write_report
 from slipstream.types import SlipstreamError, UsageError
 
 
@@ -68,6 +69,7 @@ def bench(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="folder for runs.jsonl; a folder begun before is gone on with")
     ] = None,
+    report: Annotated[bool, typer.Option("--report", help="also write plots and report.html into the folder")] = False,
     config_file: ConfigFile = None,
     json_file: Json = None,
 ) -> None:
@@ -80,6 +82,8 @@ def bench(
         config, given = DecoderConfig.from_json(config_file), config
         if given != DecoderConfig():
             raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
+    if report:
+        require_matplotlib()
     chosen = parse_arms(_arms(arms, config))
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     prompts = name_prompts(_prompts(prompt_file, category, limit))
@@ -101,6 +105,9 @@ def bench(
         summaries = with_predictions(summaries, lineup, predict)
     for table in tables(summaries, base):
         out.print(table)
+    if report:
+        page = write_report(folder, lineup.decoder.tokenizer, predicted=summaries)
+        err.print(f"report: {escape(str(page))}", soft_wrap=True)
     err.print(f"raw runs: {escape(str(folder / FILE))}", soft_wrap=True)
     write_json(json_file, _report(header, summaries))
     _fail_on_wrong_or_failed(summaries)

@@ -29,7 +29,9 @@ app = typer.Typer(
 out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else 120)
 
-Target = Annotated[str, typer.Option("--target", help="hub id, folder, .gguf file, a name `slipstream models` lists, or toy")]
+Target = Annotated[
+    str, typer.Option("--target", help="hub id, folder, .gguf file, a name from `slipstream models`, or toy")
+]
 DraftModel = Annotated[str | None, typer.Option("--draft", help="draft model, named like the target")]
 PromptTexts = Annotated[list[str], typer.Option("-p", "--prompt", help="prompt; may be given several times")]
 PromptFile = Annotated[Path | None, typer.Option("--prompt-file", help="a text, or .jsonl with a prompt per line")]

@@ -13,7 +13,7 @@ from slipstream.bench.summary import ArmSummary
 from slipstream.report.charts import Chart, Line, Point
 from slipstream.report.data import Data
 from slipstream.report.ratios import acceptance, acceptance_at, decoding_speed_up
-from slipstream.sweep import Cell, Series, series_of
+from slipstream.sweep import Cell, Series, parity_of, series_of
 
 MOST = 6  # arms in one picture
 INTERVALS = "Bars are 95 % bootstrap intervals over prompts"
@@ -60,6 +60,7 @@ def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
             compared = ", ".join(dict.fromkeys(data.references[one.arm] for one in part))
             label = f"speed-up over {compared} (times)"
             caption = f"Geometric mean over prompts. {SPEED} The dotted line is the speed of {compared}."
+            caption = f"{caption} Texts: {parity_of(part)}."
             yield Chart(name, title, caption, label, "", lines, "rows", (*families, "all"), level=1.0)
 
 
@@ -77,7 +78,7 @@ def _over_length(data: Data, series: Sequence[Series]) -> Iterator[Chart]:
         x = "draft length (tokens)"
         if speeds:
             name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(series))
-            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED}"
+            caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {_parity(part)}."
             yield Chart(name, title, caption, x, "tokens per second", speeds)
         if rates:
             name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(series))
@@ -131,15 +132,18 @@ def _predicted(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
             lines.append(Line(f"{one.name}, predicted", predicted, look, plain=True))
         name, title = _numbered("predicted_by_draft_length", "Predicted and observed", number, len(known), MOST // 2)
         x, y = "draft length (tokens)", "speed-up over plain decoding (times)"
-        yield Chart(name, title, f"{caption} {INTERVALS}.", x, y, tuple(lines), level=1.0)
+        yield Chart(name, title, f"{caption} {INTERVALS}. Texts: {_parity(part)}.", x, y, tuple(lines), level=1.0)
     kinds: dict[str, list[Point]] = {}
-    for arm in (one for one in summaries if one.prediction):
+    drafting = [one for one in summaries if one.prediction]
+    for arm in drafting:
         kind = str(parse_arm(arm.arm).drafter)
         kinds.setdefault(kind, []).append(_observed(data, arm, _prediction(arm, "predicted")))
     if kinds:
         dots = tuple(Line(kind, tuple(points), look) for look, (kind, points) in enumerate(kinds.items()))
         x, y = "predicted speed-up (times)", "observed speed-up (times)"
-        caption = f"{caption} One point per arm; on the dotted line both agree. {INTERVALS}."
+        caption = (
+            f"{caption} One point per arm; on the dotted line both agree. {INTERVALS}. Texts: {parity_of(drafting)}."
+        )
         yield Chart("predicted_observed", "Predicted against observed", caption, x, y, dots, "scatter")
 
 
@@ -160,6 +164,10 @@ def _prediction(one: ArmSummary, key: str) -> float:
 
 def _point(x: float, estimate: Estimate) -> Point:
     return Point(x, estimate.value, estimate.low, estimate.high)
+
+
+def _parity(series: Sequence[Series]) -> str:
+    return parity_of(cell.summary for one in series for cell in one.cells if cell.length > 0)
 
 
 def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:

@@ -18,8 +18,9 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, w
         for row in rows
     )
     return (
+        f"{paragraph(caption, 'soft')}"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -18,14 +18,15 @@ body { margin: 0 auto; max-width: 75rem; padding: 1rem; background: var(--paper)
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.2rem; margin: 2rem 0 0.5rem; border-bottom: 1px solid var(--grid); }
 p, dd { max-width: 48rem; }
-.soft, figcaption, caption { color: var(--soft); font-size: 0.9rem; }
+.soft, figcaption { color: var(--soft); font-size: 0.9rem; }
 .bad { color: var(--bad); font-weight: 600; }
 .scroll { overflow-x: auto; max-width: 100%; }
-table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding-bottom: 0.3rem; }
-th, td { padding: 0.25rem 0.7rem; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
+table { border-collapse: separate; border-spacing: 0; font-size: 14px; line-height: 22px;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 11px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th { vertical-align: bottom; }
 th:first-child, td:first-child, td.word, th.word { text-align: left; }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
 td.wrap { white-space: normal; min-width: 16rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem;
   align-items: start; }
