@@ -81,7 +81,7 @@ class Referee:
             prompt,
             expected,
             got,
-            lambda ids: reference.last_logits(self._full, ids),
+            lambda ids, count: reference.last_logits(self._full, ids, count),
             self.decoder.next_logits,
             self.decoder.target.model.dtype,
         )

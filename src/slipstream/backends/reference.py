@@ -36,11 +36,11 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
 
 
 @torch.inference_mode()
-def last_logits(model: Any, tokens: list[int]) -> Tensor:
-    """[V] float32 logits after `tokens`, by one forward without a cache."""
+def last_logits(model: Any, tokens: list[int], count: int = 1) -> Tensor:
+    """[count, V] float32 logits after the last `count` of `tokens`, by one forward without a cache."""
     ids = torch.tensor([tokens], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-    return logits[0, -1].float()
+    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=count).logits
+    return logits[0, -count:].float()
 
 
 def generate(model: Any, tokens: list[int], params: SamplingParams) -> list[int]:
