@@ -13,7 +13,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest --durations=10
 
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -m "not smollm2 and not models"
+	@$(BIN)/python -m pytest -m "not slow and not smollm2 and not models"
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check src tests benchmarks examples
