@@ -27,7 +27,7 @@ from rich.table import Table
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
 from slipstream.backends.files import quiet
-from slipstream.predict import Acceptance, Costs, measure_costs, predict_from_stats, predicted_speed_up
+from slipstream.prediction.predict import Acceptance, Costs, measure_costs, predict_from_stats, predicted_speed_up
 from slipstream.prompts import read_prompts, spread
 
 console = Console(width=None if sys.stdout.isatty() else 120)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from slipstream.hf_generate import custom_generate
+from slipstream.drop_in.generate import custom_generate
 from tiny import perturbed, prompts, shared
 
 COUNT = 16

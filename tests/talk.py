@@ -6,8 +6,8 @@ from rich.text import Text
 
 import tiny
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.chat import Chat
-from slipstream.chat_lines import handle
+from slipstream.chat.conversation import Chat
+from slipstream.chat.lines import handle
 
 LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so they would not come back with the history
 

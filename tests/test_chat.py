@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from slipstream import SamplingParams, SpeculativeDecoder, cli
-from slipstream.chat import Chat
+from slipstream.chat.conversation import Chat
 from slipstream.cli import chat as chat_cli
 from slipstream.parity import first_difference
 from talk import Recorder, face, letters, refused, toy, type_in

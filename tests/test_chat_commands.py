@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from slipstream import drafters
-from slipstream.chat_commands import COMMANDS
+from slipstream.chat.commands import COMMANDS
 from slipstream.negative_controls import load_wrong_rule
 from talk import face, refused, toy, type_in
 

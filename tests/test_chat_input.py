@@ -3,8 +3,8 @@
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.chat_commands import ALIASES, COMMANDS
-from slipstream.chat_lines import complete
+from slipstream.chat.commands import ALIASES, COMMANDS
+from slipstream.chat.lines import complete
 from talk import refused, toy, type_in
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.chat_commands import COMMANDS
+from slipstream.chat.commands import COMMANDS
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed")
 START, ANSWER = 90.0, 45.0  # seconds: limits, not waits

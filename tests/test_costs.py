@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.predict import (
+from slipstream.prediction.predict import (
     Costs,
     Machine,
     best_length,

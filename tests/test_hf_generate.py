@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
 from slipstream import SlipstreamError, UsageError
-from slipstream.hf_generate import CustomGenerate, custom_generate
+from slipstream.drop_in.generate import CustomGenerate, custom_generate
 from tiny import VOCAB, fresh, perturbed, shared, tokenizer
 
 pytestmark = pytest.mark.usefixtures("ledger")

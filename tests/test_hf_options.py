@@ -9,8 +9,8 @@ from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWar
 from hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
 from loop import chi_square
 from slipstream import SamplingParams
-from slipstream.hf_generate import custom_generate
-from slipstream.hf_options import Options, read_prompts
+from slipstream.drop_in.generate import custom_generate
+from slipstream.drop_in.options import Options, read_prompts
 from slipstream.noise import Race
 from slipstream.sampling import Sampler
 from slipstream.types import Row

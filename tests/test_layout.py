@@ -53,7 +53,7 @@ def reaches(imported: set[str], *forbidden: str) -> set[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_transformers_is_imported_in_backends_and_the_drop_in_only(name: str) -> None:
-    if not name.startswith(("slipstream.backends", "slipstream.hf_")):
+    if not name.startswith(("slipstream.backends", "slipstream.drop_in")):
         assert not reaches(imports(name), "transformers", "tokenizers", "gguf", "safetensors")
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream import predict as predict_module
-from slipstream.accepted import Acceptance
-from slipstream.predict import (
+from slipstream.prediction import predict as predict_module
+from slipstream.prediction.accepted import Acceptance
+from slipstream.prediction.predict import (
     Costs,
     best_length,
     break_even_acceptance,
@@ -23,7 +23,7 @@ from slipstream.predict import (
     predicted_speed_up,
     round_milliseconds,
 )
-from slipstream.simulate import Load, simulate
+from slipstream.prediction.simulate import Load, simulate
 from slipstream.stats import Stats
 
 ALPHAS = st.floats(0.0, 1.0)

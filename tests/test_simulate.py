@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from slipstream import UsageError
-from slipstream.accepted import Acceptance
 from slipstream.cli.common import app, out
 from slipstream.cli.simulate import print_simulation, simulation_table
-from slipstream.predict import (
+from slipstream.prediction.accepted import Acceptance
+from slipstream.prediction.predict import (
     Costs,
     best_length,
     break_even_acceptance,
     pays_until,
     predicted_speed_up,
 )
-from slipstream.simulate import Load, play, simulate
+from slipstream.prediction.simulate import Load, play, simulate
 from slipstream.stats import Stats
 from test_predict import RAGGED, linear_costs
 

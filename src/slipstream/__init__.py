@@ -12,7 +12,7 @@ from slipstream.types import Draft, Round, Row, SlipstreamError, UsageError, Ver
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
-    from slipstream.hf_generate import CustomGenerate, custom_generate
+    from slipstream.drop_in.generate import CustomGenerate, custom_generate
 
 __all__ = [
     "Chunk",
@@ -37,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """The drop-in for `generate` loads transformers, which nothing else here needs before a model is loaded."""
     if name in ("CustomGenerate", "custom_generate"):
-        from slipstream import hf_generate
+        from slipstream.drop_in import generate
 
-        return getattr(hf_generate, name)
+        return getattr(generate, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.summary import ArmSummary
-from slipstream.predict import Costs, measure_costs, predict_from_stats
+from slipstream.prediction.predict import Costs, measure_costs, predict_from_stats
 from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")

@@ -36,7 +36,7 @@ class ArmSummary:
     speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
-    Both are None for peers. prediction: what `slipstream.predict` makes of the arm, where it was asked.
+    Both are None for peers. prediction: what `slipstream.prediction.predict` makes of the arm, where it was asked.
     """
 
     arm: str

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from slipstream.backends import cache_folder
 from slipstream.backends.files import EMBEDDED
-from slipstream.chat import Chat
-from slipstream.chat_lines import complete, handle
+from slipstream.chat.conversation import Chat
+from slipstream.chat.lines import complete, handle
 from slipstream.cli.common import ConfigFile, DraftModel, Target, app, err, load_decoder, out
 from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig

@@ -11,14 +11,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.accepted import Acceptance
 from slipstream.cli.common import DraftModel, Json, app, err, out, write_json
 from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig
-from slipstream.cost_probe import measure_costs
-from slipstream.costs import Costs, Machine, paper_costs
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.simulate import Simulation, simulate
+from slipstream.prediction.accepted import Acceptance
+from slipstream.prediction.costs import Costs, Machine, paper_costs
+from slipstream.prediction.probe import measure_costs
+from slipstream.prediction.simulate import Simulation, simulate
 from slipstream.types import UsageError
 
 Simulate = Annotated[

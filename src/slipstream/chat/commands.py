@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slipstream import drafters
 from slipstream.backends.files import EMBEDDED, list_models
-from slipstream.chat import Chat
-from slipstream.chat_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
-from slipstream.chat_report import compare, save, totals
+from slipstream.chat.conversation import Chat
+from slipstream.chat.options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
+from slipstream.chat.report import compare, save, totals
 from slipstream.types import UsageError
 
 SWITCH = ("on", "off")

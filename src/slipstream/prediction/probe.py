@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slipstream import drafters
 from slipstream.backends import Backend
-from slipstream.costs import Costs
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
 from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
+from slipstream.prediction.costs import Costs
 from slipstream.sampling import Sampler
 from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.types import MAX_DRAFT_TOKENS, Draft, Round, Row, UsageError

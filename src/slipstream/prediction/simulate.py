@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from slipstream.accepted import Acceptance
-from slipstream.costs import Costs
-from slipstream.predict import (
+from slipstream.prediction.accepted import Acceptance
+from slipstream.prediction.costs import Costs
+from slipstream.prediction.predict import (
     Pad,
     best_length,
     break_even_acceptance,

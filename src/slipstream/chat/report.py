@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from slipstream import show
-from slipstream.chat import Chat
-from slipstream.chat_turn import shortened, summary
+from slipstream.chat.conversation import Chat
+from slipstream.chat.turn import shortened, summary
 from slipstream.compare import Referee
 from slipstream.stats import Stats
 from slipstream.types import UsageError

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream.accepted import Acceptance, stat
-from slipstream.cost_probe import measure_costs
-from slipstream.costs import Costs, Machine, paper_costs
+from slipstream.prediction.accepted import Acceptance, stat
+from slipstream.prediction.costs import Costs, Machine, paper_costs
+from slipstream.prediction.probe import measure_costs
 from slipstream.types import MAX_DRAFT_TOKENS, UsageError
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.text import Text
 
-from slipstream.chat_turn import Turn, shortened
+from slipstream.chat.turn import Turn, shortened
 from slipstream.debug import round_lines
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.chat import Chat
-from slipstream.chat_commands import ALIASES, COMMANDS, find
+from slipstream.chat.commands import ALIASES, COMMANDS, find
+from slipstream.chat.conversation import Chat
 from slipstream.types import SlipstreamError, UsageError
 
 

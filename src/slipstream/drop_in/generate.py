@@ -18,8 +18,8 @@ from slipstream.acceptance import Rule
 from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.drafters import Drafter
-from slipstream.hf_options import NotPassedOn, Options, read_prompts, refuse_options
-from slipstream.hf_processors import PaddedPrompt
+from slipstream.drop_in.options import NotPassedOn, Options, read_prompts, refuse_options
+from slipstream.drop_in.processors import PaddedPrompt
 from slipstream.stats import Stats
 from slipstream.types import Row, UsageError
 

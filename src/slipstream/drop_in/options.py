@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.generation import logits_process as hf
 from transformers.generation import stopping_criteria as hf_stopping
 
-from slipstream.hf_processors import PaddedPrompt, RowProcessor, first_fields, for_row, last_fields
+from slipstream.drop_in.processors import PaddedPrompt, RowProcessor, first_fields, for_row, last_fields
 from slipstream.params import Processor, SamplingParams
 from slipstream.types import UsageError
 

@@ -1,0 +1,1 @@
+"""`generate(..., custom_generate=slipstream.custom_generate)`: Slipstream inside Hugging Face `generate`."""
