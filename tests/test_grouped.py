@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.backends import grouped
 from slipstream.backends.hf import HFBackend
 from tiny import fresh
@@ -56,7 +56,7 @@ def test_narrow_forwards_attend_like_wide_ones(repeats: int, dtype: torch.dtype)
 
 def test_options_of_other_attentions_are_refused() -> None:
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match="softcap"):
+    with pytest.raises(SlipstreamError, match="softcap"):
         grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), softcap=30.0)
 
 
@@ -75,7 +75,7 @@ def test_a_model_that_raises_keeps_its_own_attention(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("not this one")
+        raise SlipstreamError("not this one")
 
     caplog.set_level("INFO", "slipstream")
     monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, broken)

@@ -11,25 +11,23 @@ import torch
 from torch import Tensor
 
 from slipstream import drafters
-from slipstream.acceptance import Rule, load_rule, rule_for
+from slipstream.acceptance import Rule, load_rule
+from slipstream.assembly import assemble, name_of
 from slipstream.backends import Loaded, LoadOptions, is_loaded, load, refuse_unused
 from slipstream.calibration import choose_shapes
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
 from slipstream.params import SamplingParams
-from slipstream.policy import Fixed
 from slipstream.requests import Message, Prompt, RequestReader, is_single
 from slipstream.results import Chunk, Result
 from slipstream.session import EXACT_FIT, Session, Shapes
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
-from slipstream.types import Draft, Round, Row, UsageError
+from slipstream.types import Round, Row, UsageError
 from slipstream.vocabulary import check_same
 
 log = logging.getLogger("slipstream")
-
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "model": 4, "none": 0}
 
 
 class SpeculativeDecoder:
@@ -58,7 +56,7 @@ class SpeculativeDecoder:
         load_options: dict[str, Any] | None = None,
     ) -> None:
         self.config = DecoderConfig(
-            drafter=_name(drafter),
+            drafter=name_of(drafter),
             num_draft_tokens=num_draft_tokens,
             acceptance=acceptance,
             dtype=dtype,
@@ -127,9 +125,9 @@ class SpeculativeDecoder:
         other.__dict__.update(self.__dict__)
         other.config = replace(
             self.config,
-            drafter=self.config.drafter if drafter is None else _name(drafter),
+            drafter=self.config.drafter if drafter is None else name_of(drafter),
             num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
-            acceptance=self.config.acceptance if acceptance is None else _name(acceptance),
+            acceptance=self.config.acceptance if acceptance is None else name_of(acceptance),
             reproducible=self.config.reproducible if reproducible is None else reproducible,
         )
         if reproducible is not None:
@@ -151,38 +149,8 @@ class SpeculativeDecoder:
         return other.using("auto", num_draft_tokens="auto")
 
     def _make_engine(self) -> Engine:
-        drafter, num_draft_tokens = self._drafter, self.config.num_draft_tokens
-        acceptance = self.rule or self.config.acceptance
-        setup = drafters.Setup(
-            self.target.backend.device,
-            self.target.backend.vocab_size,
-            self._draft_session,
-            coupled=acceptance != "auto" and rule_for(acceptance, Draft.empty(0, self.target.backend.device)).coupled,
-        )
-        if drafter == "auto":
-            drafter = "ngram" if self.draft is None else "model"
-        self._name = _name(drafter)
-        built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
-        if not isinstance(built, Drafter):
-            raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
-        default = DEFAULT_DRAFT_TOKENS.get(self._name.partition(":")[0], 5)
-        count, limit = (
-            default if isinstance(num_draft_tokens, str) else num_draft_tokens,
-            self._target_session.longest_draft,
-        )
-        if limit is not None and count > limit:
-            raise UsageError(
-                f"num_draft_tokens={count}; allowed: at most {limit} in reproducible mode, or reproducible=False"
-            )
-        policy = Fixed(count)
-        return Engine(
-            self._target_session,
-            built,
-            policy,
-            acceptance,
-            self.config.max_batch_size,
-            self._draft_session,
-        )
+        self._name, engine = assemble(self.config, self._drafter, self.rule, self._target_session, self._draft_session)
+        return engine
 
     @overload
     def generate(
@@ -276,9 +244,3 @@ class SpeculativeDecoder:
             prompt_token_ids=row.tokens[: row.prompt_length],
             tokenizer=self.tokenizer,
         )
-
-
-def _name(choice: object) -> str:
-    if isinstance(choice, Rule):
-        return choice.name
-    return choice if isinstance(choice, str) else type(choice).__name__

@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from slipstream.types import SlipstreamError
+
 NAME = "slipstream_grouped"
 ROWS = 4
 _UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias")  # options of other attentions
@@ -44,7 +46,7 @@ def grouped_attention(
     Returns [B, W, heads, D]. A call with another mask, as transformers itself makes it, is left to transformers.
     """
     if any(options.get(name) is not None for name in _UNKNOWN):
-        raise NotImplementedError(f"attention options {options.keys() & set(_UNKNOWN)}")
+        raise SlipstreamError(f"attention options {options.keys() & set(_UNKNOWN)} cannot be grouped")
     batch, heads, width, size = query.shape
     real = heads // key.shape[1] * width
     if attention_mask is None or attention_mask.shape[2] != real + -real % ROWS:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.backends import grouped
 from slipstream.backends.slots import VIEW, SlotCache
-from slipstream.types import UsageError
+from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
 
@@ -78,7 +78,7 @@ class HFBackend:
         try:
             got = self.forward(tokens, [0], first_slot=0, logits=True).float()
             same = bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
-        except (NotImplementedError, RuntimeError, ValueError, KeyError) as error:
+        except (SlipstreamError, RuntimeError, ValueError, KeyError) as error:
             log.info("%s keeps its own attention: %s", type(self.model).__name__, error)
             same = False
         if not same:

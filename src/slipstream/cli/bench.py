@@ -33,15 +33,16 @@ from slipstream.cli.common import (
     Raw,
     Target,
     app,
+    config_from,
     err,
     load_decoder,
     out,
+    prompt_set,
     write_json,
 )
 from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
-from slipstream.prompts import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.report import require_matplotlib, write_report
 from slipstream.types import SlipstreamError, UsageError
 
@@ -78,15 +79,12 @@ def bench(
     Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold for arms
     that say nothing else. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm failed.
     """
-    if config_file is not None:
-        config, given = DecoderConfig.from_json(config_file), config
-        if given != DecoderConfig():
-            raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
+    config = config_from(config, config_file)
     if report:
         require_matplotlib()
     chosen = parse_arms(_arms(arms, config))
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
-    prompts = name_prompts(_prompts(prompt_file, category, limit))
+    prompts = name_prompts(prompt_set(prompt_file, category, limit))
     batches = _batch_sizes(batch_sizes, config)
     planned, base = plan(chosen, prompts, batches, repeats), reference_of(chosen, reference)
     settings = {"reference": base, "batch_sizes": batches, "repeats": repeats, "chat": not raw}
@@ -119,12 +117,6 @@ def _arms(arms: str | None, config: DecoderConfig) -> str:
     if config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} beside --arms, which names the drafters; allowed: one of the two")
     return arms
-
-
-def _prompts(file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:
-    if file is not None:
-        return read_prompts(file, categories=category, limit=limit)
-    return builtin_prompts(categories=category, limit=limit)
 
 
 def _batch_sizes(text: str, config: DecoderConfig) -> list[int]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from slipstream import show
 from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.prompts import NamedPrompt, read_prompts
+from slipstream.prompts import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.types import UsageError
 
 app = typer.Typer(
@@ -47,14 +47,27 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="decoder setti
 
 def load_decoder(target: str, draft: str | None, config: DecoderConfig, config_file: Path | None) -> SpeculativeDecoder:
     """The decoder the flags or the configuration file describe; a lossy rule is announced."""
-    if config_file is not None:
-        if config != DecoderConfig():
-            raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
-        config = DecoderConfig.from_json(config_file)
+    config = config_from(config, config_file)
     decoder = SpeculativeDecoder(target, draft, **vars(config))
     if not decoder.lossless:
         show.lossy_warning(err, config.acceptance)
     return decoder
+
+
+def config_from(flags: DecoderConfig, file: Path | None) -> DecoderConfig:
+    """The settings of --config, or those of the flags."""
+    if file is None:
+        return flags
+    if flags != DecoderConfig():
+        raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
+    return DecoderConfig.from_json(file)
+
+
+def prompt_set(file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:
+    """The prompts of a file, or the package's own."""
+    if file is None:
+        return builtin_prompts(categories=category, limit=limit)
+    return read_prompts(file, categories=category, limit=limit)
 
 
 def gather_prompts(texts: list[str], file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:

@@ -21,10 +21,6 @@ from slipstream.prediction.probe import measure_costs
 from slipstream.prediction.simulate import Simulation, simulate
 from slipstream.types import UsageError
 
-Simulate = Annotated[
-    bool, typer.Option("--simulate", help="also predict the speed-up over draft length and batch from measured costs")
-]
-
 
 def print_simulation(
     console: Console, costs: Costs, acceptance: Acceptance | float, simulation: Simulation

@@ -32,15 +32,16 @@ from slipstream.cli.common import (
     Raw,
     Target,
     app,
+    config_from,
     err,
     load_decoder,
     out,
+    prompt_set,
     write_json,
 )
 from slipstream.cli.flags import flags
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
-from slipstream.prompts import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.report import require_matplotlib, write_report
 from slipstream.show import percent
 from slipstream.sweep import Cell, Grid, Series, best_of, series_of, summarise_by_temperature, sweep_report
@@ -82,12 +83,12 @@ def sweep_command(
     """
     if report:
         require_matplotlib()
-    config = _from_file(config, config_file)
+    config = config_from(config, config_file)
     _refuse_single_settings(config, params)
     if batch_size > config.max_batch_size:
         raise UsageError(f"--batch-size {batch_size}; allowed: up to max_batch_size ({config.max_batch_size})")
     grid = Grid(_drafters(drafters, config, draft), _lengths(lengths), _temperatures(temperatures))
-    prompts = name_prompts(_prompts(prompt_file, category, limit))
+    prompts = name_prompts(prompt_set(prompt_file, category, limit))
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     planned = plan(grid.arms(), prompts, [batch_size], repeats)
     settings = {"reference": grid.reference, "batch_sizes": [batch_size], "repeats": repeats, "chat": not raw}
@@ -171,14 +172,6 @@ def _estimate(estimate: Estimate | None, form: str, unit: str = "") -> list[str]
     return [f"{estimate.value:{form}}{unit}", interval]
 
 
-def _from_file(config: DecoderConfig, file: Path | None) -> DecoderConfig:
-    if file is None:
-        return config
-    if config != DecoderConfig():
-        raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
-    return DecoderConfig.from_json(file)
-
-
 def _refuse_single_settings(config: DecoderConfig, params: SamplingParams) -> None:
     """Refuse flags that name one setting of what is swept over."""
     if config.num_draft_tokens != "auto":
@@ -192,12 +185,6 @@ def _drafters(text: str, config: DecoderConfig, draft: str | None) -> tuple[str,
         raise UsageError(f"--drafter {config.drafter} beside --drafters; allowed: one of the two")
     own = config.drafter if config.drafter != "auto" else "ngram" if draft is None else "model"
     return tuple(part.strip() for part in (text or own).split(","))
-
-
-def _prompts(file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:
-    if file is not None:
-        return read_prompts(file, categories=category, limit=limit)
-    return builtin_prompts(categories=category, limit=limit)
 
 
 def _lengths(text: str) -> tuple[int, ...]:
