@@ -3,7 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-fast check lines examples clean
+# the pair of `make bench`: the folders of the model cache if they are there, else the hub's
+MODELS := $(or $(SLIPSTREAM_MODELS),$(HOME)/.cache/slipstream/models)
+TARGET ?= $(if $(wildcard $(MODELS)/qwen1.5b/config.json),qwen1.5b,Qwen/Qwen2.5-Coder-1.5B-Instruct)
+DRAFT ?= $(if $(wildcard $(MODELS)/qwen0.5b/config.json),qwen0.5b,Qwen/Qwen2.5-Coder-0.5B-Instruct)
+
+.PHONY: demo test test-fast check lines examples bench bench-quick clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -19,6 +24,16 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/ruff check src tests benchmarks examples
 	@$(BIN)/mypy
+
+# On two cores: 8 prompts x 1 repeat x (2 arms of ours at 2 s + 2 of Hugging Face's at 3 s a text) = 80 s, and 40 s for
+# loading, calibrating, warming up and the costs of a round; installing (60 s) and fetching the model (25 s) come before.
+bench-quick: $(STAMP)
+	@$(BIN)/slipstream bench --plan benchmarks/quick.json --out runs/bench-quick
+
+# On two cores: 24 prompts x 2 repeats x (3 arms of ours at 3.5 s + 3 of Hugging Face's at 6 s a text) = 1370 s, and 200 s
+# for loading, calibrating, warming up, ties and costs: 26 minutes. Killed, it goes on; finished, it prints its tables.
+bench: $(STAMP)
+	@$(BIN)/slipstream bench --plan benchmarks/pair.json --target $(TARGET) --draft $(DRAFT) --out runs/bench
 
 examples: $(STAMP)
 	@$(BIN)/python examples/run.py --target smollm2

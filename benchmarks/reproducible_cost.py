@@ -1,30 +1,91 @@
-"""What do reproducible forward shapes cost, end to end, against shapes that fit their tokens?
+"""What do reproducible forward shapes cost, end to end and in parts, against shapes that fit their tokens?
 
     python benchmarks/reproducible_cost.py smollm2 PROMPTS.jsonl
-    python benchmarks/reproducible_cost.py TARGET PROMPTS.jsonl --draft DRAFT
+    python benchmarks/reproducible_cost.py TARGET PROMPTS.jsonl --draft DRAFT --dtype float32
 
-Plain and speculative decoding, greedy, each prompt through both kinds of shapes in turn; times are the medians of
-several turns, the cost is their ratio. Texts of the free shapes are compared with those of the reproducible ones.
+First fresh calibrations, whatever the cache remembers: how much longer a plain step takes at the agreeing widths than
+at the fastest one. Then plain and speculative decoding, greedy, each prompt through both kinds of shapes in turns. All
+times of a prompt are medians of its turns; a cost is their ratio minus 1, shown as the median over the prompts and its
+range. A round is timed by its verification, reading the prompt by the target's part of it. Texts of the free shapes are
+compared with those of the reproducible ones.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.backends.files import quiet
+from slipstream.calibration import Calibration, calibrate
 from slipstream.compare import Referee, count_differences
+from slipstream.parity import Difference
 from slipstream.prompts import read_prompts, spread
+from slipstream.types import UsageError
 
-console = Console(width=None if sys.stdout.isatty() else 120)
+WARM_UP = SamplingParams(max_tokens=8)
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+Count = Annotated[int, typer.Option(min=1)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one text, per output token, of reading the prompt and per round; or their reproducible / free."""
+
+    token: float
+    reading: float
+    round: float
+
+    @classmethod
+    def ratio(cls, kept: Sequence[Parts], free: Sequence[Parts]) -> Parts:
+        """Reproducible / free, medians of the turns."""
+        return cls(
+            median(turn.token for turn in kept) / median(turn.token for turn in free),
+            median(turn.reading for turn in kept) / median(turn.reading for turn in free),
+            median(turn.round for turn in kept) / median(turn.round for turn in free),
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All prompts through one drafter."""
+
+    drafter: str
+    ratios: list[Parts]
+    differences: list[Difference | None]
+
+    @property
+    def whole(self) -> list[float]:
+        """The end-to-end ratios, one per prompt."""
+        return [ratio.token for ratio in self.ratios]
+
+    @property
+    def mean(self) -> float:
+        """Their geometric mean."""
+        return exp(sum(map(log, self.whole)) / len(self.whole))
+
+    @property
+    def line(self) -> str:
+        """The costs in words."""
+        rounds, reading = [ratio.round for ratio in self.ratios], [ratio.reading for ratio in self.ratios]
+        return (
+            f"{self.drafter} {_signed(self.mean)} ({_range(self.whole)} by prompt); "
+            f"a round {_signed(median(rounds))} ({_range(rounds)}), "
+            f"reading the prompt {_signed(median(reading))} ({_range(reading)})"
+        )
 
 
 def main(
@@ -32,36 +93,123 @@ def main(
     prompts: Path,
     draft: str | None = None,
     dtype: str = "auto",
-    num_prompts: int = 8,
-    max_tokens: int = 64,
-    repeats: int = 5,
+    num_prompts: Count = 8,
+    max_tokens: Count = 64,
+    repeats: Count = 5,
+    calibrations: Count = 3,
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Print one line per drafter."""
+    """Print the calibrations' line, a table of the texts, and a line of costs per drafter."""
     quiet()
     base = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=True)
-    referee, params = Referee(base), SamplingParams(max_tokens=max_tokens)
-    chosen = spread(read_prompts(prompts), num_prompts)
-    ids = [base.encode(p.prompt)[-(base.target.backend.max_length - max_tokens) :] for p in chosen]
-    table = Table("drafter", "cost (geometric mean)", "least", "most", "identical", "ties", "different")
-    for drafter in ["none", "ngram", *(["model"] if draft else [])]:
-        arms = [base.using(drafter), base.using(drafter, reproducible=False)]
-        ratios, differences = [], []
-        for tokens in ids:
-            seconds: list[list[float]] = [[], []]
-            texts: list[list[int]] = [[], []]
-            for _ in range(repeats):
-                for arm, decoder in enumerate(arms):
-                    decoder.forget()
-                    started = perf_counter()
-                    texts[arm] = decoder.generate(tokens, params).token_ids
-                    seconds[arm].append((perf_counter() - started) / len(texts[arm]))
-            ratios.append(median(seconds[0]) / median(seconds[1]))
-            differences.append(referee.judge(tokens, texts[0], texts[1], greedy=True))
-        cost = exp(sum(map(log, ratios)) / len(ratios)) - 1
-        counts = [str(count_differences(differences)[name]) for name in ("identical", "ties", "different")]
-        table.add_row(drafter, f"{cost:+.1%}", f"{min(ratios) - 1:+.1%}", f"{max(ratios) - 1:+.1%}", *counts)
-    console.print(table)
+    ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
+    ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
+    if any(len(tokens) < 2 for tokens in ids):
+        raise UsageError("a prompt of one token has nothing to read; allowed: prompts of two tokens or more")
+    found = fresh_calibrations(base, calibrations)
+    console.print(calibration_line(base, found), soft_wrap=True)
+    drafters = ["none", "ngram", *(["model"] if draft else [])]
+    costs = [measure(base, name, ids, SamplingParams(max_tokens=max_tokens), repeats) for name in drafters]
+    console.print(table_of(costs))
+    lengths = [len(tokens) for tokens in ids]
+    console.print(f"{max_tokens} new tokens after prompts of {min(lengths)} to {max(lengths)} tokens:")
+    for one in costs:
+        console.print(one.line, soft_wrap=True)
+    if json_file is not None:
+        report = {
+            "target": target,
+            "draft": draft,
+            "dtype": dtype,
+            "torch": torch.__version__,
+            "calibrations": [asdict(c) | {"cost": c.cost} for c in found],
+        }
+        json_file.write_text(json.dumps({**report, "costs": [_as_json(one) for one in costs]}, indent=1) + "\n")
+
+
+def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:
+    """Calibrate anew; the cache is neither read nor written, and what the decoder's memory held is dropped."""
+    found = [calibrate(base.target.backend, base.config.max_batch_size) for _ in range(count)]
+    base.forget()
+    if not all(one.agrees for one in found):
+        raise SlipstreamError(
+            "a fresh calibration found no shapes that agree, though the remembered one had; try again"
+        )
+    return found
+
+
+def calibration_line(base: SpeculativeDecoder, found: Sequence[Calibration]) -> str:
+    """What the calibrations measured, in words."""
+    model, costs = base.target.model, [100 * one.cost for one in found]
+    name = base.target.name if model is None else f"{base.target.name} {str(model.dtype).removeprefix('torch.')}"
+    widths = " or ".join(sorted({", ".join(map(str, one.widths)) for one in found}))
+    views = " or ".join(map(str, sorted({one.view for one in found})))
+    return (
+        f"Calibration, {name}{' packed' if base.target.packed else ''}: a plain step takes {min(costs):.1f} to "
+        f"{max(costs):.1f} % longer than at the fastest width ({len(found)} fresh); widths {widths} agree, views are "
+        f"multiples of {views}"
+    )
+
+
+def measure(
+    base: SpeculativeDecoder, drafter: str, ids: Sequence[list[int]], params: SamplingParams, repeats: int
+) -> Costs:
+    """Every prompt through both kinds of shapes, which take turns and change places from turn to turn."""
+    arms, referee = [base.using(drafter), base.using(drafter, reproducible=False)], Referee(base)
+    ratios, differences = list[Parts](), list[Difference | None]()
+    for arm in arms:
+        _turn(arm, ids[0], WARM_UP)
+    for tokens in ids:
+        turns: list[list[Parts]] = [[], []]
+        texts: list[list[int]] = [[], []]
+        for repeat in range(repeats):
+            for which in (0, 1) if repeat % 2 == 0 else (1, 0):
+                turn, texts[which] = _turn(arms[which], tokens, params)
+                turns[which].append(turn)
+        ratios.append(Parts.ratio(*turns))
+        differences.append(referee.judge(tokens, texts[0], texts[1], greedy=True))
+    return Costs(drafter, ratios, differences)
+
+
+def _turn(decoder: SpeculativeDecoder, tokens: list[int], params: SamplingParams) -> tuple[Parts, list[int]]:
+    decoder.forget()
+    started = perf_counter()
+    result = decoder.generate(tokens, params)
+    seconds, stats = perf_counter() - started, result.stats
+    per_token, per_round = seconds / len(result.token_ids), stats.verify_seconds / stats.num_rounds
+    return Parts(per_token, stats.prefill_seconds, per_round), result.token_ids
+
+
+def table_of(costs: Sequence[Costs]) -> Table:
+    """A line per drafter: the end-to-end cost and the texts."""
+    names = ("identical", "ties", "different")
+    table = Table("drafter", "cost (geometric mean)", "least", "most", *names)
+    for one in costs:
+        counts = count_differences(one.differences)
+        cells = [_signed(ratio, 1) for ratio in (one.mean, min(one.whole), max(one.whole))]
+        table.add_row(one.drafter, *cells, *(str(counts[name]) for name in names))
+    return table
+
+
+def _as_json(costs: Costs) -> dict[str, Any]:
+    return {
+        "drafter": costs.drafter,
+        "cost": costs.mean - 1,
+        "ratios": [asdict(one) for one in costs.ratios],
+        **count_differences(costs.differences),
+    }
+
+
+def _signed(ratio: float, digits: int = 0) -> str:
+    return f"{100 * (ratio - 1):+.{digits}f} %"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{_signed(min(ratios)).removesuffix(' %')} to {_signed(max(ratios))}"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SlipstreamError as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -10,11 +10,10 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "slipstream"
 CORE = [
     "types.py",
-    "params.py",
     "noise.py",
-    "history.py",
     "sampling.py",
     "acceptance.py",
+    "memo.py",
     "session.py",
     "engine.py",
     "policy.py",
@@ -22,8 +21,11 @@ CORE = [
     *(f"drafters/{name}.py" for name in ("__init__", "none", "ngram", "model")),
     *(f"backends/{name}.py" for name in ("__init__", "toy", "slots", "hf")),
 ]
-FURTHER_DRAFTERS = ["drafters/table.py"]
-FAST_PATHS = ["backends/packed.py", "backends/grouped.py"]  # each has its specification in plain PyTorch
+REQUEST_OPTIONS = ["params.py", "history.py", "truncation.py"]  # penalties, filters and the like
+FURTHER_DRAFTERS = ["drafters/table.py", "drafters/suffix.py", "suffix_automaton.py", "suffix_store.py"]
+FAST_PATHS = [
+    f"backends/{name}.py" for name in ("packed", "grouped", "quantised", "graphs", "aimed", "graphed")
+]  # each has its specification in plain PyTorch
 
 
 def code_lines(source: str) -> int:
@@ -42,7 +44,9 @@ def code_lines(source: str) -> int:
 
 def main() -> None:
     """Print the table."""
-    for title, names in (("core", CORE), ("further drafters", FURTHER_DRAFTERS), ("fast paths", FAST_PATHS)):
+    parts = {"core": CORE, "request options": REQUEST_OPTIONS}
+    parts |= {"further drafters": FURTHER_DRAFTERS, "fast paths": FAST_PATHS}
+    for title, names in parts.items():
         total = written = 0
         for name in names:
             source = (SOURCE / name).read_text()

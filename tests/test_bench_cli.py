@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
 from slipstream.cli import bench
 from slipstream.negative_controls import load_wrong_rule
 from slipstream.types import MAX_DRAFT_TOKENS
 from test_cli import run
 
+PLANS = Path(__file__).parent.parent / "benchmarks"
 PROMPTS = ({"prompt": "The heron looked", "category": "birds"}, {"prompt": "a fish, a fish", "category": "fish"})
 
 
@@ -110,7 +112,96 @@ def test_predictions_stand_beside_what_was_observed(capsys, monkeypatch, tmp_pat
     assert model["prediction"]["predicted"] > 0 and model["prediction"]["observed"] > 0
 
 
+def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monkeypatch, toy) -> None:
+    options = ("--predict", "0.05", "--simulate", "--arms", "none,model@2", "--report")
+    code, first, _ = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0
+    monkeypatch.setattr(bench, "load_decoder", lambda *args: pytest.fail("a model was loaded"))
+    code, again, err = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0 and again == first and "all 8 measurements are there already" in err and "report.html" in err
+    assert run(capsys, monkeypatch, *toy, *options[:-3], "--arms", "none,model@2")[1] in first
+    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # other seconds are measured anew
+        run(capsys, monkeypatch, *toy, "--predict", "0.07", *options[2:])
+
+
+def test_simulations_stand_below_the_tables_and_in_the_report(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    file = tmp_path / "out.json"
+    options = ("--predict", "0.05", "--simulate", "--arms", "none,ngram@2,model@3", "--json", str(file), "--report")
+    code, out, _ = run(capsys, monkeypatch, *toy, *options)
+    told = json.loads(file.read_text())
+    assert code == 0 and list(told["simulations"]) == ["ngram@2", "model@3"]
+    model = told["simulations"]["model@3"]["simulation"]
+    assert model["lengths"] == [1, 2, 3] and model["batches"] == [1, 4, 8]
+    stats = next(one["stats"] for one in told["summary"] if one["arm"] == "model@3")
+    kept = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
+    assert model["tokens"]["3"] == pytest.approx(1 + sum(kept))
+    assert out.count("predicted speed-up (*") == 2 and out.count("batch 8: ") == 2
+    assert "simulation of model@3" in out and "Simulated" in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    class Impatient(bench.Lineup):
+        def generate(self, arm: Any, prompts: Any, params: Any) -> Any:
+            if (tmp_path / "runs" / FILE).read_text().count('"kind":"run"') == 3:
+                raise KeyboardInterrupt
+            return super().generate(arm, prompts, params)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "Lineup", Impatient)
+        code, out, err = run(capsys, monkeypatch, *toy)
+    last = err.splitlines()[-1]
+    assert code == 130 and out == "" and last.startswith("error: interrupted") and f"--out {tmp_path / 'runs'}" in last
+    code, out, err = run(capsys, monkeypatch, *toy)
+    assert code == 0 and "3 of 8 measurements are there already" in err
+
+
+def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path) -> None:
+    plan, prompts = tmp_path / "plan.json", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    options = {"target": "toy", "draft": "toy:2", "arms": ["none", "model@2"], "prompt_file": str(prompts)}
+    options |= {"max_tokens": 16, "predict": 0, "repeats": 3, "category": ["fish"], "batch_sizes": [1], "raw": True}
+    plan.write_text(json.dumps(options | {"out": str(tmp_path / "runs"), "load_options": {}, "stop": ["zz"]}))
+    assert run(capsys, monkeypatch, "bench", "--plan", str(plan), "--repeats", "2", "--draft", "toy:3")[0] == 0
+    header, runs = read_records(tmp_path / "runs")
+    told = header.settings
+    assert (told["target"], told["draft"], told["repeats"], told["chat"]) == ("toy", "toy:3", 2, False)
+    assert (
+        told["arms"] == ["none", "model@2"] and told["params"]["stop"] == ["zz"] and list(told["prompts"]) == ["fish/1"]
+    )
+    assert len(runs) == 4
+
+
+WRONG_PLANS = [
+    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, arms, bad_words, batch_sizes"),
+    ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
+    ('{"repeats": 1.5}', "Invalid value for '--repeats'"),
+    ('{"plan": "x.json"}', "has the unknown key 'plan'"),
+    ("[1]", "is not an object"),
+    ("{", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("content,message", WRONG_PLANS, ids=[content for content, _ in WRONG_PLANS])
+def test_a_wrong_plan_is_one_line(capsys, monkeypatch, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    code, out, err = run(capsys, monkeypatch, "bench", "--target", "toy", "--plan", str(tmp_path / "plan.json"))
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and message in err
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS.glob("*.json")), ids=lambda plan: plan.name)
+def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp_path: Path, plan: Path) -> None:
+    toy = ("--target", "toy", "--draft", "toy:2", "--arms", "none,model@2", "--reference", "none")
+    small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--predict", "0.01", "--out", str(tmp_path))
+    monkeypatch.setattr(bench, "write_report", lambda folder, tokenizer: folder / "report.html")
+    code, _, err = run(capsys, monkeypatch, "bench", "--plan", str(plan), *toy, *small)
+    wanted = json.loads(plan.read_text())
+    assert code == 0, err
+    arms = parse_arms(",".join(wanted["arms"]))
+    assert reference_of(arms, wanted["reference"]) == "hf" and read_records(tmp_path)[0].settings["repeats"] == 1
+
+
 WRONG_USE = [
+    (("--simulate",), "--simulate beside --predict 0"),
     (("--arms", "magic"), "drafter='magic'; allowed: auto, model, ngram, none"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),

@@ -67,7 +67,9 @@ def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
     server.stdin.write(f"{folder}\n")
     server.stdin.flush()
     child = int(server.stdout.readline())
+    end = time.monotonic() + 30
     while size(folder) <= len(kept) + 2000:
+        assert time.monotonic() < end, "the process wrote nothing in 30 seconds"
         time.sleep(0.002)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Records: one line per finished run, whole or not there; a run goes on only under its own settings."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from slipstream.bench.plan import groups, name_prompts, plan
 from slipstream.bench.records import FILE, Header, Run, append, compact, finished, read_records, start
 from slipstream.config import DecoderConfig
 from slipstream.prompts import NamedPrompt
-from slipstream.types import Round, Seconds
+from slipstream.types import Round, Seconds, SlipstreamError
 
 HEADER = Header({"target": "toy"}, {"torch": "2"}, {"cores": 2}, "2026-01-01T00:00:00+00:00")
 
@@ -56,6 +57,30 @@ def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path, size: int) 
     assert read_records(tmp_path)[1] == [run_of(0)]
     append(tmp_path, run_of(1))
     assert read_records(tmp_path)[1] == [run_of(0), run_of(1)]
+
+
+def test_a_full_disk_is_one_line_and_loses_no_finished_run(tmp_path: Path) -> None:
+    start(tmp_path, HEADER)
+    append(tmp_path, run_of(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 50, hard))
+    try:
+        with pytest.raises(SlipstreamError, match=r"runs\.jsonl' cannot be written: .*; the finished runs") as full:
+            append(tmp_path, run_of(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(full.value) and read_records(tmp_path)[1] == [run_of(0)]
+    append(tmp_path, run_of(1))
+    assert read_records(tmp_path)[1] == [run_of(0), run_of(1)]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made: File exists"):
+        start(tmp_path / "file", HEADER)
+    (tmp_path / "folder" / FILE).mkdir(parents=True)
+    with pytest.raises(SlipstreamError, match=r"cannot be (read|written): Is a directory"):
+        start(tmp_path / "folder", HEADER)
 
 
 def test_a_header_without_runs_is_replaced(tmp_path: Path) -> None:
@@ -103,6 +128,7 @@ def test_a_folder_goes_on_only_under_its_own_settings(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match="was begun with") as refused:
             open_folder(tmp_path, changed)
+        assert str(refused.value).endswith(f"; to start anew: rm -r {tmp_path}")
         assert named in str(refused.value) and "\n" not in str(refused.value)
     assert read_records(tmp_path)[1] == [run_of(0)]
 

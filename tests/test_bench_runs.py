@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.bench.arms import parse_arms
+from slipstream.bench.drawn import draws
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Arm, Header, Run, read_records, start
@@ -152,6 +154,32 @@ def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tm
     assert found["model@4"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
     texts = {arm: [run.texts for run in runs if run.arm == arm] for arm in ("none", "none~0.5")}
     assert texts["none"] != texts["none~0.5"] and len({str(text) for text in texts["none"]}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
+def test_whether_a_drafter_draws_is_found_out_by_asking_it(name: str) -> None:
+    decoder = toy(drafter=name)
+    assert draws(decoder) == (name == "model")
+    assert decoder.tokens_in_memory() == (0, 0)
+    assert not draws(toy(drafter="none"))
+
+
+def test_a_drafter_that_draws_for_some_rows_counts_as_drawing() -> None:
+    class Hybrid:
+        def __init__(self) -> None:
+            self.looked_up = 0
+
+        def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+            if all(len(row.tokens) > 1 for row in rows):
+                self.looked_up += 1
+                return Draft.from_lists([[1] for _ in rows], sampler.device)
+            tokens = torch.ones(len(rows), 1, dtype=torch.int64)
+            return Draft(
+                tokens, (1,) * len(rows), torch.full((len(rows), 1, sampler.vocab_size), 1 / sampler.vocab_size)
+            )
+
+    hybrid = Hybrid()
+    assert draws(toy(drafter=hybrid, num_draft_tokens=1)) and hybrid.looked_up
 
 
 def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:

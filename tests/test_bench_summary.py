@@ -118,6 +118,14 @@ def test_time_is_split_into_shares_of_the_measured_seconds() -> None:
     )
 
 
+def test_overhead_of_a_round_leaves_prompts_out() -> None:
+    parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
+    (one,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
+    assert one.round_overhead == pytest.approx(0.5 / 6) == one.to_dict()["round_overhead"]
+    (peer,) = summarise([run("hf", "a/1", 1.0)], "none")
+    assert peer.round_overhead is None
+
+
 def test_statistics_add_up() -> None:
     parts = Seconds(total=1.0)
     one, two = stats(4, 2, parts), stats(2, 2, parts)

@@ -14,7 +14,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import Backend, Loaded
 from slipstream.backends.hf import HFBackend
 from slipstream.calibration import REFERENCE, VIEWS, WIDTHS, Calibration, calibrate, remembered
-from slipstream.session import EXACT_FIT
+from slipstream.memo import EXACT_FIT
 from tiny import VOCAB, shared
 
 BATCH = 8

@@ -54,7 +54,7 @@ def test_a_failed_load_keeps_the_old_models(tmp_path: Path) -> None:
     old = chat.decoder
     assert "nowhere" in refused(chat, "/target ./nowhere")
     tiny.shared("llama").save_pretrained(tmp_path)
-    assert "no tokenizer" in refused(chat, f"/draft {tmp_path}") or "vocab" in face(chat).errors[-1]
+    assert "has 61 logits, target 'toy' has 257, and no tokenizers" in refused(chat, f"/draft {tmp_path}")
     assert chat.decoder is old
 
 
@@ -144,13 +144,12 @@ def test_stats_reset_and_save(tmp_path: Path) -> None:
 
 def test_filler_is_the_tables_fill_or_says_that_there_is_none(monkeypatch) -> None:
     chat = toy()
-    if "table" in drafters.names():
-        assert type_in(chat, "/filler on") == "filler: on, drafter: table:fill"
-        type_in(chat, "The heron looked at the water. The heron")
-        assert chat.last.stats.num_draft_tokens > 0
-        assert type_in(chat, "/filler off") == "filler: off, drafter: table"
-        assert type_in(chat, "/drafter table:4", "/filler on") == "filler: on, drafter: table:4+fill"
-        assert type_in(chat, "/filler off") == "filler: off, drafter: table:4"
+    assert type_in(chat, "/filler on") == "filler: on, drafter: table:fill"
+    type_in(chat, "The heron looked at the water. The heron")
+    assert chat.last.stats.num_draft_tokens > 0
+    assert type_in(chat, "/filler off") == "filler: off, drafter: table"
+    assert type_in(chat, "/drafter table:4", "/filler on") == "filler: on, drafter: table:4+fill"
+    assert type_in(chat, "/filler off") == "filler: off, drafter: table:4"
     assert type_in(chat, "/drafter ngram", "/filler off") == "filler: off, drafter: ngram"
     monkeypatch.setattr(drafters, "names", lambda: ["ngram"])
     assert "'table'" in refused(chat, "/filler on")

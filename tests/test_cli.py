@@ -1,13 +1,14 @@
 """The command line as a stranger meets it: output, exit codes, one clear line for every mistake."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from slipstream import cli
+from slipstream import __version__, cli
 from slipstream.cli import compare
 
 
@@ -151,15 +152,19 @@ def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -
 
 
 def test_the_installed_command_starts_and_names_its_version() -> None:
-    command = [sys.executable, "-c", "from slipstream.cli import main; main()", "--version"]
+    command = [str(Path(sys.executable).with_name("slipstream")), "--version"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "0.1.0"
+    assert done.returncode == 0 and done.stdout.strip() == __version__
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "verify", "demo", "models"])
+NAMES = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+
+
+@pytest.mark.parametrize("command", [*NAMES, "models", "models check"])
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
-    code, out, _ = run(capsys, monkeypatch, command, "--help")
-    assert code == 0 and "--json" in out
+    code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
+    assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
+    assert ("--json" in out) == (command not in ("chat", "report"))
 
 
 def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.prediction import predict as predict_module
 from slipstream.prediction.accepted import Acceptance
 from slipstream.prediction.predict import (
     Costs,
@@ -258,8 +257,3 @@ def test_statistics_of_a_run_that_costs_what_the_table_says_are_predicted_exactl
         total_seconds=0.8 * milliseconds,
     )
     assert predict_from_stats(stats.to_dict(), costs).deviation == pytest.approx(0)
-
-
-def test_the_names_others_import_are_there() -> None:
-    for name in ("predicted_speed_up", "expected_tokens", "best_length", "measure_costs", "Costs"):
-        assert hasattr(predict_module, name) and f"`{name}`" in str(predict_module.__doc__)

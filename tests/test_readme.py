@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import acceptance, cli
+from slipstream import SamplingParams, SpeculativeDecoder, acceptance, cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,7 +31,8 @@ def test_the_eight_lines_print_what_the_readme_says() -> None:
 
 def test_the_extension_snippet_runs() -> None:
     snippet = next(code for code in PYTHON if "class Echo" in code)
-    assert printed(snippet).strip()
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", SamplingParams(max_tokens=40)).text
+    assert printed(snippet) == f"{plain}\n"
 
 
 def test_every_acceptance_rule_is_in_the_readme() -> None:
@@ -40,12 +41,15 @@ def test_every_acceptance_rule_is_in_the_readme() -> None:
 
 
 def test_every_command_is_in_the_readme() -> None:
-    for command in cli.app.registered_commands:
-        name = command.name or command.callback.__name__  # type: ignore[union-attr]
-        assert name in README, name
+    shown = "\n".join(code for language, code in BLOCKS if not language)
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    names |= {str(group.name) for group in cli.app.registered_groups}
+    assert len(names) > 5
+    for name in names:
+        assert re.search(rf"(?m)^slipstream [^#\n]*\b{name}\b", shown), name
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"

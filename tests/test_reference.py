@@ -1,12 +1,12 @@
 """Code written for the reference systems runs with its import line changed, and is exact where theirs was not."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from reference_cases import PROMPTS, WORDS, greedy, pair
 from slipstream import SlipstreamError, Stats
 from slipstream.reference import (
     GreedyProcessor,
@@ -18,23 +18,7 @@ from slipstream.reference import (
     speculative_generate_batch,
 )
 from tiny import VOCAB as LETTERS
-from tiny import perturbed, prompts, reference, shared, tokenizer
-
-WORDS = tokenizer()
-PROMPTS = prompts([5, 17, 9, 30])
-
-
-def pair() -> tuple[Any, Any]:
-    return shared("qwen2"), perturbed("qwen2")
-
-
-def greedy(
-    prompt: Sequence[Any], gamma: int = 4, models: tuple[Any, Any] | None = None, **options: Any
-) -> tuple[list[int], float]:
-    """models: drafter and target."""
-    drafter, target = models or pair()[::-1]
-    return speculative_generate(prompt, drafter, target, gamma=gamma, **{"eos_tokens_id": None, **options})
-
+from tiny import perturbed, reference, shared
 
 # the references' own code, as they print it
 

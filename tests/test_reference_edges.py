@@ -6,13 +6,14 @@ import gc
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from reference_cases import PROMPTS, WORDS, greedy, pair
 from slipstream import UsageError
 from slipstream.reference import (
     GreedyProcessor,
@@ -27,23 +28,7 @@ from slipstream.reference import (
     speculative_generate_batch,
 )
 from tiny import VOCAB as LETTERS
-from tiny import fresh, perturbed, prompts, reference, shared, tokenizer
-
-WORDS = tokenizer()
-PROMPTS = prompts([5, 17, 9, 30])
-
-
-def pair() -> tuple[Any, Any]:
-    return shared("qwen2"), perturbed("qwen2")
-
-
-def greedy(
-    prompt: Sequence[Any], gamma: int = 4, models: tuple[Any, Any] | None = None, **options: Any
-) -> tuple[list[int], float]:
-    """models: drafter and target."""
-    drafter, target = models or pair()[::-1]
-    return speculative_generate(prompt, drafter, target, gamma=gamma, **{"eos_tokens_id": None, **options})
-
+from tiny import fresh, perturbed, prompts, reference, shared
 
 # what the calls leave behind
 

@@ -1,9 +1,9 @@
 """What a report is made of: ratios with intervals, charts, samples, and a page that escapes all it is given."""
 
-import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,19 +11,22 @@ import pytest
 
 from slipstream import cli, report
 from slipstream.backends.toy import ToyTokenizer
+from slipstream.bench.kept import FILE, Kept
 from slipstream.bench.records import read_records
 from slipstream.cli.common import app
 from slipstream.cli.report import report_command
 from slipstream.debug import views
+from slipstream.prediction.simulate import conclusions
 from slipstream.report import plots, write_report
 from slipstream.report.charts import Chart, Line, Point
-from slipstream.report.data import PREDICTIONS, load
+from slipstream.report.data import load
 from slipstream.report.figures import charts, selected
 from slipstream.report.html import render
 from slipstream.report.ratios import acceptance, acceptance_at, decoding_speed_up, total_ratio
 from slipstream.report.samples import chosen, restored, sample
 from slipstream.sweep import summarise_by_temperature
 from slipstream.types import SlipstreamError, UsageError
+from test_predict import linear_costs
 from toy_runs import NASTY, fail, make, timed
 
 
@@ -124,13 +127,34 @@ def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
 
 def test_predictions_are_drawn_beside_what_was_observed(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", batches=[1], repeats=1)
-    (folder / PREDICTIONS).write_text(json.dumps({"model@3 batch 1": {"predicted": 1.5, "observed": 1.2}}))
+    Kept(1.0, predictions={"model@3 batch 1": {"predicted": 1.5, "observed": 1.2}}).save(folder)
     found = {c.name: c for c in charts(load(folder))}
     (dot,) = found["predicted_observed_batch_1"].lines[0].points
     assert (dot.x, dot.value) == (1.5, 1.2) and dot.low is not None and dot.low <= 1.2 <= dot.high
     observed, predicted = found["predicted_by_draft_length_batch_1"].lines
     assert predicted.plain and predicted.points == (Point(3, 1.5),) and observed.points[0].value == 1.2
     assert "+25%" in render(load(folder), [], None)
+
+
+def test_simulations_are_shown_where_they_were_asked_for(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", "none,model@3", batches=[1], repeats=1)
+    Kept(1.0, costs={"model@3": linear_costs()}).save(folder)
+    assert "Simulated" not in render(load(folder), [], None)
+    Kept(1.0, simulated=True, costs={"model@3": linear_costs()}).save(folder)
+    data = load(folder)
+    page, (one,) = render(data, [], None), data.simulations
+    head, *rows = next(table for table in Reader(page).tables if table[0][0] == "draft length")
+    assert head[2:] == [f"batch {batch}" for batch in linear_costs().batches] and len(rows) == 3
+    assert rows[2][2] == one.simulation.marked(1, 3)
+    assert all(escape(line) in page for line in conclusions(one.costs, one.simulation))
+
+
+@pytest.mark.parametrize("content", ["no json", "[]", '{"model@3 batch 1": {"predicted": 1.0, "observed": 1.0}}'])
+def test_predictions_of_another_kind_are_refused(tmp_path: Path, content: str) -> None:
+    folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
+    (folder / FILE).write_text(content)
+    with pytest.raises(UsageError, match=r"predictions\.json' (cannot be read|holds no predictions)"):
+        load(folder)
 
 
 def test_of_many_arms_the_fastest_of_each_kind_is_shown() -> None:
@@ -172,6 +196,15 @@ def test_long_and_foreign_names_fit_without_warnings() -> None:
     chart = Chart("n", "T", "c", "x (times)", "", (Line("a", (Point(0, 1), Point(1, 2)), 0),), "rows", rows)
     drawn = plots.inline_svg(chart)
     assert f"{rows[0][:25]}..." in drawn and rows[1] in drawn
+
+
+def test_a_computed_line_of_one_point_can_be_seen() -> None:
+    one, two = (
+        Chart("n", "T", "c", "x (tokens)", "y", (Line("a", points, 0, plain=True),))
+        for points in ((Point(2, 1.0),), (Point(2, 1.0), Point(3, 1.0)))
+    )
+    with plots._drawn(one, "none") as dot, plots._drawn(two, "none") as dashes:
+        assert [figure.axes[0].lines[0].get_marker() for figure in (dot, dashes)] == ["x", "None"]
 
 
 def test_lines_differ_without_colour() -> None:

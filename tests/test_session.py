@@ -15,7 +15,8 @@ from slipstream import Round, SamplingParams, SlipstreamError
 from slipstream.backends import Backend
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.toy import ToyBackend
-from slipstream.session import CATCH_UP, EXACT_FIT, Session, Shapes
+from slipstream.memo import EXACT_FIT, PROMPT_UNIT, Shapes
+from slipstream.session import CATCH_UP, Session
 from slipstream.types import Row
 from tiny import HashBackend, fresh, prompts
 
@@ -234,9 +235,11 @@ def test_forwards_keep_to_the_agreed_widths() -> None:
     backend = history.session.backend
     for edit in ["round", "join", "round", "replace", "join", "round", "leave", "far_ahead", "round"]:
         getattr(history, edit)()
+    history.score([[] for _ in history.rows])  # as plain decoding: one new token per row
+    scored, read = ({width for _, width, logits in backend.forwards if logits is wanted} for wanted in (True, False))
+    assert scored and scored <= set(AGREEING.widths)
     # prompts need no agreement, only few widths that depend on their own length alone
-    prompts = {1 << n for n in range(AGREEING.chunk.bit_length())}
-    assert {width for _, width, _ in backend.forwards} <= set(AGREEING.widths) | prompts
+    assert read and read <= set(range(PROMPT_UNIT, AGREEING.chunk + 1, PROMPT_UNIT))
 
 
 def _claims_one_too_many(session: Session, rows: list[Row]) -> None:

@@ -38,9 +38,9 @@ def test_the_grid_has_plain_decoding_once_per_temperature() -> None:
     ("drafters", "lengths", "temperatures", "message"),
     [
         (("none",), (1,), (0.0,), "none is draft length 0"),
-        (("ngram", "ngram"), (1,), (0.0,), "drafters=.*each once"),
+        (("ngram", "ngram"), (1,), (0.0,), "drafters: 'ngram' is given twice.*each once"),
         (("ngram",), (0,), (0.0,), "at least one of them above 0"),
-        (("ngram",), (1, 65), (0.0,), "allowed: 0 to 64"),
+        (("ngram",), range(101), (0.0,), "^draft length 65; allowed: 0 to 64$"),
         (("ngram",), (1,), (), "temperatures=.*at least one"),
     ],
 )
@@ -159,6 +159,7 @@ def test_a_wrong_text_fails_the_command(capsys, monkeypatch, tmp_path: Path, pro
     ("arguments", "message"),
     [
         (("--lengths", "8-x"), "--lengths '8-x'; allowed: whole numbers and ranges"),
+        (("--lengths", "0-100"), "draft length 65; allowed: 0 to 64\n"),
         (("--lengths", "5-3"), "lengths=[]; allowed: at least one"),
         (("--temperatures", "-1"), "--temperatures '-1'; allowed: numbers >= 0"),
         (("--temperature", "0.5"), "--temperature 0.5 names one temperature; allowed: --temperatures"),

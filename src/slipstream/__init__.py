@@ -1,18 +1,19 @@
 """Slipstream: speculative decoding that changes the speed of a language model and nothing else."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from slipstream.decoder import SpeculativeDecoder
-from slipstream.drafters import Drafter
-from slipstream.params import SamplingParams
-from slipstream.policy import Policy
-from slipstream.results import Chunk, Result
-from slipstream.stats import Stats
-from slipstream.types import Draft, Round, Row, SlipstreamError, UsageError, Verdict
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
+    from slipstream.decoder import SpeculativeDecoder
+    from slipstream.drafters import Drafter
     from slipstream.drop_in.generate import CustomGenerate, custom_generate
+    from slipstream.params import SamplingParams
+    from slipstream.policy import Policy
+    from slipstream.results import Chunk, Result
+    from slipstream.stats import Stats
+    from slipstream.types import Draft, Round, Row, SlipstreamError, UsageError, Verdict
 
 __all__ = [
     "Chunk",
@@ -34,10 +35,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """The drop-in for `generate` loads transformers, which nothing else here needs before a model is loaded."""
-    if name in ("CustomGenerate", "custom_generate"):
-        from slipstream.drop_in import generate
+_HOMES = {
+    "decoder": ("SpeculativeDecoder",),
+    "drafters": ("Drafter",),
+    "drop_in.generate": ("CustomGenerate", "custom_generate"),
+    "params": ("SamplingParams",),
+    "policy": ("Policy",),
+    "results": ("Chunk", "Result"),
+    "stats": ("Stats",),
+    "types": ("Draft", "Round", "Row", "SlipstreamError", "UsageError", "Verdict"),
+}
 
-        return getattr(generate, name)
+
+def __getattr__(name: str) -> object:
+    """Everything is imported when it is first used: PyTorch and transformers take seconds."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"slipstream.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -99,8 +99,8 @@ def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verd
     laws = choice.laws(sampler.probs(scores), scores, draft)
     u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
     cumulative = laws.keep.cumsum(-1)
-    accepted = (u.to(cumulative.device)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
-    return Verdict(accepted, sampler.draw_at(laws.next_token(accepted), accepted.tolist()))
+    accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
+    return Verdict(accepted, sampler.draw_at(laws.next_token(accepted), accepted, draft.width))
 
 
 def match(choice: Tensor, draft: Draft) -> Verdict:
@@ -144,13 +144,13 @@ def block(p: Tensor, scores: Tensor, draft: Draft) -> Laws:
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
     scale = torch.stack(weight, dim=1)
     inner = scale[:, 1:-1]
-    mass = (inner[..., None] * p[:, 1:-1].double() - draft.probs[:, 1:].double()).clamp(min=0.0).sum(-1)
+    mass = p[:, 1:-1].double().mul_(inner[..., None]).sub_(draft.probs[:, 1:]).clamp_(min=0.0).sum(-1)
     room = mass + 1 - inner
     passes = torch.where(room > 0, mass / room.clamp(min=1e-300), 1.0)  # H_i for i < length
-    lengths = torch.tensor(draft.lengths, device=p.device)
+    lengths = draft.lengths_on_device
     index = torch.arange(1, draft.width + 1, device=p.device)
-    passes = torch.where(index == lengths[:, None], scale[:, 1:], torch.cat([passes, scale[:, -1:]], dim=1))
-    passes = passes * (index <= lengths[:, None])
+    passes = torch.where(index == lengths, scale[:, 1:], torch.cat([passes, scale[:, -1:]], dim=1))
+    passes = passes * (index <= lengths)
     # the number kept is the last i that passes: H_i times the chance that all later ones fail
     fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
     start = torch.ones_like(passes[:, :1])
@@ -189,8 +189,7 @@ _WITH_COUNT = frozenset({"topk"})
 
 def _proposed(draft: Draft) -> Tensor:
     """[B, K] bool: the columns that are tokens and not padding."""
-    lengths = torch.tensor(draft.lengths, device=draft.tokens.device)
-    return torch.arange(draft.width, device=draft.tokens.device) < lengths[:, None]
+    return torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
 
 
 def _drafted(p: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -219,8 +218,7 @@ def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -
     else:
         q = _law_at(draft.probs, column[:, 0])
     weight = 1.0 if scale is None else scale.gather(1, accepted[:, None])
-    residual = (weight * here.double() - q.double()).clamp(min=0.0)
+    residual = here.double().mul_(weight).sub_(q).clamp_(min=0.0)
     mass = residual.sum(-1, keepdim=True)
-    lengths = torch.tensor(draft.lengths, device=p.device)
-    rejected = (accepted < lengths)[:, None] & (mass > 0)
+    rejected = (accepted[:, None] < draft.lengths_on_device) & (mass > 0)
     return torch.where(rejected, residual / mass.clamp(min=1e-300), here.double()).float()

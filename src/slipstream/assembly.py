@@ -1,18 +1,42 @@
-"""From settings to a loop: which drafter, how many tokens, which rule."""
+"""From settings to a loop: which models in which precision, which drafter, how many tokens, which rule."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream import drafters
 from slipstream.acceptance import Rule, rule_for
+from slipstream.backends import Loaded, LoadOptions, is_loaded, is_toy, load
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
 from slipstream.policy import Fixed
 from slipstream.session import Session
 from slipstream.types import Draft, UsageError
+from slipstream.vocabulary import check_same
 
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "model": 4, "none": 0}
+DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "model": 4, "none": 0}
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
+
+
+def load_options_of(config: DecoderConfig) -> LoadOptions:
+    """How the target is loaded."""
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options)
+
+
+def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any = None) -> Loaded | None:
+    """The draft model in its own precision, or None if there is none; its vocabulary must be the target's."""
+    dtype = config.draft_dtype
+    if dtype != "auto":
+        allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
+        if allowed is None or dtype not in allowed:
+            what = "there is no draft model" if draft is None else "the draft model is loaded already"
+            raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
+    if draft is None:
+        return None
+    loaded = load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)
+    check_same(target, loaded)
+    return loaded
 
 
 def assemble(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.backends import Backend, Loaded, cache_folder
-from slipstream.session import EXACT_FIT, PROMPT_UNIT, Shapes
+from slipstream.memo import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")

@@ -127,6 +127,7 @@ def compare_batch(
     referee = Referee(decoder)
     ids = [decoder.encode(c.prompt.prompt, chat=chat) for c in comparisons]
     decoder.forget()
+    decoder.forget_learned()
     started = perf_counter()
     results = decoder.generate(ids, params)
     seconds = perf_counter() - started
@@ -182,6 +183,7 @@ def count_differences(differences: Sequence[Difference | None]) -> dict[str, Any
 
 def _run(decoder: SpeculativeDecoder, ids: Prompt, params: SamplingParams) -> Run:
     decoder.forget()
+    decoder.forget_learned()
     started = perf_counter()
     result = decoder.generate(ids, params)
     seconds = perf_counter() - started

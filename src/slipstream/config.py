@@ -11,6 +11,7 @@ from slipstream.params import setting
 from slipstream.types import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 SWITCH = (True, False, "auto")
 
 
@@ -20,13 +21,17 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (model if there is a draft, else ngram) | model | ngram[:N] | table[:N][+fill] | none",
+        "auto (model if there is a draft, else ngram) | model | ngram[:N] | table[:N][+fill] | "
+        "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
     )
     num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
     acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
+    draft_dtype: str = setting(
+        "auto", "the draft model's: auto (int4 on CPU) | int4 | int8 | bfloat16 | float16 | float32"
+    )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
-    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU")
+    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU, captured graphs on CUDA")
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
@@ -37,8 +42,9 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        for name, allowed in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in ("fast", "reproducible"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or value == "auto"):

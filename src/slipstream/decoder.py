@@ -12,20 +12,20 @@ from torch import Tensor
 
 from slipstream import drafters
 from slipstream.acceptance import Rule, load_rule
-from slipstream.assembly import assemble, name_of
-from slipstream.backends import Loaded, LoadOptions, is_loaded, load, refuse_unused
+from slipstream.assembly import assemble, load_draft, load_options_of, name_of
+from slipstream.backends import Loaded, load, refuse_unused
 from slipstream.calibration import choose_shapes
 from slipstream.config import DecoderConfig
-from slipstream.drafters import Drafter
+from slipstream.drafters import Drafter, Learner
 from slipstream.engine import Engine
+from slipstream.memo import EXACT_FIT, Shapes
 from slipstream.params import SamplingParams
 from slipstream.requests import Message, Prompt, RequestReader, is_single
 from slipstream.results import Chunk, Result
-from slipstream.session import EXACT_FIT, Session, Shapes
+from slipstream.session import Session
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
 from slipstream.types import Round, Row, UsageError
-from slipstream.vocabulary import check_same
 
 log = logging.getLogger("slipstream")
 
@@ -49,6 +49,7 @@ class SpeculativeDecoder:
         num_draft_tokens: int | str = DecoderConfig.num_draft_tokens,
         acceptance: str = DecoderConfig.acceptance,
         dtype: str = DecoderConfig.dtype,
+        draft_dtype: str = DecoderConfig.draft_dtype,
         device: str = DecoderConfig.device,
         fast: bool | str = DecoderConfig.fast,
         reproducible: bool | str = DecoderConfig.reproducible,
@@ -60,6 +61,7 @@ class SpeculativeDecoder:
             num_draft_tokens=num_draft_tokens,
             acceptance=acceptance,
             dtype=dtype,
+            draft_dtype=draft_dtype,
             device=device,
             fast=fast,
             reproducible=reproducible,
@@ -70,16 +72,11 @@ class SpeculativeDecoder:
             load_rule(acceptance)
         self._drafter: str | Drafter = drafter
         self.rule: Rule | None = None  # an acceptance rule given as an object
-        options = LoadOptions(dtype, device, fast, load_options or {})
         if isinstance(drafter, str):
             drafters.check_name(drafter)
-        refuse_unused(options, (target, draft))
-        self.target: Loaded = load(target, options, tokenizer)
-        self.draft: Loaded | None = (
-            None if draft is None else load(draft, options, tokenizer if is_loaded(draft) else None)
-        )
-        if self.draft is not None:
-            check_same(self.target, self.draft)
+        refuse_unused(load_options_of(self.config), (target, draft))
+        self.target: Loaded = load(target, load_options_of(self.config), tokenizer)
+        self.draft = load_draft(draft, self.config, self.target, tokenizer)
         self._target_session = Session(self.target.backend, self._shapes())
         self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
         self._reader = RequestReader(self.target)
@@ -99,6 +96,11 @@ class SpeculativeDecoder:
     def drafter_name(self) -> str:
         """The drafter in use, with "auto" resolved."""
         return self._name
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter in use."""
+        return self._engine.drafter
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -139,12 +141,9 @@ class SpeculativeDecoder:
 
     def with_draft(self, draft: Any) -> SpeculativeDecoder:
         """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
-        config, other = self.config, object.__new__(SpeculativeDecoder)
+        other = object.__new__(SpeculativeDecoder)
         other.__dict__.update(self.__dict__)
-        options = LoadOptions(config.dtype, config.device, config.fast, config.load_options)
-        other.draft = None if draft is None else load(draft, options)
-        if other.draft is not None:
-            check_same(self.target, other.draft)
+        other.draft = load_draft(draft, self.config, self.target)
         other._draft_session = None if other.draft is None else Session(other.draft.backend, EXACT_FIT)
         return other.using("auto", num_draft_tokens="auto")
 
@@ -198,6 +197,11 @@ class SpeculativeDecoder:
         for session in (self._target_session, self._draft_session):
             if session is not None:
                 session.forget()
+
+    def forget_learned(self) -> None:
+        """Drop what the drafter learned from earlier requests, as measurements do before each."""
+        if isinstance(self._engine.drafter, Learner):
+            self._engine.drafter.forget()
 
     @property
     def num_prefilled_tokens(self) -> int:

@@ -7,8 +7,8 @@ everything else are folded from them elsewhere. This module knows neither text n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
@@ -60,31 +60,35 @@ class Batch:
         columns = [draft.tokens, verdict.next_token[:, None], verdict.accepted[:, None]]
         table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
         clock.lap("accept")
-        step, rounds = next(_steps), []
-        for i, (row, (*proposed, next_token, kept)) in enumerate(zip(self.rows, table, strict=True)):
-            if next_token < 0:
-                raise SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
-            start, length = len(row.tokens), draft.lengths[i]
-            committed = row.commit([*proposed[:kept], next_token])
-            self.sampler.advance(i, committed)
-            rounds.append(
+        starts = [len(row.tokens) for row in self.rows]
+        tokens = [self._commit_row(i, line, draft.width) for i, line in enumerate(table)]
+        step, seconds = next(_steps), clock.stop()
+        for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
+            length, kept = draft.lengths[i], line[-1]
+            row.rounds.append(
                 Round(
                     row=row.index,
                     step=step,
                     num_rows=len(self.rows),
-                    start=start,
-                    draft=tuple(proposed[:length]),
+                    start=starts[i],
+                    draft=tuple(line[:length]),
                     tokens=committed,
                     num_accepted_tokens=min(kept, len(committed)),
                     rejected=kept < length and len(committed) > kept,
                     finish_reason=row.finish_reason,
+                    seconds=seconds,
                 )
             )
-        seconds = clock.stop()
-        rounds = [replace(done, seconds=seconds) for done in rounds]
-        for row, done in zip(self.rows, rounds, strict=True):
-            row.rounds.append(done)
-        return rounds
+        return [row.rounds[-1] for row in self.rows]
+
+    def _commit_row(self, i: int, line: Sequence[int], width: int) -> tuple[int, ...]:
+        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were kept."""
+        next_token, kept = line[width:]
+        if next_token < 0:
+            raise SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
+        committed = self.rows[i].commit([*line[:kept], next_token])
+        self.sampler.advance(i, committed)
+        return committed
 
 
 @dataclass
@@ -125,12 +129,22 @@ class Engine:
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
         _check(draft, batch, self.drafter)
         clock.lap("draft")
+        return batch.commit(draft, self._verdict(batch, draft, clock), clock)
+
+    def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
+        """Verify and accept: in one call where the target can and nothing but its argmax is needed."""
+        rule = rule_for(self.acceptance, draft)
+        if rule.coupled and batch.sampler.plain and self._observer is None:
+            verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
+            if verdict is not None:
+                clock.lap("verify")
+                return verdict
         logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
         clock.lap("verify")
-        verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
+        verdict = accept(rule, logits, draft, batch.sampler)
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)
-        return batch.commit(draft, verdict, clock)
+        return verdict
 
     def _batch(self, rows: list[Row]) -> Batch:
         backend = self.target.backend

@@ -6,15 +6,18 @@ tokens. Shapes as in `sampling`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.params import Processor
+from slipstream.truncation import NEVER
 from slipstream.types import Row, UsageError
 
-NEVER = float("-inf")
+_ANY = -1  # no token has this id
 
 
 class History:
@@ -33,61 +36,81 @@ class FixedBias(History):
     """logit_bias, and bad words of one token (a bias of -inf)."""
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
-        entries = [
-            (i, token, bias)
-            for i, row in enumerate(rows)
-            for token, bias in [
-                *row.params.logit_bias.items(),
-                *((word[0], NEVER) for word in _words(row) if len(word) == 1),
-            ]
-        ]
-        self.active = bool(entries)
+        biases: dict[tuple[int, int], float] = {}
+        for i, row in enumerate(rows):
+            biases.update({(i, token): bias for token, bias in row.params.logit_bias.items()})
+            biases.update({(i, word[0]): NEVER for word in _words(row) if len(word) == 1})
+        self.active = bool(biases)
         if self.active:
-            self._bias = torch.zeros(len(rows), 1, vocab_size, device=device)
-            for i, token, bias in entries:
-                self._bias[i, 0, token] += bias
+            self._rows, self._tokens = torch.tensor(list(biases), device=device).T
+            self._bias = torch.tensor(list(biases.values()), dtype=torch.float32, device=device)[:, None]
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        scores += self._bias
+        scores[self._rows, :, self._tokens] += self._bias
 
 
 class Penalties(History):
-    """Repetition (Keskar et al. 2019, section 4.1; prompt and output), presence and frequency penalty (output only)."""
+    """Repetition (Keskar et al. 2019, section 4.1; prompt and output), presence and frequency penalty (output only).
+
+    Only tokens that have occurred are touched: those of the history, of which each row has a list, and of the draft.
+    """
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         params = [row.params for row in rows]
         used = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        self.active = any(values != (1.0, 0.0, 0.0) for values in used)
+        self._concerned = [values != (1.0, 0.0, 0.0) for values in used]
+        self.active = any(self._concerned)
         if not self.active:
             return
-        shape = (len(params), vocab_size)
-        self._repetition, self._presence, self._frequency = torch.tensor(used, device=device).T[:, :, None]
-        self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(shape, device=device)
+        self._device = device
+        self._repetition, self._presence, self._frequency = torch.tensor(used, device=device).T[:, :, None, None]
+        self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(len(rows), vocab_size, device=device)
+        self._places: list[dict[int, int]] = [{} for _ in rows]  # of each row's tokens in its list
+        self._ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device)  # the lists, padded with any token
+        self._new: list[tuple[int, int, int, int]] = []  # row, place, token, how often more in the output
         for i, row in enumerate(rows):
-            self._seen[i, torch.tensor(row.tokens[: row.prompt_length], device=device)] = True
-            self.advance(i, row.output)
+            self._note(i, row.tokens, Counter(row.output))
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self._counts.device)
-        self._seen[row, ids] = True
-        self._counts[row].index_add_(0, ids, torch.ones(len(tokens), device=self._counts.device))
+        self._note(row, tokens, Counter(tokens))
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        seen, counts = self._seen.clone(), self._counts.clone()
-        for token in draft[:, :first].T:
-            self._add(seen, counts, token)
-        for j in range(scores.shape[1]):
-            if j:
-                self._add(seen, counts, draft[:, first + j - 1])
-            s = scores[:, j]
-            repeated = torch.where(s < 0, s * self._repetition, s / self._repetition)
-            scores[:, j] = torch.where(seen, repeated, s) - self._presence * (counts > 0) - self._frequency * counts
+        self._catch_up()
+        drafted = draft[:, : first + scores.shape[1] - 1]
+        ids = torch.cat([self._ids, drafted], dim=1)
+        said = self._said(ids, drafted)[:, first:]
+        counts = self._counts.gather(1, ids)[:, None] + said
+        seen = self._seen.gather(1, ids)[:, None] | (said > 0)
+        at = ids[:, None].expand_as(counts)
+        s = scores.gather(2, at)
+        repeated = torch.where(s < 0, s * self._repetition, s / self._repetition)
+        s = torch.where(seen, repeated, s) - self._presence * (counts > 0) - self._frequency * counts
+        scores.scatter_(2, at, s)  # a token that is listed twice has the same score twice
 
     @staticmethod
-    def _add(seen: Tensor, counts: Tensor, token: Tensor) -> None:
-        seen.scatter_(1, token[:, None], True)
-        counts.scatter_add_(1, token[:, None], torch.ones_like(token[:, None], dtype=counts.dtype))
+    def _said(ids: Tensor, drafted: Tensor) -> Tensor:
+        """How often the first 0, 1, ... K draft tokens [B, K] are each of `ids` [B, U]: [B, K + 1, U]."""
+        return pad((ids[:, None] == drafted[..., None]).cumsum(1), (0, 0, 1, 0))
+
+    def _note(self, row: int, tokens: Sequence[int], counts: Counter[int]) -> None:
+        if self._concerned[row]:
+            places = self._places[row]
+            for token in dict.fromkeys(tokens):
+                self._new.append((row, places.setdefault(token, len(places)), token, counts[token]))
+
+    def _catch_up(self) -> None:
+        """Send what was noted since the last time, all rows at once."""
+        if not self._new:
+            return
+        rows, places, tokens, more = torch.tensor(self._new).T.to(self._device, non_blocking=True)
+        missing = max(map(len, self._places)) - self._ids.shape[1]
+        if missing > 0:
+            self._ids = pad(self._ids, (0, missing + self._ids.shape[1] // 4))
+        self._ids[rows, places] = tokens
+        self._seen[rows, tokens] = True
+        self._counts.index_put_((rows, tokens), more.float(), accumulate=True)
+        self._new.clear()
 
 
 class BadWords(History):
@@ -95,17 +118,25 @@ class BadWords(History):
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows = rows
-        self._words = [[word for word in _words(row) if len(word) > 1] for row in rows]
-        self.active = any(self._words)
+        words = [(i, word) for i, row in enumerate(rows) for word in _words(row) if len(word) > 1]
+        self.active = bool(words)
+        if self.active:
+            self._reach = max(len(word) for _, word in words) - 1
+            begins = [[_ANY] * (self._reach + 1 - len(word)) + [*word[:-1]] for _, word in words]
+            self._begins = torch.tensor(begins, device=device)[:, None]  # [words, 1, reach]
+            self._row = torch.tensor([i for i, _ in words], device=device)
+            self._last = torch.tensor([word[-1] for _, word in words], device=device)
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        proposed = draft.tolist()
-        for i, words in enumerate(self._words):
-            for j in range(scores.shape[1] if words else 0):
-                context = self._rows[i].tokens + proposed[i][: first + j]
-                for word in words:
-                    if context[1 - len(word) :] == list(word[:-1]):
-                        scores[i, j, word[-1]] = NEVER
+        tails = [row.tokens[-self._reach :] for row in self._rows]
+        padded = torch.tensor([[_ANY] * (self._reach - len(tail)) + tail for tail in tails])
+        context = torch.cat([padded.to(draft.device, non_blocking=True), draft[:, : first + scores.shape[1] - 1]], 1)
+        windows = context[:, first:].unfold(1, self._reach, 1)  # [B, J, reach]: what precedes each position
+        begun = ((windows[self._row] == self._begins) | (self._begins == _ANY)).all(-1)
+        bias = torch.zeros_like(begun, dtype=scores.dtype).masked_fill_(begun, NEVER)
+        positions = torch.arange(scores.shape[1], device=scores.device)
+        at = self._row[:, None], positions, self._last[:, None].expand_as(bias)
+        scores.index_put_(at, bias, accumulate=True)
 
 
 class MinTokens(History):
@@ -114,12 +145,13 @@ class MinTokens(History):
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows = rows
         self.active = any(row.params.min_tokens and row.end_ids for row in rows)
+        self._ends = [torch.tensor(sorted(row.end_ids), device=device) for row in rows] if self.active else []
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
             missing = row.params.min_tokens - row.num_output_tokens - first
             if missing > 0 and row.end_ids:
-                scores[i, :missing, sorted(row.end_ids)] = NEVER
+                scores[i, :missing].index_fill_(-1, self._ends[i], NEVER)
 
 
 class Processors(History):
@@ -129,14 +161,15 @@ class Processors(History):
         self._rows = rows
         self._checked: set[int] = set()
         self.active = any(row.params.logits_processors for row in rows)
+        self._texts = [_Text(row, device) for row in rows] if self.active else []
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
             if not row.params.logits_processors:
                 continue
-            committed = torch.tensor([row.tokens], device=scores.device)
+            text = self._texts[i].followed_by(draft[i, : first + scores.shape[1] - 1])
             for j in range(scores.shape[1]):
-                context = torch.cat([committed, draft[i : i + 1, : first + j]], dim=1)
+                context = text[:, : len(row.tokens) + first + j]
                 for processor in row.params.logits_processors:
                     scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
 
@@ -145,6 +178,24 @@ class Processors(History):
             return processor(context, scores.clone())
         self._checked.add(id(processor))
         return check_stateless(processor, context, scores)
+
+
+class _Text:
+    """A row's tokens on the device; each is sent once."""
+
+    def __init__(self, row: Row, device: torch.device) -> None:
+        self._row, self._sent = row, 0
+        self._ids = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def followed_by(self, draft: Tensor) -> Tensor:
+        """[1, n + K]: the committed tokens and then the draft [K]; valid until the next call."""
+        new, count = self._row.tokens[self._sent :], len(self._row.tokens)
+        if count + len(draft) > self._ids.shape[1]:
+            self._ids = pad(self._ids, (0, 2 * (count + len(draft)) - self._ids.shape[1]))
+        self._ids[0, self._sent : count] = torch.tensor(new, dtype=torch.int64).to(draft.device, non_blocking=True)
+        self._ids[0, count : count + len(draft)] = draft
+        self._sent = count
+        return self._ids[:, : count + len(draft)]
 
 
 def check_stateless(processor: Processor, context: Tensor, scores: Tensor) -> Tensor:

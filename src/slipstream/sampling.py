@@ -9,17 +9,22 @@ Shapes: B rows, J positions, V vocabulary. `first` is the number of draft tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.history import KINDS, NEVER
-from slipstream.noise import Race, Stream, key
-from slipstream.params import SamplingParams
+from slipstream.history import KINDS
+from slipstream.noise import Race, Stream, Words, absorb, key, words
+from slipstream.truncation import Options, Warp
 from slipstream.types import Row
 
 NONE = -1  # drawn where no token is left; harmless behind a rejection, an error if committed
+HOST_BLOCK, DEVICE_BLOCK = (
+    1 << 18,
+    1 << 27,
+)  # scores made into laws at once: what a cache holds, what a GPU has room for
 
 
 class Sampler:
@@ -28,10 +33,9 @@ class Sampler:
     def __init__(self, rows: Sequence[Row], race: Race, vocab_size: int, device: torch.device) -> None:
         self.rows = list(rows)
         self.race, self.vocab_size, self.device = race, vocab_size, device
-        params = [row.params for row in rows]
-        self._greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        self.all_greedy = all(p.temperature == 0 for p in params)
-        self._warp = _Warp(params, device)
+        self.all_greedy = all(row.params.temperature == 0 for row in rows)
+        self._groups = list(_groups(self.rows, device))
+        self._seeds: dict[Stream, Words] = {}
         made = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._history = [processor for processor in made if processor.active]
         self.plain = self.all_greedy and not self._history
@@ -54,11 +58,13 @@ class Sampler:
         """The law of each position, float32 [B, J, V]: one-hot for greedy rows."""
         if self.all_greedy:
             return _one_hot(scores)
-        probs = torch.softmax(self._warp(scores), dim=-1)
-        if self._history:  # bias and the like can leave a position without any token; its law is then zero
-            probs = probs.nan_to_num(0.0)
-        if bool(self._greedy.any()):
-            probs = torch.where(self._greedy[:, None, None], _one_hot(scores), probs)
+        blocks = list(self._blocks(scores.shape[1]))
+        if len(blocks) == 1 and isinstance(blocks[0][1], slice):
+            return self._law(blocks[0][0], scores)
+        covered = all(isinstance(rows, slice) for _, rows in blocks)
+        probs = torch.empty_like(scores) if covered else _one_hot(scores)
+        for warp, rows in blocks:
+            probs[rows] = self._law(warp, scores[rows])
         return probs
 
     def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
@@ -66,73 +72,71 @@ class Sampler:
         if self.plain:
             return logits.argmax(-1)
         scores = self.scores(logits, draft)
-        chosen = scores.argmax(-1) if self.all_greedy else self.draw(self.probs(scores))
-        return chosen.masked_fill(torch.isneginf(scores.amax(-1)), NONE)
+        blocks = list(self._blocks(scores.shape[1]))
+        covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
+        chosen = draft.new_empty(scores.shape[:2]) if covered else scores.argmax(-1)
+        keys = self.race.bits(self._keys(Stream.TOKEN, range(scores.shape[1]))) if blocks else chosen
+        for warp, rows in blocks:
+            laws = self._law(warp, scores[rows])
+            chosen[rows] = self.race.draw(laws.flatten(0, 1), keys[rows].flatten()).view(laws.shape[:2])
+        # the chosen score is -inf only where all are
+        return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen[..., None])[..., 0]), NONE)
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], by the noise of (seed, stream, absolute position) -> [B, J].
 
         The numbers of the streams other than TOKEN also depend on the round, because a position may come up again.
         """
-        positions = range(first, first + probs.shape[1])
-        keys = [self._key(row, stream, len(row.tokens) + j) for row in self.rows for j in positions]
-        return self.race.draw(probs.flatten(0, 1), keys).view(probs.shape[:2])
+        keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
+        return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
-    def draw_at(self, laws: Tensor, offsets: Sequence[int]) -> Tensor:
-        """One token per row from laws [B, V], at `offsets[i]` positions after row i's committed tokens -> [B]."""
-        positions = [len(row.tokens) + j for row, j in zip(self.rows, offsets, strict=True)]
-        keys = [self._key(row, Stream.TOKEN, at) for row, at in zip(self.rows, positions, strict=True)]
+    def draw_at(self, laws: Tensor, offsets: Tensor, width: int) -> Tensor:
+        """One token per row from laws [B, V], at `offsets[i]` <= width positions after row i's committed tokens -> [B].
+
+        offsets: [B] on the device; they are not awaited.
+        """
+        keys = self.race.bits(self._keys(Stream.TOKEN, range(width + 1))).gather(1, offsets[:, None])[:, 0]
         return self.race.draw(laws, keys).masked_fill(laws.amax(-1) <= 0, NONE)
 
     def round_keys(self, stream: Stream) -> list[int]:
-        """One key per row for this round."""
-        return [self._key(row, stream, len(row.tokens)) for row in self.rows]
+        """One key per row for this round. stream: one other than TOKEN."""
+        return [key(row.seed, stream, len(row.tokens), len(row.tokens)) for row in self.rows]
 
-    def _key(self, row: Row, stream: Stream, position: int) -> int:
-        if stream is Stream.TOKEN:
-            return key(row.seed, stream, position)
-        return key(row.seed, stream, position, len(row.tokens))
+    def _law(self, warp: Warp, scores: Tensor) -> Tensor:
+        probs = warp(scores)
+        # bias and the like can leave a position without any token; its law is then zero
+        return probs.nan_to_num_(0.0) if self._history else probs
+
+    def _blocks(self, positions: int) -> Iterator[tuple[Warp, slice | Tensor]]:
+        """Rows of equal options, as many at a time as are best handled together; a slice where they are all rows."""
+        size = HOST_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
+        at_once = max(1, size // (positions * self.vocab_size))
+        for warp, rows in self._groups:
+            for start in range(0, len(rows), at_once):
+                end = min(start + at_once, len(rows))
+                yield warp, slice(start, end) if len(rows) == len(self.rows) else rows[start:end]
+
+    def _keys(self, stream: Stream, offsets: range) -> Words:
+        """[B, J] keys of the positions `offsets` after each row's committed tokens."""
+        if stream not in self._seeds:
+            seeds = absorb(np.zeros(1, dtype=np.uint64), words([row.seed for row in self.rows]))
+            self._seeds[stream] = absorb(seeds, words([stream]))
+        begin = words([len(row.tokens) for row in self.rows])[:, None]
+        keys = absorb(self._seeds[stream][:, None], begin + words(offsets))
+        return keys if stream is Stream.TOKEN else absorb(keys, begin)
 
 
 def _one_hot(scores: Tensor) -> Tensor:
-    hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    return hot.masked_fill(torch.isneginf(scores.amax(-1, keepdim=True)), 0.0)
+    best, at = scores.max(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(-1, at, torch.isneginf(best).logical_not().to(scores.dtype))
 
 
-class _Warp:
-    """Temperature, top-k, top-p and min-p of each row; rows that do not use an option pass through it unchanged."""
-
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None, None]
-
-        self.temperature = column([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params])
-        self.top_k = torch.tensor([p.top_k for p in params], device=device)
-        self.max_top_k = max(p.top_k for p in params)
-        self.top_p, self.min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
-        self.any_top_p, self.any_min_p = any(p.top_p < 1 for p in params), any(p.min_p > 0 for p in params)
-
-    def __call__(self, scores: Tensor) -> Tensor:
-        best = scores.amax(-1, keepdim=True)
-        scores = (scores - best.masked_fill(torch.isneginf(best), 0.0)) / self.temperature
-        if self.max_top_k:
-            scores = self._keep_top_k(scores)
-        if self.any_top_p:
-            scores = self._keep_top_p(scores)
-        if self.any_min_p:
-            probs = torch.softmax(scores, dim=-1)
-            scores = scores.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), NEVER)
-        return scores
-
-    def _keep_top_k(self, scores: Tensor) -> Tensor:
-        largest = scores.topk(min(self.max_top_k, scores.shape[-1]), dim=-1).values
-        last = (self.top_k - 1).clamp(0, largest.shape[-1] - 1)[:, None, None].expand(-1, scores.shape[1], 1)
-        below = scores < largest.gather(-1, last)
-        return scores.masked_fill(below & (self.top_k > 0)[:, None, None], NEVER)
-
-    def _keep_top_p(self, scores: Tensor) -> Tensor:
-        ascending, order = scores.sort(dim=-1)
-        removed = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-        removed &= self.top_p < 1
-        removed[..., -1] = False
-        return scores.masked_fill(removed.scatter(-1, order, removed), NEVER)
+def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
+    """The sampled rows, those of equal options together, each group with the indices of its rows."""
+    groups: dict[Options, list[int]] = {}
+    for i, row in enumerate(rows):
+        p = row.params
+        if p.temperature:
+            groups.setdefault(Options(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+    for options, members in groups.items():
+        yield Warp(options, device), torch.tensor(members, device=device)

@@ -8,7 +8,6 @@ prompt that begins like another one are all this one mechanism. This module know
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -16,64 +15,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.backends import Backend
-from slipstream.types import Row, SlipstreamError
+from slipstream.backends import Backend, Unrolled
+from slipstream.ledger import Ledger
+from slipstream.memo import EXACT_FIT, Memo, Shapes
+from slipstream.types import Row, Verdict
 
-PROMPT_UNIT = 32  # prompts are padded to multiples of this where shapes are kept
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Which forward shapes are allowed.
+class Feed:
+    """Input of one forward: [B, W] token ids from starts[i] on, of which row i has counts[i] real ones."""
 
-    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`,
-    and what another row left in it is used in units of `reuse`.
-    """
-
-    widths: tuple[int, ...]
-    chunk: int
-    view: int = 256
-    reuse: int = 1
-
-    def pad_prompt(self, length: int) -> int:
-        """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
-        return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
-
-    def pad(self, width: int) -> int:
-        """The smallest allowed width that holds `width` tokens."""
-        at = bisect_left(self.widths, width)
-        return self.widths[at] if at < len(self.widths) else width
-
-
-EXACT_FIT = Shapes(widths=(), chunk=512)
-
-
-@dataclass
-class Memo:
-    """What one slot of the memory holds: `base` committed tokens of `row`, then draft tokens up to `written`.
-
-    Whether the draft tokens became true is read off the row's round number `round` once that is committed.
-    shapes: those of the forwards that computed it.
-    """
-
-    row: Row | None = None
-    base: int = 0
-    written: int = 0
-    round: int = 0
-    shapes: Shapes = EXACT_FIT
-
-    def valid(self, row: Row) -> int:
-        """How many leading tokens of `row` the slot holds."""
-        if self.row is None:
-            return 0
-        own = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
-        if self.row is row:
-            return own
-        # another row's slot: reuse the common beginning, but always leave one token to feed
-        limit = min(own, len(row.tokens) - 1)
-        theirs, ours = self.row.tokens, row.tokens
-        return next((i for i in range(limit) if theirs[i] != ours[i]), max(limit, 0))
+    inputs: Tensor
+    starts: list[int]
+    counts: list[int]
 
 
 @dataclass
@@ -86,7 +42,7 @@ class Session:
     prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._debug = _Ledger(self) if os.environ.get("SLIPSTREAM_DEBUG") == "1" else None
+        self._debug = Ledger(self.memos) if os.environ.get("SLIPSTREAM_DEBUG") == "1" else None
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens; what the memory holds is kept."""
@@ -123,7 +79,8 @@ class Session:
                 chunk = row.tokens[memo.base : min(end, memo.base + self.shapes.chunk)]
                 width = self.shapes.pad_prompt(len(chunk))
                 inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
-                self._record(slot, [memo.base], inputs, len(chunk))
+                if self._debug:
+                    self._debug.write(slot, memo.base, chunk)
                 self._forward(inputs, [memo.base], slot, logits=False)
                 memo.base = memo.written = memo.base + len(chunk)
                 self.prefill_tokens += len(chunk)
@@ -134,21 +91,60 @@ class Session:
         draft: [B, K] token ids, of which row i really has `lengths[i]`. Returns [B, K + 1, V], or only the last
         `keep` of the K + 1 positions.
         """
+        keep = draft.shape[1] + 1 if keep is None else keep
+        feed = self._feed(rows, draft, keep)
+        logits = self._forward(feed.inputs, feed.starts, 0, logits=True)
+        self._remember(rows, lengths)
+        return _last(logits, feed.counts, keep)
+
+    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
+        """[B, steps] tokens of the model's own choice, each fed to the next step, in one call of the backend.
+
+        None if the backend is not `Unrolled`: then it is `score`, step by step.
+        """
+        backend = self.backend
+        if not isinstance(backend, Unrolled):
+            return None
+        nothing = torch.empty(len(rows), 0, dtype=torch.int64, device=backend.device)
+        feed = self._feed(rows, nothing, 1)
+        tokens = backend.draft_greedy(feed.inputs, feed.starts, feed.counts, steps=steps, vocab_size=vocab_size)
+        self._remember(rows, [steps - 1] * len(rows))
+        if self._debug:
+            for slot, row in enumerate(rows):
+                self._debug.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
+        return tokens
+
+    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict | None:
+        """`score`, argmax and the longest matching prefix in one call of the backend; None if it is not `Unrolled`."""
+        backend = self.backend
+        if not isinstance(backend, Unrolled):
+            return None
+        width = draft.shape[1]
+        feed = self._feed(rows, draft, width + 1)
+        table = backend.verify_greedy(feed.inputs, feed.starts, feed.counts, lengths, width=width)
+        self._remember(rows, lengths)
+        return Verdict(table[:, 0], table[:, 1])
+
+    def _feed(self, rows: Sequence[Row], draft: Tensor, keep: int) -> Feed:
+        """What the rows' memory lacks up to the end of the draft, of which `keep` positions will be asked for."""
         self.prefill(rows)
-        width, keep = draft.shape[1], draft.shape[1] + 1 if keep is None else keep
+        width = draft.shape[1]
         starts = [self._feed_from(slot, row, width if keep <= width else 0) for slot, row in enumerate(rows)]
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are in the memory already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
         inputs = self._inputs(missing, draft, fed, self.shapes.pad(max(counts)))
-        for slot, start in enumerate(starts):
-            self._record(slot, [start], inputs[slot : slot + 1], counts[slot])
-        logits = self._forward(inputs, starts, 0, logits=True)
+        if self._debug:
+            for slot, start in enumerate(starts):
+                self._debug.write(slot, start, inputs[slot, : counts[slot]].tolist())
+        return Feed(inputs, starts, counts)
+
+    def _remember(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them."""
         for slot, row in enumerate(rows):
             true = len(row.tokens)
             self.memos[slot] = Memo(row, true, true + lengths[slot], len(row.rounds), self.shapes)
-        return _last(logits, counts, keep)
 
     def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         # a draft model with a smaller head may be shown tokens it does not know; its drafts may be poor, never wrong
@@ -176,15 +172,10 @@ class Session:
             if memo.round != len(row.rounds):
                 memo.base = memo.written = memo.valid(row)
             return
-        source = max(range(len(self.memos)), key=lambda s: self.memos[s].valid(row))
-        other, known = self.memos[source].row, self.memos[source].valid(row)
-        if other is not row and self.memos[source].shapes != self.shapes:
-            known = 0
-        elif other is not row and other is not None and self.shapes.reuse > 1:
-            # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
-            known = min(known, other.prompt_length - 1)
-            if not known == row.prompt_length - 1 == other.prompt_length - 1:
-                known -= known % self.shapes.reuse
+        knowledge = [self._usable(memo, row) for memo in self.memos]
+        known = max(knowledge)
+        # of several that know as much the row's own: it is never worth more to have computed something once again
+        source = max(range(len(self.memos)), key=lambda s: (knowledge[s], self.memos[s].row is row))
         if source != slot:
             self.memos[slot] = Memo()  # what it held is about to be overwritten
             self.backend.copy(source, slot, known)
@@ -192,51 +183,41 @@ class Session:
             self._debug.copy(source, slot, known)
         self.memos[slot] = Memo(row, known, known, len(row.rounds), self.shapes)
 
+    def _usable(self, memo: Memo, row: Row) -> int:
+        """How many leading tokens of a row that enters may be copied from where `memo` says."""
+        other, known = memo.row, memo.valid(row)
+        if other is row or other is None:
+            return known
+        if memo.shapes != self.shapes:
+            return 0
+        if self.shapes.reuse > 1:
+            # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
+            known = min(known, other.prompt_length - 1)
+            if not known == row.prompt_length - 1 == other.prompt_length - 1:
+                known -= known % self.shapes.reuse
+        return known
+
     def _inputs(self, missing: list[list[int]], draft: Tensor, fed: list[int], width: int) -> Tensor:
         """[B, width] token ids: what each row lacks, then its draft, then padding."""
-        device = self.backend.device
-        padded = [tail + [0] * (width - len(tail)) for tail in missing]
-        inputs = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
-        if len(set(map(len, missing))) == 1 and len(set(fed)) == 1:
-            at, skip = len(missing[0]), fed[0]
-            inputs[:, at : at + draft.shape[1] - skip] = draft[:, skip:]
-        else:
-            for row, (tail, skip) in enumerate(zip(missing, fed, strict=True)):
-                inputs[row, len(tail) : len(tail) + draft.shape[1] - skip] = draft[row, skip:]
-        return inputs
-
-    def _record(self, slot: int, starts: list[int], inputs: Tensor, count: int) -> None:
-        if self._debug:
-            self._debug.write(slot, starts[0], inputs[0, :count].tolist())
+        device, count = self.backend.device, draft.shape[1]
+        shift = [skip - len(tail) for tail, skip in zip(missing, fed, strict=True)]  # from input to draft column
+        table = [[by, *tail, *[0] * (width - len(tail))] for by, tail in zip(shift, missing, strict=True)]
+        columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
+        inputs = columns[:, 1:]
+        if not count:
+            return inputs
+        if len(set(shift)) == 1:
+            inputs[:, len(missing[0]) : count - shift[0]] = draft[:, fed[0] :]
+            return inputs
+        source = torch.arange(width, device=device) + columns[:, :1]
+        drafted = draft.gather(1, source.clamp(0, count - 1))
+        return torch.where((source >= 0) & (source < count), drafted, inputs)
 
 
 def _last(logits: Tensor, counts: list[int], keep: int) -> Tensor:
     """The last `keep` of each row's `counts[i]` real positions. logits: [B, W, V] -> [B, keep, V]."""
     if len(set(counts)) == 1:
         return logits[:, counts[0] - keep : counts[0]]
-    first = torch.tensor([count - keep for count in counts], device=logits.device)
-    index = first[:, None] + torch.arange(keep, device=logits.device)
-    return logits.gather(1, index[..., None].expand(-1, -1, logits.shape[-1]))
-
-
-class _Ledger:
-    """Debug mode (SLIPSTREAM_DEBUG=1): the token ids each slot holds, compared with committed tokens at every use."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._ids: dict[int, list[int]] = {}
-
-    def write(self, slot: int, start: int, tokens: list[int]) -> None:
-        held = self._ids.setdefault(slot, [])
-        if len(held) < start:
-            raise SlipstreamError(f"memo: slot {slot} holds {len(held)} tokens, written at {start}")
-        memo = self._session.memos[slot]
-        true = memo.row.tokens if memo.row is not None else []
-        upto = min(start, len(true))
-        if held[:upto] != true[:upto]:
-            at = next(i for i in range(upto) if held[i] != true[i])
-            raise SlipstreamError(f"memo: slot {slot} position {at} holds token {held[at]}, committed is {true[at]}")
-        self._ids[slot] = held[:start] + tokens
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        self._ids[destination] = self._ids.get(source, [])[:length]
+    first = torch.tensor([count - keep for count in counts])[:, None]
+    at = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
+    return logits[torch.arange(len(counts), device=logits.device)[:, None], at]

@@ -33,14 +33,16 @@ class Grid:
     def __post_init__(self) -> None:
         for name in ("drafters", "lengths", "temperatures"):
             values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise UsageError(f"{name}={list(values)!r}; allowed: at least one, each once")
+            if not values:
+                raise UsageError(f"{name}=[]; allowed: at least one, each once")
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise UsageError(f"{name}: {twice[0]!r} is given twice; allowed: at least one, each once")
         if PLAIN in self.drafters:
             raise UsageError(f"drafters={list(self.drafters)!r}; allowed: drafters; {PLAIN} is draft length 0")
-        if min(self.lengths) < 0 or max(self.lengths) > MAX_DRAFT_TOKENS or max(self.lengths) == 0:
-            raise UsageError(
-                f"lengths={list(self.lengths)!r}; allowed: 0 to {MAX_DRAFT_TOKENS}, at least one of them above 0"
-            )
+        if wrong := [length for length in self.lengths if not 0 <= length <= MAX_DRAFT_TOKENS]:
+            raise UsageError(f"draft length {wrong[0]}; allowed: 0 to {MAX_DRAFT_TOKENS}")
+        if max(self.lengths) == 0:
+            raise UsageError(f"lengths={list(self.lengths)!r}; allowed: at least one of them above 0")
 
     def arms(self) -> list[Arm]:
         """Plain decoding and every drafter at every length above 0, temperature by temperature."""

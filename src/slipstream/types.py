@@ -5,9 +5,10 @@ This module knows neither models nor sampling. Shapes: B rows, K the widest draf
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -48,6 +49,11 @@ class Draft:
         """K, the number of columns."""
         return self.tokens.shape[1]
 
+    @cached_property
+    def lengths_on_device(self) -> Tensor:
+        """[B, 1] int64, where the tokens are; sent without waiting for the device."""
+        return torch.tensor(self.lengths, dtype=torch.int64)[:, None].to(self.tokens.device, non_blocking=True)
+
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
         """A draft that proposes nothing: plain decoding."""
@@ -58,7 +64,7 @@ class Draft:
         """A one-hot draft from one list of token ids per row."""
         width = max(map(len, proposals), default=0)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
-        tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device)
+        tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device, non_blocking=True)
         return Draft(tokens, tuple(map(len, proposals)))
 
 
@@ -115,7 +121,7 @@ class Round:
         return (accepted,) * self.num_accepted_tokens + (last,) * extra
 
 
-_row_ids = count()
+_row_ids = itertools.count()
 
 
 @dataclass(eq=False)
@@ -162,14 +168,14 @@ class Row:
         Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
         """
         begin = len(self.tokens)
-        for token in tokens:
+        for count, token in enumerate(tokens, self.num_output_tokens + 1):
             self.tokens.append(token)
             stopped = token in self.end_ids
             if self.completes_stop is not None:
                 stopped |= self.completes_stop(token)
-            if stopped and self.num_output_tokens >= self.params.min_tokens:
+            if stopped and count >= self.params.min_tokens:
                 self.finish_reason = "stop"
-            elif self.remaining <= 0:
+            elif count >= self.params.max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream import Draft, Drafter, SpeculativeDecoder, history
 from slipstream.acceptance import _RULES, Rule, load_rule
 from slipstream.negative_controls import WRONG_RULES
-from slipstream.noise import Stream, key
+from slipstream.noise import Stream, Words, key, words
 from slipstream.sampling import Sampler
 from slipstream.types import Row
 
@@ -37,7 +37,7 @@ from .chi_square import (
 
 # every lossless rule; "gumbel" is another name of "match"
 RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]
-DRAFTERS = ["ngram:1-3", "table:2-3+fill", "other", "close"]
+DRAFTERS = ["ngram:1-3", "table:2-3+fill", "suffix:outputs=0", "other", "close"]
 WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
@@ -226,7 +226,10 @@ def test_the_same_wrapper_with_the_right_draw_keeps_the_law() -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
 def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "_key", lambda self, row, stream, position: key(row.seed, stream))
+    def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
+        return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
+
+    monkeypatch.setattr(Sampler, "_keys", forgetful)
     assert observe(decoder("llama", drafter, "auto"), "llama").p_value < SUSPICIOUS
 
 
@@ -237,5 +240,6 @@ def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch
 
 
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history.Penalties, "_add", lambda *counts: None)
+    blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
+    monkeypatch.setattr(history.Penalties, "_said", blind)
     assert observe(decoder("gpt2", "close", "auto"), "gpt2").p_value < SUSPICIOUS

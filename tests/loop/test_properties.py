@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder, Stats, history
 from slipstream.backends.toy import FABLE, ToyBackend
 from slipstream.calibration import Calibration
-from slipstream.noise import key
+from slipstream.noise import Stream, Words, key, words
 from slipstream.sampling import Sampler
 from slipstream.types import Row
 from tiny import VOCAB, perturbed, shared
@@ -94,7 +94,11 @@ def cases(draw: st.DrawFn, model: str) -> Case:
     rows = len(prompts)
     return Case(
         model,
-        drafter=draw(st.sampled_from(["none", "ngram", "ngram:1", "table", "table:2-3+fill", "model", "model"])),
+        drafter=draw(
+            st.sampled_from(
+                ["none", "ngram", "ngram:1", "table", "table:2-3+fill", "suffix:outputs=0", "model", "model"]
+            )
+        ),
         rule=draw(st.sampled_from(["auto", "match", "match", "block", "rejection"])),
         num_draft_tokens=draw(st.sampled_from([1, 2, 4, 6])),
         max_batch_size=draw(st.integers(1, 4)),
@@ -207,16 +211,26 @@ def ends_with_its_last_token(row: Row, tokens: Sequence[int]) -> tuple[int, ...]
     return tuple(tokens)
 
 
+def dice(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[..., Words]:
+    """`Sampler._keys` with other parts, made of the row's place, the row and the position."""
+
+    def keys(self: Sampler, stream: Stream, offsets: range) -> Words:
+        made = [key(*parts(i, row, len(row.tokens) + j), stream) for i, row in enumerate(self.rows) for j in offsets]
+        return words(made).reshape(len(self.rows), -1)
+
+    return keys
+
+
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a row that moves leaves its memory behind": (ToyBackend, "copy", lambda *given: None),
     "an end is overlooked inside a block": (Row, "commit", ends_with_its_last_token),
-    "penalties do not see the draft": (history.Penalties, "_add", staticmethod(lambda *given: None)),
-    "dice go by the place in the batch": (
-        Sampler,
-        "_key",
-        lambda self, row, stream, position: key(self.rows.index(row), stream, position),
+    "penalties do not see the draft": (
+        history.Penalties,
+        "_said",
+        staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1])),
     ),
-    "dice go by the draft": (Sampler, "_key", lambda self, row, stream, at: key(row.seed, stream, at, len(row.tokens))),
+    "dice go by the place in the batch": (Sampler, "_keys", dice(lambda i, row, at: (i, at))),
+    "dice go by the draft": (Sampler, "_keys", dice(lambda i, row, at: (row.seed, at, len(row.tokens)))),
 }
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,31 @@ class Backend(Protocol):
         """Copy the first `length` positions of one slot to another."""
 
 
+@runtime_checkable
+class Unrolled(Protocol):
+    """What a backend is besides if it can do a greedy round's work without coming back to the host in between.
+
+    Both methods read and write slots 0 to B - 1. tokens: [B, W], of which row i has counts[i] real columns, written
+    from position starts[i] on.
+    """
+
+    def draft_greedy(
+        self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
+    ) -> Tensor:
+        """[B, steps] int64: the likeliest of the first `vocab_size` tokens after each row, fed and repeated.
+
+        The last of them is not fed.
+        """
+
+    def verify_greedy(
+        self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
+    ) -> Tensor:
+        """[B, 2] int64: how many draft tokens the model itself would have said, and the token it says then.
+
+        The last `width` real columns of a row are its draft, of which the first lengths[i] were proposed.
+        """
+
+
 def cache_folder() -> Path:
     """Where converted models and calibrations are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
     return Path(os.environ.get("SLIPSTREAM_MODELS", Path.home() / ".cache" / "slipstream" / "models"))
@@ -66,7 +91,9 @@ class Loaded:
 class LoadOptions:
     """How to load models.
 
-    fast: True packs CPU weights or says why it cannot, "auto" packs those of models it loads itself, False never.
+    fast: True packs CPU weights, and captures graphs on CUDA, or says why it cannot; "auto" packs those of models it
+    loads itself; False does neither.
+    quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
     """
 
@@ -74,6 +101,13 @@ class LoadOptions:
     device: str = "auto"
     fast: bool | str = "auto"
     extra: dict[str, Any] = field(default_factory=dict)
+    quantise: str | None = None
+
+    def for_draft(self, dtype: str) -> LoadOptions:
+        """The same for the draft model, whose precision is its own matter."""
+        if dtype in ("auto", "int4", "int8"):
+            return replace(self, quantise=dtype)
+        return replace(self, dtype=dtype)
 
 
 def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
@@ -82,7 +116,7 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
     Hugging Face model.
     """
-    if isinstance(source, str) and (source == "toy" or source.startswith("toy:")):
+    if is_toy(source):
         from slipstream.backends.toy import load_toy
 
         return load_toy(source)
@@ -98,6 +132,11 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
         f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
         "or a loaded Hugging Face model"
     )
+
+
+def is_toy(source: Any) -> bool:
+    """Whether this names the built-in toy model."""
+    return isinstance(source, str) and (source == "toy" or source.startswith("toy:"))
 
 
 def is_loaded(model: Any) -> bool:

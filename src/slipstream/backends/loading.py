@@ -6,9 +6,13 @@ import logging
 from typing import Any
 
 from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends.graphed import GraphedBackend
+from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.packed import pack, unsupported
+from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
+from slipstream.threads import separate_threads
 from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
@@ -22,15 +26,27 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
-    backend = HFBackend(model)
-    packed = options.fast is True and _pack(backend, options.fast)
+    backend = _backend(model, options.fast)
+    packed = _quantise(backend, options) if options.quantise in BITS else options.fast is True and _pack(backend, True)
     name = model.config._name_or_path or type(model).__name__
     ends = end_ids(model, backend.vocab_size)
-    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(model, packed))
+    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(backend, packed))
+
+
+def _backend(model: Any, fast: bool | str) -> HFBackend:
+    """With fast=True on CUDA captured graphs, which leave the model as it is; else the plain backend."""
+    if fast is not True or model.device.type != "cuda":
+        return HFBackend(model)
+    reason = not_captured(model)
+    if reason is not None:
+        raise UsageError(
+            f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False"
+        )
+    return GraphedBackend(model)
 
 
 def _pack(backend: HFBackend, fast: bool | str) -> bool:
-    if fast is False:
+    if fast is False or backend.device.type == "cuda":
         return False
     model = backend.model
     reason = unsupported(model)
@@ -42,6 +58,23 @@ def _pack(backend: HFBackend, fast: bool | str) -> bool:
     else:
         log.info("%s keeps its plain weights: %s", type(model).__name__, reason)
     return reason is None
+
+
+def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
+    """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
+    model, bits, asked = backend.model, options.quantise, options.quantise in BITS
+    if not asked and (options.fast is False or num_weights(model) < SMALLEST):
+        return _pack(backend, options.fast)
+    reason = unsupported(model)
+    if reason is None and num_weights(model) == 0:
+        reason = "no linear layer has a shape that the kernels take"
+    if reason is not None:
+        if asked:
+            raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
+        return _pack(backend, options.fast)
+    quantise(model, bits if bits in BITS else BITS[0])
+    backend.group_queries()
+    return True
 
 
 def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
@@ -58,15 +91,19 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     from slipstream.backends.files import load_model
 
     folder, model = load_model(source, options)
+    if model.device.type == "cpu":
+        separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
-    backend = HFBackend(model)
-    packed, ends = _pack(backend, options.fast), end_ids(model, backend.vocab_size)
-    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(model, packed))
+    backend = _backend(model, options.fast)
+    packed = _quantise(backend, options) if options.quantise else _pack(backend, options.fast)
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(backend, packed))
 
 
-def _fingerprint(model: Any, packed: bool) -> str:
+def _fingerprint(backend: HFBackend, packed: bool) -> str:
+    model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     layers = f"{type(model).__name__} {config.num_hidden_layers} layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
-    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {'packed' if packed else 'plain'} {' '.join(shapes)}"
+    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {kind} {' '.join(shapes)}"

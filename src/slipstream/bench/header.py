@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -74,7 +75,7 @@ def open_folder(folder: Path, header: Header) -> list[Run]:
         for name, mine, theirs in differences(getattr(header, part), getattr(before, part)):
             raise UsageError(
                 f"folder {str(folder)!r} was begun with {name}={theirs!r}, now {mine!r}; "
-                "allowed: the same settings, or another folder"
+                f"allowed: the same settings, or another folder; to start anew: rm -r {shlex.quote(str(folder))}"
             )
     return runs
 

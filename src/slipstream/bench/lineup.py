@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.acceptance import load_rule
 from slipstream.backends import LoadOptions, reference
 from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
+from slipstream.bench.drawn import draws
 from slipstream.bench.peers import Peer, check_params
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
@@ -17,8 +18,6 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.params import SamplingParams
 from slipstream.stats import Stats
 from slipstream.types import Round, UsageError
-
-ONE_HOT = (PLAIN, "ngram", "table")  # drafters whose drafts are looked up, not drawn
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,25 @@ class Lineup:
         self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.peer is None}
         self._peers = {arm.name: self._peer(arm) for arm in arms if arm.peer is not None}
         self.alone = decoder.using(PLAIN)
+        self._draws: dict[str, bool] = {}
 
     @cached_property
     def plain(self) -> SpeculativeDecoder:
         """The same models on weights as transformers loads them."""
-        decoder = self.decoder
+        decoder, config = self.decoder, self.decoder.config
         if not any(loaded is not None and loaded.packed for loaded in (decoder.target, decoder.draft)):
             return decoder
-        config = decoder.config
-        options = LoadOptions(config.dtype, config.device, False, config.load_options)
-        target = reference.plain_model(decoder.target, options)
-        draft = None if decoder.draft is None else reference.plain_model(decoder.draft, options)
+        target, draft = self._plain_models
         same = {name: getattr(config, name) for name in ("num_draft_tokens", "acceptance", "reproducible")}
         return SpeculativeDecoder(target, draft, fast=False, max_batch_size=config.max_batch_size, **same)
+
+    @cached_property
+    def _plain_models(self) -> tuple[Any, Any]:
+        """Target and draft model as transformers loads them, the draft model None where there is none."""
+        decoder, config = self.decoder, self.decoder.config
+        options = LoadOptions(config.dtype, config.device, False, config.load_options)
+        draft = None if decoder.draft is None else reference.plain_model(decoder.draft, options)
+        return reference.plain_model(decoder.target, options), draft
 
     def encode(self, prompt: BenchPrompt) -> list[int]:
         """The token ids of a prompt, the same for every arm."""
@@ -103,7 +108,9 @@ class Lineup:
         if decoder.config.acceptance != "auto":
             return load_rule(decoder.config.acceptance).coupled
         # "auto" matches one-hot drafts and judges sampled ones by `block`
-        return decoder.drafter_name.partition(":")[0] in ONE_HOT
+        if arm.name not in self._draws:
+            self._draws[arm.name] = draws(decoder)
+        return not self._draws[arm.name]
 
     def same_bits(self, arm: Arm) -> bool:
         """Whether no rounding can tell the arm's text from plain decoding's: one copy, in shapes that agree."""
@@ -117,12 +124,11 @@ class Lineup:
 
     def _peer(self, arm: Arm) -> Peer:
         check_params(arm, self.params)
-        plain = self.plain
-        if plain.target.model is None:
-            raise UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {plain.target.name!r} is none")
-        assistant: Any = None
-        if arm.peer in (ASSISTED, TUNED):
-            if plain.draft is None:
-                raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
-            assistant = plain.draft.model
-        return Peer(arm, plain.target.model, assistant, plain.target.end_ids)
+        loaded = self.decoder.target
+        if loaded.model is None:
+            raise UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {loaded.name!r} is none")
+        assisted = arm.peer in (ASSISTED, TUNED)
+        if assisted and self.decoder.draft is None:
+            raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
+        target, draft = self._plain_models
+        return Peer(arm, target, draft if assisted else None, loaded.end_ids)

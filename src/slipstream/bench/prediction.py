@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slipstream.bench.arms import PLAIN
@@ -15,52 +15,50 @@ from slipstream.types import UsageError
 log = logging.getLogger("slipstream")
 
 
-def with_predictions(summaries: Sequence[ArmSummary], lineup: Lineup, seconds: float) -> list[ArmSummary]:
-    """The summaries with predictions for arms that drafted, prompt processing left out.
+def measured_costs(
+    summaries: Sequence[ArmSummary], lineup: Lineup, seconds: float, batches: Sequence[int] = ()
+) -> dict[str, Costs]:
+    """The costs of every arm that drafted, measured once for each drafter and kind of weights.
 
-    seconds: to measure the costs of each drafter (and kind of weights), or as long as three turns take.
+    seconds: for each of these, or as long as three turns take. batches: measured besides those of the runs.
     """
-    costs: dict[tuple[str, bool], Costs | None] = {}
-    made = []
-    for one in summaries:
-        prediction = None
-        if one.stats is not None and one.stats.num_draft_tokens:
-            prediction = _predicted(one, summaries, lineup, costs, seconds)
-        made.append(replace(one, prediction=prediction))
-    return made
+    drafted = [one for one in summaries if one.stats is not None and one.stats.num_draft_tokens]
+    kinds: dict[tuple[str, bool], list[ArmSummary]] = {}
+    for one in drafted:
+        kinds.setdefault(_kind(one, lineup), []).append(one)
+    found: dict[str, Costs] = {}
+    for own in kinds.values():
+        longest = max(len(one.acceptance_by_position) for one in own)
+        sizes = sorted({one.batch for one in own} | set(batches))
+        try:
+            costs = measure_costs(lineup.decoders[own[0].arm], sizes, range(1, longest + 2), seconds=seconds)
+        except UsageError as error:
+            log.warning("no prediction for %s: %s", own[0].arm, error)
+            continue
+        found |= dict.fromkeys((one.arm for one in own), costs)
+    return {one.arm: found[one.arm] for one in drafted if one.arm in found}  # in the order of the arms
+
+
+def with_predictions(summaries: Sequence[ArmSummary], lineup: Lineup, costs: Mapping[str, Costs]) -> list[ArmSummary]:
+    """The summaries with predictions for arms whose costs are known, prompt processing left out."""
+    return [replace(one, prediction=_predicted(one, summaries, lineup, costs.get(one.arm))) for one in summaries]
+
+
+def _kind(one: ArmSummary, lineup: Lineup) -> tuple[str, bool]:
+    decoder = lineup.decoders[one.arm]
+    return decoder.drafter_name, decoder.target.packed
 
 
 def _predicted(
-    one: ArmSummary,
-    summaries: Sequence[ArmSummary],
-    lineup: Lineup,
-    costs: dict[tuple[str, bool], Costs | None],
-    seconds: float,
+    one: ArmSummary, summaries: Sequence[ArmSummary], lineup: Lineup, costs: Costs | None
 ) -> dict[str, float] | None:
-    decoder = lineup.decoders[one.arm]
-    at = decoder.drafter_name, decoder.target.packed
-    if at not in costs:
-        costs[at] = _measured(at[0], one.arm, summaries, lineup, seconds)
-    known = costs[at]
-    if known is None or one.stats is None:
+    if costs is None or one.stats is None or not one.stats.num_draft_tokens:
         return None
     plain = next((s.stats.to_dict() for s in summaries if s.stats is not None and _is_plain(s, one, lineup)), None)
     try:
-        return predict_from_stats(one.stats.to_dict(), known, plain=plain).to_dict()
+        return predict_from_stats(one.stats.to_dict(), costs, plain=plain).to_dict()
     except UsageError as error:
         log.warning("no prediction for %s: %s", one.arm, error)
-        return None
-
-
-def _measured(drafter: str, arm: str, summaries: Sequence[ArmSummary], lineup: Lineup, seconds: float) -> Costs | None:
-    decoder = lineup.decoders[arm]
-    own = [s for s in summaries if s.stats is not None and lineup.decoders[s.arm].drafter_name == drafter]
-    longest = max(len(s.stats.drafted_per_position) for s in own if s.stats is not None)
-    batches = sorted({s.batch for s in own})
-    try:
-        return measure_costs(decoder, batches, range(1, longest + 2), seconds=seconds)
-    except UsageError as error:
-        log.warning("no prediction for %s: %s", drafter, error)
         return None
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.types import Round, UsageError
+from slipstream.types import Round, SlipstreamError, UsageError
 
 FILE = "runs.jsonl"
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
@@ -108,7 +108,7 @@ def read_records(folder: Path) -> tuple[Header, list[Run]]:
 
 def exists(folder: Path) -> bool:
     """Whether the folder holds a header already."""
-    return (folder / FILE).exists() and bool(_whole_lines(folder / FILE))
+    return os.path.exists(folder / FILE) and bool(_whole_lines(folder / FILE))
 
 
 def start(folder: Path, header: Header) -> None:
@@ -119,9 +119,7 @@ def start(folder: Path, header: Header) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"folder {str(folder)!r} cannot be made: {error.strerror}") from error
-    with _opened(folder / FILE) as file:
-        file.truncate(0)
-    _write(folder / FILE, {"kind": "header"} | asdict(header))
+    _write(folder / FILE, {"kind": "header"} | asdict(header), anew=True)
 
 
 def append(folder: Path, run: Run) -> None:
@@ -143,21 +141,24 @@ def _whole_lines(path: Path) -> list[str]:
     return [line.decode() for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def _write(path: Path, line: dict[str, Any]) -> None:
+def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
     data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-    with _opened(path) as file:
-        file.seek(_end_of_last_whole_line(file))
-        file.truncate()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _opened(path: Path) -> Any:
     try:
-        return path.open("r+b" if path.exists() else "w+b")
+        with open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0) as file:
+            file.seek(0 if anew else _end_of_last_whole_line(file))
+            file.truncate()
+            _write_all(file, data)
+            os.fsync(file.fileno())
     except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        raise SlipstreamError(
+            f"{str(path)!r} cannot be written: {error.strerror}; the finished runs in it stay"
+        ) from error
+
+
+def _write_all(file: Any, data: bytes) -> None:
+    """On a disk that is almost full a write may take a part of the data only."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _end_of_last_whole_line(file: Any) -> int:

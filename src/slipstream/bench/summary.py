@@ -61,6 +61,13 @@ class ArmSummary:
         return self.stats is not None and not self.stats.lossless
 
     @property
+    def round_overhead(self) -> float | None:
+        """What rounds spent on anything but drafting, verifying and accepting, as a share of their time."""
+        if self.stats is None or self.stats.total_seconds <= self.stats.prefill_seconds:
+            return None
+        return self.stats.overhead_seconds / (self.stats.total_seconds - self.stats.prefill_seconds)
+
+    @property
     def acceptance_by_position(self) -> list[float]:
         """The share of draft tokens kept at each position of the draft."""
         if self.stats is None:
@@ -71,7 +78,8 @@ class ArmSummary:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         stats = None if self.stats is None else self.stats.to_dict()
-        return asdict(self) | {"stats": stats, "acceptance_by_position": self.acceptance_by_position}
+        derived = {"acceptance_by_position": self.acceptance_by_position, "round_overhead": self.round_overhead}
+        return asdict(self) | {"stats": stats} | derived
 
 
 def summarise(runs: Sequence[Run], reference: str) -> list[ArmSummary]:

@@ -75,13 +75,15 @@ def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
 def _time(summaries: Sequence[ArmSummary]) -> Table:
     predicted = any(one.prediction for one in summaries)
     more = ("predicted\nspeed-up", "observed,\nno prefill") if predicted else ()
-    table = _table("where the time went", "arm", *PARTS, "overhead", "kept at draft position 1, 2, ...", *more)
+    columns = (*PARTS, "overhead", "overhead\nof a round", "kept at draft position 1, 2, ...")
+    table = _table("where the time went", "arm", *columns, *more)
     for one in summaries:
         if one.time_split is not None:
             shares = [f"{one.time_split[part]:.1%}" for part in (*PARTS, "overhead")]
             cells: list[str | Text] = [
                 _name(one),
                 *shares,
+                "-" if one.round_overhead is None else f"{one.round_overhead:.1%}",
                 " ".join(percent(share) for share in one.acceptance_by_position) or "-",
             ]
             both = (

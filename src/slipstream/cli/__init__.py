@@ -11,7 +11,11 @@ import typer
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from slipstream.cli import (  # noqa: F401  (they register themselves)
+from slipstream.threads import bind_threads
+
+bind_threads(os.environ)  # before PyTorch is imported
+
+from slipstream.cli import (  # noqa: E402, F401  (they register themselves)
     bench,
     chat,
     compare,
@@ -22,9 +26,9 @@ from slipstream.cli import (  # noqa: F401  (they register themselves)
     sweep,
     verify,
 )
-from slipstream.cli.common import app, err, out
-from slipstream.types import SlipstreamError, UsageError
-from slipstream.version import __version__
+from slipstream.cli.common import app, err, out  # noqa: E402
+from slipstream.types import SlipstreamError, UsageError  # noqa: E402
+from slipstream.version import __version__  # noqa: E402
 
 
 @app.callback(invoke_without_command=True)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slipstream import show
 from slipstream.backends.files import EMBEDDED
 from slipstream.bench.arms import PLAIN, SYNTAX, parse_arms, reference_of
 from slipstream.bench.header import make_header, open_folder
+from slipstream.bench.kept import Kept, read_kept
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import Measurement, name_prompts, plan
-from slipstream.bench.records import FILE, Header, Run
+from slipstream.bench.records import FILE, Run, finished
 from slipstream.bench.runner import Runner
+from slipstream.bench.simulation import ArmSimulation, simulate_arms, simulated_batches
 from slipstream.bench.summary import ArmSummary, summarise, wrong_texts
-from slipstream.bench.tables import progress_line, tables
+from slipstream.bench.tables import tables
 from slipstream.cli.common import (
     Category,
     ConfigFile,
@@ -41,6 +42,10 @@ from slipstream.cli.common import (
     write_json,
 )
 from slipstream.cli.flags import flags
+from slipstream.cli.measuring import interruptible, watched
+from slipstream.cli.plan_file import Plan
+from slipstream.cli.report import target_tokenizer
+from slipstream.cli.simulate import print_simulation
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
 from slipstream.report import require_matplotlib, write_report
@@ -52,6 +57,7 @@ from slipstream.types import SlipstreamError, UsageError
 def bench(
     config: DecoderConfig,
     params: SamplingParams,
+    plan_file: Plan = None,
     target: Target = EMBEDDED,
     draft: DraftModel = None,
     arms: Annotated[str | None, typer.Option("--arms", help=f"what to compare, with commas between: {SYNTAX}")] = None,
@@ -67,6 +73,9 @@ def bench(
     predict: Annotated[
         float, typer.Option("--predict", min=0, help="seconds per drafter to measure costs for predictions; 0: none")
     ] = 5.0,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="also predict other draft lengths and batches, as slipstream simulate")
+    ] = False,
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="folder for runs.jsonl; a folder begun before is gone on with")
     ] = None,
@@ -77,11 +86,14 @@ def bench(
     """Measure arms against each other: medians, intervals, parity, where the time went. Goes on where it was killed.
 
     Arms take turns on each prompt, then comes the next repeat. --num-draft-tokens and --acceptance hold for arms
-    that say nothing else. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm failed.
+    that say nothing else. A finished folder prints its tables again; no model is loaded. Exit code 1 if a lossless
+    arm's text differs by more than a tie, or if an arm failed.
     """
     config = config_from(config, config_file)
     if report:
         require_matplotlib()
+    if simulate and not predict:
+        raise UsageError("--simulate beside --predict 0, which measures no costs; allowed: --predict SECONDS above 0")
     chosen = parse_arms(_arms(arms, config))
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     prompts = name_prompts(prompt_set(prompt_file, category, limit))
@@ -91,24 +103,82 @@ def bench(
     header = make_header({"target": target, "draft": draft}, chosen, prompts, config, params, **settings)
     folder = out_folder or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     before = open_folder(folder, header)
-    lineup = Lineup(load_decoder(target, draft, config, None), chosen, params, chat=not raw)
-    for arm in chosen:
-        if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
-            show.lossy_warning(err, arm.acceptance)
-    runs = [*before, *_watched(Runner(lineup, planned, folder).run(before), planned, before)]
-    summaries = summarise(runs, base)
-    if predict:
-        from slipstream.bench.prediction import with_predictions
-
-        summaries = with_predictions(summaries, lineup, predict)
-    for table in tables(summaries, base):
+    wanted = _Wanted(folder, planned, base, predict, simulate)
+    with interruptible(folder):
+        found = wanted.from_folder(before)
+        if found is None:
+            lineup = Lineup(load_decoder(target, draft, config, None), chosen, params, chat=not raw)
+            _announce_lossy(lineup)
+            found = wanted.measured(lineup, before)
+    for table in tables(found.summaries, base):
         out.print(table)
+    simulations = _print_simulations(found) if simulate else []
     if report:
-        page = write_report(folder, lineup.decoder.tokenizer, predicted=summaries)
+        page = write_report(folder, target_tokenizer(header))
         err.print(f"report: {escape(str(page))}", soft_wrap=True)
     err.print(f"raw runs: {escape(str(folder / FILE))}", soft_wrap=True)
-    write_json(json_file, _report(header, summaries))
-    _fail_on_wrong_or_failed(summaries)
+    simulated = {"simulations": {one.arm: one.to_dict() for one in simulations}} if simulate else {}
+    write_json(json_file, asdict(header) | {"summary": [one.to_dict() for one in found.summaries]} | simulated)
+    _fail_on_wrong_or_failed(found.summaries)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the tables are made from. kept: None where nothing was predicted."""
+
+    summaries: list[ArmSummary]
+    kept: Kept | None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a folder is to hold. predict: seconds per drafter to measure costs, 0 for none."""
+
+    folder: Path
+    planned: list[Measurement]
+    reference: str
+    predict: float
+    simulate: bool
+
+    def from_folder(self, before: Sequence[Run]) -> _Found | None:
+        """All of it from the folder, if it is there already."""
+        kept = read_kept(self.folder) if self.predict else None
+        if not finished(before) >= {one.key for one in self.planned}:
+            return None
+        if self.predict and (kept is None or not kept.answers(self.predict, self.simulate)):
+            return None
+        err.print(f"all {len(before)} measurements are there already")
+        summaries = summarise(before, self.reference)
+        return _Found(kept.beside(summaries) if kept else summaries, kept)
+
+    def measured(self, lineup: Lineup, before: Sequence[Run]) -> _Found:
+        """What is still missing is measured and left in the folder."""
+        runs = Runner(lineup, self.planned, self.folder).run(before)
+        summaries = summarise([*before, *watched(runs, self.planned, before)], self.reference)
+        if not self.predict:
+            return _Found(summaries, None)
+        from slipstream.bench.prediction import measured_costs, with_predictions
+
+        batches = simulated_batches(lineup.decoder.config.max_batch_size) if self.simulate else []
+        costs = measured_costs(summaries, lineup, self.predict, batches)
+        summaries = with_predictions(summaries, lineup, costs)
+        kept = Kept.of(summaries, costs, self.predict, self.simulate)
+        kept.save(self.folder)
+        return _Found(summaries, kept)
+
+
+def _announce_lossy(lineup: Lineup) -> None:
+    for arm in lineup.arms:
+        if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
+            show.lossy_warning(err, arm.acceptance)
+
+
+def _print_simulations(found: _Found) -> list[ArmSimulation]:
+    simulations = simulate_arms(found.summaries, found.kept.costs) if found.kept else []
+    for one in simulations:
+        out.print(f"\nsimulation of {escape(one.arm)}, from what it accepted in this run")
+        print_simulation(out, one.costs, one.acceptance, one.simulation)
+    return simulations
 
 
 def _arms(arms: str | None, config: DecoderConfig) -> str:
@@ -126,49 +196,6 @@ def _batch_sizes(text: str, config: DecoderConfig) -> list[int]:
     if max(sizes) > config.max_batch_size:
         raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
     return sizes
-
-
-def _watched(runs: Iterator[Run], planned: Sequence[Measurement], before: Sequence[Run]) -> Iterator[Run]:
-    """The runs as they come: a progress bar on a terminal, elsewhere a line per finished group of prompts."""
-    if before:
-        err.print(f"{len(before)} of {len(planned)} measurements are there already")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, *times, console=err, disable=not err.is_terminal) as progress:
-        task = progress.add_task("warming up", total=len(planned), completed=len(before))
-        lines = _Lines(planned, before)
-        for run in runs:
-            progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
-            line = lines.add(run)
-            if line is not None and not err.is_terminal:
-                err.print(escape(line), soft_wrap=True)
-            yield run
-
-
-class _Lines:
-    """Gathers the runs of a group of prompts until all arms and repeats are there."""
-
-    def __init__(self, planned: Sequence[Measurement], before: Sequence[Run]) -> None:
-        self._groups: dict[tuple[int, tuple[str, ...]], list[Run]] = {}
-        self._wanted: dict[tuple[int, tuple[str, ...]], int] = {}
-        for one in planned:
-            at = one.batch, tuple(one.group.ids)
-            self._wanted[at] = self._wanted.get(at, 0) + 1
-        for run in before:
-            self.add(run)
-
-    def add(self, run: Run) -> str | None:
-        """The line of the group that this run completes."""
-        at = run.batch, tuple(run.prompts)
-        self._groups.setdefault(at, []).append(run)
-        if len(self._groups[at]) < self._wanted[at]:
-            return None
-        done = sum(len(runs) == self._wanted[group] for group, runs in self._groups.items())
-        return progress_line(done, len(self._wanted), self._groups[at])
-
-
-def _report(header: Header, summaries: Sequence[ArmSummary]) -> dict[str, Any]:
-    return asdict(header) | {"summary": [one.to_dict() for one in summaries]}
 
 
 def _fail_on_wrong_or_failed(summaries: Sequence[ArmSummary]) -> None:

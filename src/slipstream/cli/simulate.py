@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from slipstream.cli.common import DraftModel, Json, app, err, out, write_json
@@ -18,7 +19,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.prediction.accepted import Acceptance
 from slipstream.prediction.costs import Costs, Machine, paper_costs
 from slipstream.prediction.probe import measure_costs
-from slipstream.prediction.simulate import Simulation, simulate
+from slipstream.prediction.simulate import Simulation, conclusions, simulate
 from slipstream.types import UsageError
 
 
@@ -27,14 +28,8 @@ def print_simulation(
 ) -> dict[str, Any]:
     """Print the table and what follows from it; returns costs and table for JSON."""
     console.print(simulation_table(simulation))
-    for batch, best in simulation.best.items():
-        low = simulation.break_even[batch].get(best)
-        what = f"best draft length {best}" if best else "plain decoding is best"
-        needed = "" if low is None else f", which pays from an acceptance of {low:.0%} per token"
-        console.print(f"batch {batch}: {what}{needed}")
-    known = f"up to {costs.batches[-1]} rows" if simulation.stops is None else f"at {simulation.stops} rows"
-    console.print(f"speculation {'pays in batches' if simulation.stops is None else 'stops paying'} {known}")
-    console.print(f"costs: {costs.machine}; drafter {costs.drafter}; prompt processing is not counted")
+    for line in conclusions(costs, simulation):
+        console.print(escape(line), soft_wrap=True)
     shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
     return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
 
@@ -51,10 +46,9 @@ def simulation_table(simulation: Simulation) -> Table:
 
 
 def _cell(simulation: Simulation, batch: int, length: int) -> str:
-    speed_up = simulation.speed_ups[batch][length]
-    if length == simulation.best[batch]:
-        return f"[bold green]{speed_up:.2f}x*[/]"
-    return f"[red]{speed_up:.2f}x-[/]" if speed_up < 1 else f"{speed_up:.2f}x "
+    text = simulation.marked(batch, length)
+    style = {"*": "bold green", "-": "red"}.get(text[-1])
+    return f"[{style}]{text}[/]" if style else f"{text} "
 
 
 @app.command("simulate")

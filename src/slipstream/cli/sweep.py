@@ -17,6 +17,7 @@ from rich.table import Table
 from slipstream.backends.files import EMBEDDED
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.header import make_header, open_folder
+from slipstream.bench.kept import Kept
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import FILE
@@ -40,6 +41,7 @@ from slipstream.cli.common import (
     write_json,
 )
 from slipstream.cli.flags import flags
+from slipstream.cli.measuring import interruptible, watched
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
 from slipstream.report import require_matplotlib, write_report
@@ -95,19 +97,17 @@ def sweep_command(
     header = make_header({"target": target, "draft": draft}, grid.arms(), prompts, config, params, **settings)
     folder = out_folder or Path(f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
     before = open_folder(folder, header)
-    lineup = Lineup(load_decoder(target, draft, config, None), grid.arms(), params, chat=not raw)
-    runs = list(before)
-    for run in Runner(lineup, planned, folder).run(before):
-        runs.append(run)
-        err.print(escape(f"{len(runs)}/{len(planned)} {run.arm} {', '.join(run.prompts)}"), soft_wrap=True)
-    summaries = summarise_by_temperature(runs, grid.reference)
-    if predict:
-        summaries = _predicted(summaries, lineup, grid, predict)
+    with interruptible(folder):
+        lineup = Lineup(load_decoder(target, draft, config, None), grid.arms(), params, chat=not raw)
+        runs = [*before, *watched(Runner(lineup, planned, folder).run(before), planned, before)]
+        summaries = summarise_by_temperature(runs, grid.reference)
+        if predict:
+            summaries = _predicted(summaries, lineup, folder, predict)
     series = series_of(summaries)
     _print(series)
     err.print(f"raw runs: {escape(str(folder / FILE))}", soft_wrap=True)
     if report:
-        page = write_report(folder, lineup.decoder.tokenizer, predicted=summaries)
+        page = write_report(folder, lineup.decoder.tokenizer)
         err.print(f"report: {escape(str(page))}", soft_wrap=True)
     write_json(json_file, asdict(header) | {"sweep": sweep_report(series)})
     _fail_on_difference(summaries)
@@ -203,14 +203,13 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def _predicted(summaries: Sequence[ArmSummary], lineup: Lineup, grid: Grid, seconds: float) -> list[ArmSummary]:
-    """Predictions, each temperature beside plain decoding at that temperature."""
-    from slipstream.bench.prediction import with_predictions
+def _predicted(summaries: Sequence[ArmSummary], lineup: Lineup, folder: Path, seconds: float) -> list[ArmSummary]:
+    """Predictions, which are kept beside the runs."""
+    from slipstream.bench.prediction import measured_costs, with_predictions
 
-    made: list[ArmSummary] = []
-    for temperature in grid.temperatures:
-        names = {arm.name for arm in grid.arms() if arm.temperature == temperature}
-        made += with_predictions([one for one in summaries if one.arm in names], lineup, seconds)
+    costs = measured_costs(summaries, lineup, seconds)
+    made = with_predictions(summaries, lineup, costs)
+    Kept.of(made, costs, seconds, simulated=False).save(folder)
     return made
 
 

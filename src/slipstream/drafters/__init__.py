@@ -43,6 +43,14 @@ class Observer(Protocol):
         """
 
 
+@runtime_checkable
+class Learner(Protocol):
+    """What a drafter is besides if it keeps what it learned from earlier requests."""
+
+    def forget(self) -> None:
+        """Drop it."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a drafter may be built from. coupled: draws must share the target's noise (acceptance "match")."""

@@ -31,6 +31,10 @@ class ModelDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         width = max(lengths, default=0)
+        if width and sampler.plain:
+            drafted = self.session.draft_greedy(rows, width, self.vocab_size)
+            if drafted is not None:
+                return Draft(drafted.to(sampler.device, non_blocking=True), tuple(lengths))
         device = self.session.backend.device
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
         sampled = not (sampler.all_greedy or self.coupled)

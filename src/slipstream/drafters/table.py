@@ -29,7 +29,7 @@ class _Table:
     """The n-grams of a row's tokens as a tree: the children of a context are the tokens that followed it.
 
     Node 0 is the empty context. Per node: its token, how often it occurred, and which child occurred most often (of
-    several, the latest). Memory: at most one node per n-gram size and token, about 140 bytes each.
+    several, the latest). Memory: at most one node per n-gram size and token, up to 150 bytes each.
     """
 
     def __init__(self, sizes: range, vocab_size: int, start: int) -> None:
@@ -105,8 +105,8 @@ class TableDrafter:
 
     fill: where no context of two tokens is known, go on with what the target has ranked highest after the last token
     so far. Drafts are one-hot. A row's table is dropped with the row; it covers at most the row's last 131,072 tokens
-    and takes up to 140 bytes per n-gram size and token (90 MB at worst with the default sizes; 0.1 to 0.6 KB per
-    token was measured). Filling adds about 300 bytes per output token.
+    and takes up to 150 bytes per n-gram size and token (80 MB at worst with the default sizes). Real text repeats
+    itself and takes less; `benchmarks/table_memory.py` measures that, and what filling adds per output token.
     """
 
     vocab_size: int

@@ -20,11 +20,12 @@ from slipstream.backends import Backend
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
+from slipstream.memo import EXACT_FIT, Shapes
 from slipstream.params import SamplingParams
 from slipstream.policy import Fixed
 from slipstream.prediction.costs import Costs
 from slipstream.sampling import Sampler
-from slipstream.session import EXACT_FIT, Session, Shapes
+from slipstream.session import Session
 from slipstream.types import MAX_DRAFT_TOKENS, Draft, Round, Row, UsageError
 
 FEWEST_TURNS, MOST_TURNS = 3, 40
@@ -51,6 +52,7 @@ def measure_costs(
     chosen = sorted({pad(width) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
     decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+    decoder.forget_learned()
     return _Probe(decoder, sorted(set(batch_sizes)), chosen, drafter).measure(seconds)
 
 

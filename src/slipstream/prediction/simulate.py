@@ -43,6 +43,26 @@ class Simulation:
         """For JSON."""
         return {**vars(self), "lengths": list(self.lengths), "batches": list(self.batches)}
 
+    def marked(self, batch: int, length: int) -> str:
+        """One speed-up as text: `*` behind the best of its batch, `-` behind what is slower than plain decoding."""
+        speed_up = self.speed_ups[batch][length]
+        return f"{speed_up:.2f}x{'*' if length == self.best[batch] else '-' if speed_up < 1 else ''}"
+
+
+def conclusions(costs: Costs, simulation: Simulation) -> list[str]:
+    """What a simulation comes to, in sentences: the best length of each batch, where speculation stops paying."""
+    lines = []
+    for batch, best in simulation.best.items():
+        low = simulation.break_even[batch].get(best)
+        what = f"best draft length {best}" if best else "plain decoding is best"
+        needed = "" if low is None else f", which pays from an acceptance of {low:.0%} per token"
+        lines.append(f"batch {batch}: {what}{needed}")
+    if simulation.stops is None:
+        lines.append(f"speculation pays in batches up to {costs.batches[-1]} rows")
+    else:
+        lines.append(f"speculation stops paying at {simulation.stops} rows")
+    return [*lines, f"costs: {costs.machine}; drafter {costs.drafter}; prompt processing is not counted"]
+
 
 def simulate(
     costs: Costs,

@@ -5,11 +5,9 @@ write_report(Path("bench-1"), decoder.tokenizer)     # bench-1/report.html and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.bench.summary import ArmSummary
-from slipstream.report.data import load, write_predictions
+from slipstream.report.data import load
 from slipstream.report.figures import charts
 from slipstream.report.html import render
 from slipstream.report.plots import require_matplotlib, save
@@ -21,18 +19,13 @@ __all__ = ["REPORT", "require_matplotlib", "write_report"]
 REPORT = "report.html"
 
 
-def write_report(
-    folder: Path, tokenizer: Tokenizer | None = None, *, predicted: Sequence[ArmSummary] | None = None
-) -> Path:
+def write_report(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     """Write the report and the plots into a folder of runs, and return the page.
 
-    tokenizer: of the target, to show samples as text; without one their token ids are shown. predicted: summaries
-    with predictions, which are kept beside the runs for reports written later. Needs matplotlib (the extra "bench").
-    Raises UsageError for a folder that holds no runs or cannot be written to.
+    tokenizer: of the target, to show samples as text; without one their token ids are shown. Needs matplotlib (the
+    extra "bench"). Raises UsageError for a folder that holds no runs or cannot be written to.
     """
     require_matplotlib()
-    if predicted is not None:
-        write_predictions(folder, predicted)
     data = load(folder)
     found = charts(data)
     save(found, folder / "plots")

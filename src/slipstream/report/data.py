@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.bench.kept import read_kept
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.summary import ArmSummary
+from slipstream.bench.simulation import ArmSimulation, simulate_arms
+from slipstream.bench.summary import ArmSummary, summarise
 from slipstream.sweep import references, summarise_by_temperature
 from slipstream.types import UsageError
-
-PREDICTIONS = "predictions.json"
 
 
 @dataclass(frozen=True)
 class Data:
     """A folder of runs.
 
-    references: what each arm's speed-up refers to. summaries: with predictions, if there are any.
+    references: what each arm's speed-up refers to. summaries: with predictions, if there are any. simulations: of the
+    arms, where the benchmark was asked for them.
     """
 
     header: Header
     runs: list[Run]
     summaries: list[ArmSummary]
     references: dict[str, str]
+    simulations: tuple[ArmSimulation, ...] = ()
 
     def runs_of(self, arm: str, batch: int) -> list[Run]:
         """The finished runs of an arm at a batch size that did not fail."""
@@ -42,33 +42,17 @@ def load(folder: Path) -> Data:
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
-    predictions = read_predictions(folder)
-    summaries = [
-        replace(one, prediction=predictions.get(f"{one.arm} batch {one.batch}"))
-        for one in summarise_by_temperature(runs, default)
-    ]
-    return Data(header, runs, summaries, references(names, default))
+    kept = read_kept(folder)
+    summaries = summarise_by_temperature(runs, default)
+    simulations = simulate_arms(summaries, kept.costs) if kept is not None and kept.simulated else []
+    return Data(
+        header, runs, kept.beside(summaries) if kept else summaries, references(names, default), tuple(simulations)
+    )
 
 
-def write_predictions(folder: Path, summaries: Sequence[ArmSummary]) -> None:
-    """Keep the predictions beside the runs, since the costs they are made from are measured only once."""
-    kept = {f"{one.arm} batch {one.batch}": one.prediction for one in summaries if one.prediction is not None}
-    try:
-        (folder / PREDICTIONS).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{str(folder / PREDICTIONS)!r} cannot be written: {error.strerror}") from error
-
-
-def read_predictions(folder: Path) -> dict[str, dict[str, float]]:
-    """Predictions by "ARM batch SIZE"; empty where none were made."""
-    path = folder / PREDICTIONS
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
-    wanted = {"predicted", "observed"}
-    if not isinstance(found, dict) or not all(isinstance(p, dict) and wanted <= p.keys() for p in found.values()):
-        raise UsageError(f"{str(path)!r} holds no predictions; allowed: what a benchmark wrote, or no such file")
-    return found
+def against(data: Data, reference: str) -> Data:
+    """The same runs with every speed-up referring to one arm."""
+    names = list(data.references)
+    if reference not in names:
+        raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}")
+    return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))

@@ -8,6 +8,7 @@ from html import escape
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import VerdictName
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
+from slipstream.prediction.simulate import conclusions
 from slipstream.report import page, samples
 from slipstream.report.charts import Chart
 from slipstream.report.data import Data
@@ -42,6 +43,7 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         page.section("Plots", _plots(charts)),
         page.section("Where the time went", _time(data.summaries)),
         page.section("Predicted and observed", _predictions(data.summaries)),
+        page.section("Simulated", *_simulations(data)),
         page.section("Texts", _samples(data, tokenizer)),
         page.section("Settings", page.settings_list(data.header.settings)),
         page.section("Versions and machine", page.settings_list(data.header.versions | data.header.machine)),
@@ -55,6 +57,11 @@ def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> str:
         return "-"
     interval = "" if value.low is None or value.high is None else f" ({value.low:{form}} to {value.high:{form}})"
     return f"{value.value:{form}}{unit}{interval}"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage; a dash where there is none."""
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _opening(data: Data) -> str:
@@ -79,7 +86,7 @@ def _warnings(data: Data) -> list[str]:
 
 def _advice(data: Data) -> list[str]:
     found = [best for one in series_of(data.summaries) if (best := best_of(one)) is not None]
-    return ["<ul>" + "".join(f"<li>{escape(best.sentence)}</li>" for best in found) + "</ul>"] if found else []
+    return [page.bullets([best.sentence for best in found])] if found else []
 
 
 def _overall(data: Data) -> list[str]:
@@ -154,9 +161,15 @@ def _plots(charts: Sequence[Chart]) -> str:
 def _time(summaries: Sequence[ArmSummary]) -> str:
     parts = (*PARTS, "overhead")
     timed = [(one, one.time_split) for one in summaries if one.time_split is not None]
-    rows = [[one.arm, str(one.batch), *(f"{split[part]:.1%}" for part in parts)] for one, split in timed]
-    caption = "shares of the measured seconds; overhead is all that no other column names"
-    return page.table(caption, ["arm", "batch", *parts], rows) if rows else ""
+    rows = [
+        [one.arm, str(one.batch), *(f"{split[part]:.1%}" for part in parts), share(one.round_overhead)]
+        for one, split in timed
+    ]
+    caption = (
+        "shares of the measured seconds, overhead being all that no other part names; in the last column what a round "
+        "takes besides drafting, verifying and accepting, as a share of the round"
+    )
+    return page.table(caption, ["arm", "batch", *parts, "overhead of a round"], rows) if rows else ""
 
 
 def _predictions(summaries: Sequence[ArmSummary]) -> str:
@@ -173,6 +186,21 @@ def _predictions(summaries: Sequence[ArmSummary]) -> str:
     ]
     caption = "speed-up over plain decoding, prompt processing not counted"
     return page.table(caption, ["arm", "batch", "predicted", "observed", "deviation"], rows) if rows else ""
+
+
+def _simulations(data: Data) -> list[str]:
+    """Per arm the speed-ups over draft length and batch, and what follows from them."""
+    made = []
+    for one in data.simulations:
+        found = one.simulation
+        head = ["draft length", "tokens per round", *(f"batch {batch}" for batch in found.batches)]
+        rows = [
+            [str(n), f"{found.tokens[n]:.2f}", *(found.marked(batch, n) for batch in found.batches)]
+            for n in found.lengths
+        ]
+        caption = f"{one.arm}, from what it accepted in these runs: predicted speed-up (* best, - slower than plain)"
+        made += [page.table(caption, head, rows), page.bullets(conclusions(one.costs, found))]
+    return made
 
 
 def _samples(data: Data, tokenizer: Tokenizer | None) -> str:

@@ -46,6 +46,11 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{escape(kind)}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
+def bullets(lines: Sequence[str]) -> str:
+    """A list of sentences."""
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
 def folded(title: str, content: str, *, opened: bool = False) -> str:
     """Content to unfold. title: text; content: markup."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{content}</details>"

@@ -133,6 +133,7 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
     for line in chart.lines:
         look = _look(line)
         if line.plain:
+            look["marker"] = "x" if len(line.points) == 1 else None  # a line of one point cannot be seen
             axes.plot([p.x for p in line.points], [p.value for p in line.points], **look)
         else:
             axes.errorbar(*_columns(line.points), yerr=_errors(line.points), **look)

@@ -24,7 +24,7 @@ p, dd { max-width: 48rem; }
 table { border-collapse: separate; border-spacing: 0; font-size: 14px; line-height: 22px;
   font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 11px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th { vertical-align: bottom; }
+th { vertical-align: bottom; white-space: normal; overflow-wrap: normal; }
 th:first-child, td:first-child, td.word, th.word { text-align: left; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
 td.wrap { white-space: normal; min-width: 16rem; }

@@ -1,0 +1,232 @@
+"""How fast is a round on a GPU, stage by stage, against what its memory bandwidth allows?
+
+    PYTHONPATH=src python benchmarks/gpu.py
+    PYTHONPATH=src python benchmarks/gpu.py --small          # tiny models on the CPU, seconds
+
+Needs neither network nor weights: target and draft model have the shapes of Qwen3-8B and Qwen3-0.6B and random weights,
+except that both say the token after the last one with a wide margin, so that no near-tie disturbs the simulated
+acceptance: each token of the draft model is replaced by a wrong one with a set probability, the same positions in every
+arm, Hugging Face's own assisted generation included. Such a text hardly depends on the memory; so the logits of random
+tokens, with embeddings so small that they do, are compared on their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from gpu_arms import (
+    DRAFT,
+    SHARED,
+    TARGET,
+    TINY,
+    TINY_DRAFT,
+    TINY_TARGET,
+    Arm,
+    Setting,
+    build,
+    compare_logits,
+    hf_arm,
+    slipstream_arm,
+    wait_for,
+)
+
+from slipstream.backends.files import quiet
+from slipstream.backends.graphed import GraphedBackend
+from slipstream.backends.hf import HFBackend
+from slipstream.backends.reference import last_logits
+from slipstream.parity import first_difference
+
+TIE = 0.02  # of the largest logit
+STAGES = ("draft", "verify", "accept", "overhead")
+
+
+def main(
+    small: Annotated[bool, typer.Option(help="tiny models on the CPU, to see that everything runs")] = False,
+    prompt_tokens: int = 128,
+    max_tokens: int = 96,
+    num_draft_tokens: int = 4,
+    acceptance: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="probability that a draft token is the target's")
+    ] = 0.8,
+    repeats: int = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the JSON line to this file as well")] = None,
+) -> None:
+    """Interleaved arms, medians, milliseconds by stage against the roofline, parity; ends in one JSON line."""
+    quiet()
+    logging.getLogger("slipstream").addHandler(logging.StreamHandler())  # why graphs are not used, if so
+    if not small and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no GPU; allowed: --small")
+    device = torch.device("cpu" if small else "cuda")
+    if small:
+        prompt_tokens, max_tokens, repeats = 8, 12, 1
+    setting = prepare(small, device, prompt_tokens, max_tokens, num_draft_tokens, acceptance)
+    result = describe(setting, bandwidth(device, 1 << 22 if small else 1 << 31))
+    backends = {
+        kind: (make(setting.target), make(setting.draft))
+        for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
+    }
+    result["batches"] = {rows: measure(setting, backends, rows, repeats, result) for rows in (1, 2 if small else 8)}
+    result["graphs"] = {"target": str(backends["graphed"][0].graph_memory())}
+    result["graphs"]["draft"] = str(backends["graphed"][1].graph_memory())
+    result["logits"] = compare_logits(setting, backends)
+    print(f"graphs: {result['graphs']}")
+    print(f"logits of random tokens, graphed against eager: {result['logits']}")
+    line = json.dumps(result)
+    if json_file is not None:
+        json_file.write_text(line + "\n")
+    print(line)
+    if any(arm["error"] for batch in result["batches"].values() for arm in batch):
+        raise typer.Exit(1)
+
+
+def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
+    """Models, prompts of random tokens, and where the draft will be wrong."""
+    target = build((TINY_TARGET | TINY) if small else (TARGET | SHARED), device)
+    draft = build((TINY_DRAFT | TINY) if small else (DRAFT | SHARED), device)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, target.config.vocab_size, (8, length), generator=generator).tolist()
+    wrong = torch.rand(8, length + tokens + 64, generator=generator) >= acceptance
+    return Setting(target, draft, prompts, wrong.to(device), tokens, count)
+
+
+def bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes: the median of 20."""
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    seconds = []
+    for _ in range(20):
+        wait_for(device)
+        started = perf_counter()
+        copy.copy_(source)
+        wait_for(device)
+        seconds.append(perf_counter() - started)
+    return 2 * size / median(seconds)
+
+
+def describe(setting: Setting, bytes_per_second: float) -> dict[str, Any]:
+    """Machine, versions and rooflines: the time to read every weight of a forward once."""
+    name = torch.cuda.get_device_name() if setting.device.type == "cuda" else platform.machine()
+    rooflines = {}
+    for which, model in (("target", setting.target), ("draft", setting.draft)):
+        size = sum(weight.nbytes for weight in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        rooflines[which] = 1e3 * size / bytes_per_second
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    reads = ", ".join(f"{ms:.2f} ms ({which})" for which, ms in rooflines.items())
+    print(f"copy {bytes_per_second / 1e9:.0f} GB/s; a forward reads its weights in {reads}")
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "gigabytes_per_second": bytes_per_second / 1e9,
+        "roofline_ms": rooflines,
+        "num_draft_tokens": setting.num_draft_tokens,
+        "max_tokens": setting.max_tokens,
+    }
+
+
+def measure(
+    setting: Setting, backends: dict[str, Any], rows: int, repeats: int, result: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """All arms in turns, `repeats` times after one run to warm up, then once more by stage."""
+    arms = [hf_arm("hf generate", setting)]
+    if rows == 1:
+        arms.append(hf_arm("hf assisted", setting, setting.draft))
+    for kind, (target, draft) in backends.items():
+        arms.append(slipstream_arm(f"plain {kind}", setting, (target, None)))
+        arms.append(slipstream_arm(f"speculative {kind}", setting, (target, draft)))
+    for turn in range(repeats + 1):
+        for arm in arms:
+            attempt(arm, partial(timed, arm, rows, setting, keep=turn > 0))
+    for arm in arms:
+        if arm.backends is not None:
+            waiting = slipstream_arm(arm.name, setting, arm.backends, waiting=True)
+            attempt(arm, partial(by_stage, arm, waiting, rows))
+    print(
+        f"\nbatch {rows}: draft roofline {setting.num_draft_tokens} x {result['roofline_ms']['draft']:.2f} ms, "
+        f"verify {result['roofline_ms']['target']:.2f} ms"
+    )
+    return [report(arm, arms[0], setting, rows) for arm in arms]
+
+
+def attempt(arm: Arm, work: Callable[[], None]) -> None:
+    """Do some of an arm's work; an arm that failed once does nothing more."""
+    if arm.error is not None:
+        return
+    try:
+        work()
+    except Exception as error:  # whatever it is, it belongs to this arm and is reported as such
+        arm.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def timed(arm: Arm, rows: int, setting: Setting, keep: bool) -> None:
+    """Run an arm once."""
+    wait_for(setting.device)
+    started = perf_counter()
+    texts = arm.run(rows)
+    wait_for(setting.device)
+    if keep:
+        arm.texts = texts
+        arm.seconds.append(perf_counter() - started)
+
+
+def by_stage(arm: Arm, waiting: Arm, rows: int) -> None:
+    """Median milliseconds of each stage of a round, with a wait after each stage."""
+    waiting.run(rows)
+    whole = [done.seconds for done in waiting.rounds if done.seconds.prefill < 0.5 * done.seconds.total]
+    parts: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for seconds in whole:
+        known = (seconds.draft, seconds.verify, seconds.accept)
+        for stage, value in zip(STAGES, (*known, seconds.total - seconds.prefill - sum(known)), strict=True):
+            parts[stage].append(value)
+    arm.stages = {stage: 1e3 * median(values) for stage, values in parts.items() if values}
+
+
+def report(arm: Arm, reference: Arm, setting: Setting, rows: int) -> dict[str, Any]:
+    """Print one arm and return its figures."""
+    if arm.error is not None:
+        print(f"{arm.name:20} FAILED: {arm.error}")
+        return {"arm": arm.name, "error": arm.error}
+    tokens, seconds = sum(map(len, arm.texts)), median(arm.seconds)
+    fields: dict[str, Any] = {"arm": arm.name, "error": None, "tokens_per_second": tokens / seconds}
+    fields["seconds"], fields["stages_ms"] = arm.seconds, arm.stages
+    fields["parity"] = parity(arm.texts, reference.texts, setting)
+    drafted = sum(done.num_draft_tokens for done in arm.rounds)
+    fields["acceptance_rate"] = sum(done.num_accepted_tokens for done in arm.rounds) / drafted if drafted else None
+    fields["tokens_per_round"] = len(arm.texts[0]) / len(arm.rounds) if arm.rounds else None
+    stages = "  ".join(f"{stage} {ms:.2f}" for stage, ms in arm.stages.items())
+    per_round = f"{fields['tokens_per_round']:.2f} tokens a round" if arm.rounds else ""
+    print(f"{arm.name:20} {fields['tokens_per_second']:8.1f} tokens/s  {per_round:20} {stages}  {fields['parity']}")
+    return fields
+
+
+def parity(texts: list[list[int]], expected: list[list[int]], setting: Setting) -> str:
+    """How many texts are those of the reference, part at a tie, or differ."""
+    counts = {"identical": 0, "tie": 0, "different": 0}
+    if not expected:
+        return "no reference"
+    for prompt, text, other in zip(setting.prompts, texts, expected, strict=False):
+        at = first_difference(other, text)
+        if at is None:
+            counts["identical"] += 1
+        elif at >= min(len(text), len(other)):
+            counts["different"] += 1
+        else:
+            logits = last_logits(setting.target, [*prompt, *other[:at]])[0]
+            gap = float(logits.max() - logits[[text[at], other[at]]].min())
+            counts["tie" if gap <= TIE * float(logits.abs().max()) else "different"] += 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+if __name__ == "__main__":
+    typer.run(main)

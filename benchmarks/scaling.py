@@ -1,0 +1,269 @@
+"""Time of a round against context length and batch, beside the time of the attention alone.
+
+    python benchmarks/scaling.py smollm2
+    python benchmarks/scaling.py TARGET --draft DRAFT --drafter model --contexts 128,1024,8192 --batches 1,8,32
+
+A round should grow with its context as its attention grows, and by nothing else. So each line shows how much longer a
+round takes than at the shortest context of its batch, and how much longer the attention takes: one bare
+scaled_dot_product_attention of the round's shapes (the query heads that share a key head as rows of one product), times
+the number of layers. All rows hold the same random prompt, which is read once. Times are medians over the rounds of
+all turns, in which the lines take part in order; the reading of prompts is left out. On a GPU each forward is awaited,
+so that the parts are those of the work and not of issuing it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.backends import Backend
+from slipstream.backends.files import quiet
+from slipstream.drafters import Drafter, Setup, load
+from slipstream.engine import Engine
+from slipstream.memo import EXACT_FIT
+from slipstream.policy import Fixed
+from slipstream.session import Session
+from slipstream.types import Round, Row
+
+WARM_UP = 2  # rounds of each line and turn that are not counted
+PARTS = ("draft", "verify", "accept", "overhead")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Milliseconds per round at one batch and context; attention: of all layers, None where the model has none."""
+
+    batch: int
+    context: int
+    width: int
+    draft: float
+    verify: float
+    accept: float
+    overhead: float
+    attention: float | None
+
+    @property
+    def total(self) -> float:
+        """The whole round."""
+        return self.draft + self.verify + self.accept + self.overhead
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Proposes as many tokens as it may, of no merit: every round has the same shape."""
+
+    device: torch.device
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        return Draft.from_lists([[1] * length for length in lengths], self.device)
+
+
+class _Awaited:
+    """A backend whose forwards are finished when they return."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner, self.view = inner, inner.view
+        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
+
+    def reserve(self, rows: int, length: int) -> None:
+        self._inner.view = self.view
+        self._inner.reserve(rows, length)
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        out = self._inner.forward(tokens, starts, first_slot=first_slot, logits=logits)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return out
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self._inner.copy(source, destination, length)
+
+
+@dataclass
+class Scaling:
+    """Rounds of one decoder's models at any context and batch. rounds: counted ones per line and turn."""
+
+    decoder: SpeculativeDecoder
+    drafter: str = "given"
+    num_draft_tokens: int = 4
+    rounds: int = 8
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        decoder = self.decoder
+        calibrated = decoder.reproducible and decoder.calibration is not None
+        self._shapes = decoder.calibration.shapes if calibrated else EXACT_FIT
+        self._target = Session(_Awaited(decoder.target.backend), self._shapes)
+        uses_model = self.drafter == "model" and decoder.draft is not None
+        self._draft = Session(_Awaited(decoder.draft.backend), EXACT_FIT) if uses_model else None
+        self._tokens = (self.rounds + WARM_UP + 1) * (self.num_draft_tokens + 1)  # more than the rounds can commit
+        decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+
+    def measure(self, contexts: Sequence[int], batches: Sequence[int], turns: int = 3) -> list[Line]:
+        """One line per batch and context."""
+        self._check(contexts, batches, turns)
+        cells = [(batch, context) for batch in sorted(set(batches)) for context in sorted(set(contexts))]
+        self._read(max(contexts), max(batches))
+        seen: dict[tuple[int, int], list[Round]] = {cell: [] for cell in cells}
+        bare: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
+        for _ in range(turns):
+            for cell in cells:
+                seen[cell] += self._steps(*cell)
+                bare[cell] += self._attention(*cell)
+        return [self._line(cell, seen[cell], bare[cell]) for cell in cells]
+
+    def _check(self, contexts: Sequence[int], batches: Sequence[int], turns: int) -> None:
+        for name, values in (
+            ("contexts", contexts),
+            ("batches", batches),
+            ("turns", [turns]),
+            ("rounds", [self.rounds]),
+        ):
+            if not values or min(values) < 1:
+                raise UsageError(f"{name}={list(values)}; allowed: whole numbers from 1, at least one")
+        longest = min(s.backend.max_length for s in (self._target, self._draft) if s is not None)
+        if max(contexts) > longest - self._tokens:
+            raise UsageError(
+                f"contexts={max(contexts)}; allowed: at most {longest - self._tokens} "
+                f"(the model's context is {longest}, and the rounds need room for {self._tokens} tokens)"
+            )
+        limit = self._target.longest_draft
+        if limit is not None and self.num_draft_tokens > limit:
+            raise UsageError(f"num_draft_tokens={self.num_draft_tokens}; allowed: at most {limit} in reproducible mode")
+
+    def _rows(self, batch: int, context: int) -> list[Row]:
+        generator = torch.Generator().manual_seed(20230621)
+        vocab = min(s.backend.vocab_size for s in (self._target, self._draft) if s is not None)
+        prompt = torch.randint(0, vocab, (context,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=self._tokens, ignore_eos=True, **self.options)
+        return [Row(i, list(prompt), params, seed=i) for i in range(batch)]
+
+    def _read(self, context: int, batch: int) -> None:
+        """Read the longest prompt into one slot more than any batch has, where all rows find it."""
+        for session in (self._target, self._draft):
+            if session is not None:
+                session.reserve(batch + 1, context + self._tokens)
+                with torch.inference_mode():
+                    session.prefill(self._rows(batch + 1, context))
+
+    def _steps(self, batch: int, context: int) -> Iterator[Round]:
+        """One `Round` for each counted step of a batch."""
+        device, vocab_size = self._target.backend.device, self._target.backend.vocab_size
+        drafter: Drafter = _Given(device)
+        if self.drafter != "given":
+            drafter = load(self.drafter, Setup(device, vocab_size, self._draft))
+        engine = Engine(self._target, drafter, Fixed(self.num_draft_tokens), "auto", batch, self._draft)
+        rounds = engine.run(self._rows(batch, context))
+        steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda done: done.step))
+        yield from islice(steps, WARM_UP, WARM_UP + self.rounds)
+
+    def _width(self) -> int:
+        return self._shapes.pad(self.num_draft_tokens + 1)
+
+    def _attention(self, batch: int, context: int) -> list[float]:
+        """Milliseconds of the attention of all layers, a few times; nothing where the model is no transformer."""
+        model = self.decoder.target.model
+        if model is None:
+            return []
+        config, view = model.config.get_text_config(), self._shapes.view
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        keys = -(-(context + self._width()) // view) * view
+        like = {"dtype": model.dtype, "device": self._target.backend.device}
+        query = torch.randn(batch, key_heads, heads // key_heads * self._width(), size, **like)
+        memory = [torch.randn(batch, key_heads, keys, size, **like) for _ in range(2)]
+        mask = torch.zeros(batch, 1, query.shape[2], keys, **like)
+        taken = []
+        for _ in range(self.rounds + 1):
+            started = perf_counter()
+            scaled_dot_product_attention(query, *memory, attn_mask=mask)
+            if query.device.type == "cuda":
+                torch.cuda.synchronize(query.device)
+            taken.append(1e3 * (perf_counter() - started) * config.num_hidden_layers)
+        return taken[1:]
+
+    def _line(self, cell: tuple[int, int], steps: Sequence[Round], bare: Sequence[float]) -> Line:
+        parts: dict[str, list[float]] = {name: [] for name in PARTS}
+        for done in steps:
+            s = done.seconds
+            rest = s.total - s.prefill - s.draft - s.verify - s.accept
+            for name, seconds in zip(PARTS, (s.draft, s.verify, s.accept, rest), strict=True):
+                parts[name].append(1e3 * seconds)
+        attention = median(bare) if bare else None
+        return Line(*cell, self._width(), *(median(parts[name]) for name in PARTS), attention)
+
+
+def table_of(lines: Sequence[Line]) -> Table:
+    """The lines with their growth since the shortest context of the same batch."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("batch", "context", *(f"{part}\nms" for part in PARTS), "round\nms", "grown by\nms"):
+        table.add_column(name, justify="right")
+    for name in ("attention\nms", "grown by\nms"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        first = next(other for other in lines if other.batch == line.batch)
+        cells = [f"{getattr(line, part):.2f}" for part in PARTS]
+        cells += [f"{line.total:.2f}", f"{line.total - first.total:+.2f}"]
+        if line.attention is not None and first.attention is not None:
+            cells += [f"{line.attention:.2f}", f"{line.attention - first.attention:+.2f}"]
+        table.add_row(str(line.batch), str(line.context), *cells)
+    return table
+
+
+def main(
+    target: str,
+    draft: str | None = None,
+    drafter: str = "given",
+    contexts: str = "128,512,2048,8192",
+    batches: str = "1,8,32",
+    num_draft_tokens: int = 4,
+    rounds: int = 8,
+    turns: int = 3,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    dtype: str = "auto",
+    reproducible: str = "auto",
+    json_file: Path | None = None,
+) -> None:
+    """Print a line per batch and context. drafter: "given" proposes tokens of no merit at no cost, or any by name."""
+    quiet()
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
+    try:
+        keep = {"true": True, "false": False}.get(reproducible, reproducible)
+        decoder = SpeculativeDecoder(target, draft, dtype=dtype, reproducible=keep)
+        scaling = Scaling(decoder, drafter, num_draft_tokens, rounds, options)
+        lines = scaling.measure([int(n) for n in contexts.split(",")], [int(n) for n in batches.split(",")], turns)
+    except ValueError as error:  # UsageError is one
+        raise typer.BadParameter(str(error)) from None
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table_of(lines))
+    device = decoder.target.backend.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    console.print(f"{target}, drafter {drafter}, {num_draft_tokens} draft tokens; torch {torch.__version__}, {where}")
+    if json_file is not None:
+        found = [{**asdict(line), "total": line.total} for line in lines]
+        summary = {"target": target, "draft": draft, "drafter": drafter, "options": options, "where": where}
+        json_file.write_text(json.dumps({**summary, "torch": torch.__version__, "lines": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,77 @@
+"""What a slot of the memory holds, and the forward shapes that computed it: plain facts about token ids.
+
+This module knows no model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.types import Row
+
+PROMPT_UNIT = 32  # prompts are padded to multiples of this where shapes are kept
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Which forward shapes are allowed.
+
+    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`,
+    and what another row left in it is used in units of `reuse`.
+    """
+
+    widths: tuple[int, ...]
+    chunk: int
+    view: int = 256
+    reuse: int = 1
+
+    def pad_prompt(self, length: int) -> int:
+        """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
+        return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
+
+    def pad(self, width: int) -> int:
+        """The smallest allowed width that holds `width` tokens."""
+        at = bisect_left(self.widths, width)
+        return self.widths[at] if at < len(self.widths) else width
+
+
+EXACT_FIT = Shapes(widths=(), chunk=512)
+
+
+@dataclass
+class Memo:
+    """What one slot of the memory holds: `base` committed tokens of `row`, then draft tokens up to `written`.
+
+    Whether the draft tokens became true is read off the row's round number `round` once that is committed.
+    shapes: those of the forwards that computed it.
+    """
+
+    row: Row | None = None
+    base: int = 0
+    written: int = 0
+    round: int = 0
+    shapes: Shapes = EXACT_FIT
+
+    def valid(self, row: Row) -> int:
+        """How many leading tokens of `row` the slot holds."""
+        if self.row is None:
+            return 0
+        own = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
+        if self.row is row:
+            return own
+        # another row's slot: reuse the common beginning, but always leave one token to feed
+        return _common_beginning(self.row.tokens, row.tokens, max(0, min(own, len(row.tokens) - 1)))
+
+
+def _common_beginning(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """How many of the first `limit` tokens are the same in both; found by halving, slices being compared at once."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,201 @@
+"""All substrings of a growing text with their counts, in a few states per token: a suffix automaton.
+
+Built online as by Blumer, Blumer, Haussler, Ehrenfeucht, Chen and Seiferas, "The smallest automaton recognizing the
+subwords of a text" (1985): a state stands for the substrings that end at the same places of the text, its link leads
+to the longest of their suffixes that also ends elsewhere. Added here: how often the substrings of a state occur, and
+which token followed them most often, kept for contexts of up to `LIMIT` tokens so that a token costs a bounded number
+of steps however the text repeats itself. This module knows neither rows nor drafts.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+LIMIT = 32  # tokens of context; longer matches count as this long
+INT_BYTES = 28  # an int in a dict; those of the arrays take 4
+
+
+class Match(NamedTuple):
+    """Where the end of a text stands in an automaton: its last `length` tokens are among the substrings of `state`."""
+
+    state: int = 0
+    length: int = 0
+
+
+NOTHING = Match()
+
+
+class SuffixAutomaton:
+    """Substrings of one or more texts, told token by token.
+
+    State 0 stands for the empty string; as a target it means "none". The followers of a state with several are in
+    `_branches`; every state has the one that counts in `_token` and `_target`: the most frequent, of equals the
+    latest. Counts are exact for substrings of up to LIMIT + 1 tokens.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._link, self._length, self._count = array("i", [-1]), array("i", [0]), array("i", [0])
+        self._token, self._target = array("i", [-1]), array("i", [0])
+        self._branches: dict[int, dict[int, int]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """The next token starts another text: no substring spans two texts."""
+        self._last, self._tip, self._known = 0, 0, 0
+
+    @property
+    def end(self) -> Match:
+        """The last tokens of the current text, at most LIMIT."""
+        return Match(self._tip, self._known)
+
+    def learn(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the current text; a few microseconds each."""
+        for token in tokens:
+            self._last = self._append(token)
+            self._known = min(self._known + 1, LIMIT)
+            self._tip = self._holding(self._tally(self._tip, token), self._known)
+            self.num_tokens += 1
+
+    def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
+        """The longest suffix, of at most LIMIT tokens, of a text that occurs here.
+
+        start: where the text stood before `tokens`, if nothing has been learned since; else the text's last LIMIT
+        tokens say everything.
+        """
+        state, length = start.state, start.length
+        for token in tokens:
+            while not (target := self._step(state, token)) and state:
+                state = self._link[state]
+                length = self._length[state]
+            length = min(length + 1, LIMIT) if target else 0
+            state = self._holding(target, length)
+        return Match(state, length)
+
+    def followed(self, match: Match) -> Match:
+        """The match itself, or the longest of its suffixes that goes on somewhere."""
+        state, length = match.state, match.length
+        while state and self._token[state] < 0:
+            state = self._link[state]
+            length = self._length[state]
+        return Match(state, length)
+
+    def count(self, match: Match) -> int:
+        """How often the tokens of the match occur; the end of a text counts."""
+        return self._count[match.state]
+
+    def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
+        """Up to `length` tokens behind the match, each the most frequent (of equals the latest) in the longest context.
+
+        It ends where the path's estimated probability falls below `threshold`: the product of how often the token
+        followed the context and how often that occurs. occurrences: what to take for the match itself.
+        """
+        state, known, chance = match.state, match.length, 1.0
+        tokens, targets, count, link = self._token, self._target, self._count, self._link
+        path = list[int]()
+        while len(path) < length:
+            while state and tokens[state] < 0:  # as `followed`
+                state = link[state]
+                known, occurrences = self._length[state], count[state]
+            target = targets[state]
+            chance *= count[target] / occurrences
+            if not state or chance < threshold:
+                break
+            path.append(tokens[state])
+            known = min(known + 1, LIMIT)
+            state = self._holding(target, known)
+            occurrences = count[state]
+        return path
+
+    def memory_bytes(self) -> int:
+        """Bytes held, counted in full (time grows with the number of states)."""
+        arrays = (self._link, self._length, self._count, self._token, self._target)
+        dicts = sum(sys.getsizeof(branch) + 2 * INT_BYTES * len(branch) for branch in self._branches.values())
+        keys = sys.getsizeof(self._branches) + INT_BYTES * len(self._branches)
+        return sum(map(sys.getsizeof, arrays)) + dicts + keys
+
+    def _step(self, state: int, token: int) -> int:
+        if self._token[state] == token:
+            return self._target[state]
+        branch = self._branches.get(state)
+        return branch.get(token, 0) if branch else 0
+
+    def _holding(self, state: int, length: int) -> int:
+        """The state, from `state` up its links, that holds the suffix of `length` tokens."""
+        while state and self._length[self._link[state]] >= length:
+            state = self._link[state]
+        return state
+
+    def _append(self, token: int) -> int:
+        """The state of the current text with one more token."""
+        target = self._step(self._last, token)
+        if target:  # an earlier text began like this one
+            return self._of_length(self._last, token, target)
+        at, link, step = self._last, self._link, self._step
+        made = self._make(self._length[at] + 1, 0, 0, -1, 0)
+        while not target:
+            self._connect(at, token, made)
+            at = link[at]
+            if at < 0:
+                return made
+            target = step(at, token)
+        link[made] = self._of_length(at, token, target)
+        return made
+
+    def _of_length(self, at: int, token: int, target: int) -> int:
+        """The state of the longest string of `at` with `token` behind it; split off `target` if that holds longer ones.
+
+        Both halves have occurred in the same places so far, so they start with the same counts and followers.
+        """
+        if self._length[target] == self._length[at] + 1:
+            return target
+        same = self._link[target], self._count[target], self._token[target], self._target[target]
+        made = self._make(self._length[at] + 1, *same)
+        if target in self._branches:
+            self._branches[made] = self._branches[target].copy()
+        self._link[target] = made
+        while at >= 0 and self._step(at, token) == target:
+            self._connect(at, token, made)
+            at = self._link[at]
+        return made
+
+    def _make(self, length: int, link: int, count: int, token: int, target: int) -> int:
+        self._length.append(length)
+        self._link.append(link)
+        self._count.append(count)
+        self._token.append(token)
+        self._target.append(target)
+        return len(self._length) - 1
+
+    def _connect(self, state: int, token: int, target: int) -> None:
+        """Let `token` lead from `state` to `target`."""
+        branch, first = self._branches.get(state), self._token[state]
+        if first < 0:
+            self._token[state], self._target[state] = token, target
+            return
+        if first == token:
+            self._target[state] = target
+        elif branch is None:
+            branch = self._branches[state] = {first: self._target[state]}
+        if branch is not None:
+            branch[token] = target
+
+    def _tally(self, state: int, token: int) -> int:
+        """Count the token behind the strings of `state` and all their suffixes; the state of the longest result."""
+        link, count, tokens, targets = self._link, self._count, self._token, self._target
+        longest = counted = self._step(state, token)
+        count[longest] += 1
+        while state >= 0:
+            usual = targets[state]
+            target = usual if tokens[state] == token else self._branches[state][token]
+            if target != counted:  # neighbours whose results ended up in one state count once
+                count[target] += 1
+                counted = target
+            if target != usual and count[target] >= count[usual]:
+                tokens[state], targets[state] = token, target
+            state = link[state]
+        count[0] += 1
+        return longest

@@ -1,0 +1,113 @@
+"""Two computing threads on one core: noticed, and ended.
+
+OpenMP threads wait for each other by spinning. If the scheduler leaves two of them on one core, each waits for the
+other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
+PyTorch is imported, keeps them apart; the command line does so. Within a running program they are sent to cores of
+their own once and then left free again. PyTorch is imported where it is needed, because importing it starts OpenMP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("slipstream")
+
+CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS")
+SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
+SAMPLES = 16
+_TASKS = Path("/proc/self/task")
+_USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
+
+
+def bind_threads(environment: MutableMapping[str, str]) -> bool:
+    """Have OpenMP keep its threads on cores of their own, unless the user arranged them; before PyTorch is imported."""
+    if any(name in environment for name in CHOSEN):
+        return False
+    environment["OMP_PROC_BIND"] = "true"
+    return True
+
+
+def separate_threads(cores: set[int] | None = None) -> bool:
+    """Move computing threads apart if two of them stay on one core. Returns whether that was so.
+
+    cores: where they may run; by default where the program may.
+    """
+    import torch
+
+    if cores is None:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if any(name in os.environ for name in CHOSEN) or not 2 <= torch.get_num_threads() <= len(cores):
+        return False
+    if not _TASKS.is_dir() or step_seconds() < SLOW:
+        return False
+    workers = _workers()
+    if not _share_a_core([os.getpid(), *workers]):
+        return False  # slow because the machine is busy
+    free = sorted(cores - {_processor(os.getpid())})
+    for worker, core in zip(workers, free, strict=False):
+        os.sched_setaffinity(worker, {core})
+        os.sched_setaffinity(worker, cores)
+    log.info("computing threads shared a core and were moved apart; OMP_PROC_BIND=true at the start keeps them apart")
+    return True
+
+
+def step_seconds() -> float:
+    """Median time of an operator that all threads share."""
+    import torch
+
+    numbers = torch.ones(1 << 16)
+    return median(_timed(numbers) for _ in range(SAMPLES))
+
+
+def _timed(numbers: Tensor) -> float:
+    started = perf_counter()
+    numbers.mul_(1.0)
+    return perf_counter() - started
+
+
+def _workers() -> list[int]:
+    """The ids of the threads, other than the first one, that work while operators run."""
+    import torch
+
+    before, ended = _used(), perf_counter() + 0.1
+    numbers = torch.ones(1 << 20)
+    while perf_counter() < ended:
+        numbers.mul_(1.0)
+    gained = {task: used - before.get(task, 0) for task, used in _used().items() if task != os.getpid()}
+    most = sorted(gained, key=lambda task: -gained[task])[: torch.get_num_threads() - 1]
+    return [task for task in most if gained[task] > 0]
+
+
+def _share_a_core(tasks: list[int]) -> bool:
+    """Whether two of these threads are on one core whenever one looks."""
+    import torch
+
+    numbers, shared = torch.ones(1 << 16), 0
+    for _ in range(SAMPLES):
+        numbers.mul_(1.0)
+        shared += len({_processor(task) for task in tasks}) < len(tasks)
+    return shared > 0.9 * SAMPLES
+
+
+def _used() -> dict[int, int]:
+    """Processor time of every thread of this process, in clock ticks."""
+    tasks = [int(task.name) for task in _TASKS.iterdir()]
+    return {task: int(_stat(task)[_USER]) + int(_stat(task)[_SYSTEM]) for task in tasks}
+
+
+def _processor(task: int) -> int:
+    """The core a thread ran on last."""
+    return int(_stat(task)[_PROCESSOR])
+
+
+def _stat(task: int) -> list[str]:
+    return (_TASKS / str(task) / "stat").read_text().rpartition(")")[2].split()
