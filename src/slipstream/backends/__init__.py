@@ -67,7 +67,7 @@ class Unrolled(Protocol):
 
 def cache_folder() -> Path:
     """Where converted models and calibrations are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
-    return Path(os.environ.get("SLIPSTREAM_MODELS", Path.home() / ".cache" / "slipstream" / "models"))
+    return Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Lineup:
         """Empty the arm's memory, so that its next prompt is computed from the first token."""
         if arm.peer is None:
             self.decoders[arm.name].forget()
+            self.decoders[arm.name].forget_learned()
 
     def plain_text(self, prompt: BenchPrompt, params: SamplingParams) -> list[int]:
         """What plain decoding says to one prompt, untimed."""
