@@ -226,9 +226,9 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma3"])
 def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
     model = fresh(name)
-    linears = sum(type(module) is torch.nn.Linear for module in model.modules())
     made = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
-    assert sum(type(module) is PackedLinear for module in model.modules()) == linears > 0
+    assert any(type(module) is PackedLinear for module in model.modules())
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
     assert made.target.packed
     assert made.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
 

@@ -36,7 +36,7 @@ CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not 
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-VERSION = 6
+VERSION = 7
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends.fused import fuse
 from slipstream.backends.graphed import GraphedBackend
 from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
@@ -51,6 +52,7 @@ def _pack(backend: HFBackend, fast: bool | str) -> bool:
     model = backend.model
     reason = unsupported(model)
     if reason is None:
+        fuse(model)
         pack(model)
         backend.group_queries()
     elif fast is True:
@@ -72,6 +74,7 @@ def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
         if asked:
             raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
         return _pack(backend, options.fast)
+    fuse(model)
     quantise(model, bits if bits in BITS else BITS[0])
     backend.group_queries()
     return True
