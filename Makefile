@@ -25,13 +25,13 @@ check: $(STAMP)
 	@$(BIN)/ruff check src tests benchmarks examples
 	@$(BIN)/mypy
 
-# On two cores: 8 prompts x 1 repeat x (2 arms of ours at 2 s + 2 of Hugging Face's at 3 s a text) = 80 s, and 40 s for
-# loading, calibrating, warming up and the costs of a round; installing (60 s) and fetching the model (25 s) come before.
+# On two cores: 8 prompts x 5 arms at 1 to 2 s a text = 60 s, and 20 s for loading, calibrating, warming up and the costs
+# of a round; installing (60 s) and fetching the model (25 s) come before.
 bench-quick: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/quick.json --out runs/bench-quick
 
-# On two cores: 24 prompts x 2 repeats x (3 arms of ours at 3.5 s + 3 of Hugging Face's at 6 s a text) = 1370 s, and 200 s
-# for loading, calibrating, warming up, ties and costs: 26 minutes. Killed, it goes on; finished, it prints its tables.
+# On two cores: 16 prompts x 2 repeats x (4 arms of ours at 4.5 s + 3 of Hugging Face's at 10 s a text) = 1540 s, and 150 s
+# for loading, calibrating, warming up, ties and costs: 28 minutes. Killed, it goes on; finished, it prints its tables.
 bench: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/pair.json --target $(TARGET) --draft $(DRAFT) --out runs/bench
 

@@ -22,7 +22,13 @@ CORE = [
     *(f"backends/{name}.py" for name in ("__init__", "toy", "slots", "hf")),
 ]
 REQUEST_OPTIONS = ["params.py", "history.py", "truncation.py"]  # penalties, filters and the like
-FURTHER_DRAFTERS = ["drafters/table.py", "drafters/suffix.py", "suffix_automaton.py", "suffix_store.py"]
+FURTHER_DRAFTERS = [
+    "drafters/table.py",
+    "drafters/suffix.py",
+    "drafters/hybrid.py",
+    "suffix_automaton.py",
+    "suffix_store.py",
+]
 FAST_PATHS = [
     f"backends/{name}.py" for name in ("packed", "fused", "grouped", "quantised", "graphs", "aimed", "graphed")
 ]  # each has its specification in plain PyTorch

@@ -15,7 +15,7 @@ from slipstream.session import Session
 from slipstream.types import Draft, UsageError
 from slipstream.vocabulary import check_same
 
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "model": 4, "none": 0}
+DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "hybrid": 7, "model": 4, "none": 0}
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
 
 

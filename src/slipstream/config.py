@@ -21,8 +21,8 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (model if there is a draft, else ngram) | model | ngram[:N] | table[:N][+fill] | "
-        "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
+        "auto (model if there is a draft, else ngram) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
+        "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
     )
     num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
     acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")

@@ -115,12 +115,12 @@ def test_a_proposal_depends_on_its_row_alone(name: str, coupled: bool, params: l
 def test_rows_come_and_go_between_calls(name: str, coupled: bool, params: list[SamplingParams]) -> None:
     rows, drafter = make_rows(params), make(name, coupled)
     seatings = [[0, 1], [0, 1, 2, 3], [3, 1], [2], [1, 0, 3]]
+    own = [make(name, coupled) for _ in rows]  # one for each row, which sees nothing else
     for step, seating in enumerate(seatings):
         here = [rows[i] for i in seating]
         got = propose(drafter, here, [3] * len(here))
         for place, row in enumerate(here):
-            untouched = Row(row.index, list(row.tokens), row.params, row.seed)
-            assert proposed(got, place) == proposed(propose(make(name, coupled), [untouched], [3]), 0)
+            assert proposed(got, place) == proposed(propose(own[seating[place]], [row], [3]), 0)
             row.tokens.append(TEXTS[0][step])  # as a round of plain decoding would
             row.rounds.append(_plain_round(row))
 

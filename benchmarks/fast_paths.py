@@ -1,0 +1,103 @@
+"""What the fast paths on CPU bring: one forward of few tokens, by how the weights are kept.
+
+    python benchmarks/fast_paths.py smollm2
+    python benchmarks/fast_paths.py TARGET --ways plain,packed,int4
+
+plain: the model as transformers loads it, over the same memory; packed: layers of one input fused, weights in the
+kernels' layout, query heads grouped; int4, int8: the same in few bits, as draft models are kept. The ways take turns;
+the fastest and the median of many turns count. Beside them the largest difference of a logit from the plain model's,
+relative to the largest logit, and how often the most likely token is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.backends import Loaded, LoadOptions, load
+from slipstream.backends.files import quiet
+
+WAYS = ("plain", "packed", "int4", "int8")
+CONTEXT, VIEW = 200, 512
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+def main(
+    target: str,
+    ways: str = ",".join(WAYS),
+    widths: str = "1,2,4,5,8,16",
+    dtype: str = "auto",
+    turns: int = 20,
+    json_file: Path | None = None,
+) -> None:
+    """Print a line per way: milliseconds and ratio to the plain model for every width."""
+    quiet()
+    chosen, sizes = ways.split(","), [int(width) for width in widths.split(",")]
+    if unknown := [way for way in chosen if way not in WAYS]:
+        raise typer.BadParameter(f"--ways {unknown[0]!r}; allowed: {', '.join(WAYS)}")
+    models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
+    tokens = torch.randint(1, 1000, (1, CONTEXT + max(sizes)), generator=torch.Generator().manual_seed(1))
+    for loaded in models.values():
+        loaded.backend.view = VIEW
+        loaded.backend.reserve(1, VIEW)
+        loaded.backend.forward(tokens[:, :CONTEXT], [0], first_slot=0, logits=False)
+    seconds = _timed(models, tokens, sizes, turns)
+    found = {way: _compared(models["plain"], loaded, tokens) for way, loaded in models.items()}
+    console.print(
+        f"{target}, {models['plain'].model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("weights", *(f"{width} wide" for width in sizes), "logits off by", "same choice"):
+        table.add_column(name, justify="right")
+    for way, facts in found.items():
+        for width in sizes:
+            facts[f"ratio_{width}"] = median(seconds["plain", width]) / median(seconds[way, width])
+            facts[f"median_ms_{width}"] = 1e3 * median(seconds[way, width])
+            facts[f"fastest_ms_{width}"] = 1e3 * min(seconds[way, width])
+        cells = [f"{facts[f'median_ms_{width}']:.1f} ms {facts[f'ratio_{width}']:.2f}x" for width in sizes]
+        table.add_row(way, *cells, f"{facts['logits_off_by']:.1%}", f"{facts['same_choice']:.0%}")
+    console.print(table)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2))
+
+
+def _load(target: str, way: str, dtype: str) -> Loaded:
+    return load(target, LoadOptions(dtype, fast=way != "plain", quantise=way if way in ("int4", "int8") else None))
+
+
+def _timed(
+    models: dict[str, Loaded], tokens: torch.Tensor, widths: list[int], turns: int
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of every forward; the ways take turns."""
+    seconds: dict[tuple[str, int], list[float]] = {(way, width): [] for way in models for width in widths}
+    for turn in range(turns + 1):
+        for (way, width), taken in seconds.items():
+            started = perf_counter()
+            _logits(models[way], tokens[:, CONTEXT : CONTEXT + width]).argmax(-1).tolist()
+            if turn:  # the first warms up
+                taken.append(perf_counter() - started)
+    return seconds
+
+
+def _compared(plain: Loaded, other: Loaded, tokens: torch.Tensor) -> dict[str, float]:
+    """How far the logits of the widest forward are from the plain model's."""
+    expected, got = (_logits(one, tokens[:, CONTEXT:]) for one in (plain, other))
+    off = float((got - expected).abs().max() / expected.abs().max())
+    return {"logits_off_by": off, "same_choice": float((got.argmax(-1) == expected.argmax(-1)).float().mean())}
+
+
+def _logits(loaded: Loaded, tokens: torch.Tensor) -> torch.Tensor:
+    return loaded.backend.forward(tokens, [CONTEXT], first_slot=0, logits=True)[0].float()
+
+
+if __name__ == "__main__":
+    typer.run(main)
