@@ -15,7 +15,7 @@ from slipstream.session import Session
 from slipstream.types import Draft, UsageError
 from slipstream.vocabulary import check_same
 
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "hybrid": 7, "model": 4, "none": 0}
+DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "hybrid": 7, "model": 6, "none": 0}
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
 
 
@@ -47,7 +47,8 @@ def assemble(
     coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
     if drafter == "auto":
         drafter = "ngram" if draft is None else "model"
-    setup = drafters.Setup(device, target.backend.vocab_size, draft, coupled)
+    stops_early = config.num_draft_tokens == "auto" and device.type == "cpu"
+    setup = drafters.Setup(device, target.backend.vocab_size, draft, coupled, stops_early)
     built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
     if not isinstance(built, Drafter):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")

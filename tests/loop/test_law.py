@@ -37,7 +37,8 @@ from .chi_square import (
 
 # every lossless rule; "gumbel" is another name of "match"
 RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]
-DRAFTERS = ["ngram:1-3", "table:2-3+fill", "suffix:outputs=0", "other", "close"]
+DRAFTERS = ["ngram:1-3", "table:2-3+fill", "suffix:outputs=0", "other", "close", "hesitant", "mixed"]
+WITH_MODEL = {"other": "model", "close": "model", "hesitant": "model:p=60", "mixed": "hybrid:2+outputs=0"}
 WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
@@ -55,12 +56,11 @@ def plain_texts(name: str) -> list[list[int]]:
 
 
 def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDecoder:
-    """A decoder on the target `name`; "other" and "close" are draft models."""
-    draft = {"other": lambda: model(name, 1), "close": lambda: close(name)}.get(drafter, lambda: None)()
+    """A decoder on the target `name`; "other" has another model as its draft, the rest of WITH_MODEL a similar one."""
+    draft = None if drafter not in WITH_MODEL else model(name, 1) if drafter == "other" else close(name)
     options = {"num_draft_tokens": 2, "max_batch_size": 64, "reproducible": False, **options}
-    return SpeculativeDecoder(
-        model(name), draft, drafter=drafter if draft is None else "model", acceptance=rule, **options
-    )
+    chosen = WITH_MODEL.get(drafter, drafter)
+    return SpeculativeDecoder(model(name), draft, drafter=chosen, acceptance=rule, **options)
 
 
 def seeds(drafter: str, rule: str) -> range:

@@ -53,12 +53,17 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a drafter may be built from. coupled: draws must share the target's noise (acceptance "match")."""
+    """What a drafter may be built from.
+
+    coupled: draws must share the target's noise (acceptance "match").
+    stops_early: nobody said how many tokens to draft, and asking the device about each costs little.
+    """
 
     device: torch.device
     vocab_size: int
     session: Session | None = None
     coupled: bool = False
+    stops_early: bool = False
 
 
 def names() -> list[str]:

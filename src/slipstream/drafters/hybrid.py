@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from slipstream.drafters import Drafter, Learner, Setup, model, suffix
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, Row, UsageError
 
-STEPS = 4  # tokens the draft model drafts at most
+STEPS = 6  # tokens the draft model drafts at most; it stops early
 WORTH = 1.2  # tokens a looked-up draft must be expected to add
 PRIOR = 0.6  # share of a looked-up draft that comes true in a text of which nothing is known
 MEMORY = 0.7  # weight of what was known, per look-up that could be compared
@@ -111,4 +111,5 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
         )
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
-    return HybridDrafter(suffix.build(setup, given[2] or ""), model.build(setup, ""), steps)
+    drafting = model.build(replace(setup, stops_early=setup.device.type == "cpu"), "")
+    return HybridDrafter(suffix.build(setup, given[2] or ""), drafting, steps)
