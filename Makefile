@@ -30,8 +30,8 @@ check: $(STAMP)
 bench-quick: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/quick.json --out runs/bench-quick
 
-# On two cores: 16 prompts x 2 repeats x (4 arms of ours at 4 s + 3 of Hugging Face's at 8.5 s a text) = 1330 s, and 150 s
-# for loading, calibrating, warming up, ties and costs: 25 minutes. Killed, it goes on; finished, it prints its tables.
+# On two cores: 16 prompts x (4 arms of ours at 5 s + 3 of Hugging Face's at 12 s a text) = 900 s, and 150 s for loading,
+# calibrating, warming up, ties and costs: 18 minutes. Killed, it goes on; finished, it prints its tables.
 bench: $(STAMP)
 	@$(BIN)/slipstream bench --plan benchmarks/pair.json --target $(TARGET) --draft $(DRAFT) --out runs/bench
 

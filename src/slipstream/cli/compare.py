@@ -132,7 +132,7 @@ def demo(
     data = demo_data()
     prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
     err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
-    decoder = SpeculativeDecoder(EMBEDDED, drafter="ngram")
+    decoder = SpeculativeDecoder(EMBEDDED)
     params = SamplingParams(max_tokens=max_tokens)
     assert decoder.tokenizer is not None
     done = []

@@ -101,7 +101,10 @@ def _widened(tokens: Tensor, width: int) -> Tensor:
 
 
 def build(setup: Setup, argument: str) -> HybridDrafter:
-    """ "hybrid", "hybrid:STEPS" or "hybrid:STEPS+SUFFIX", where SUFFIX is an argument of the drafter `suffix`."""
+    """ "hybrid", "hybrid:STEPS" or "hybrid:STEPS+SUFFIX", where SUFFIX is an argument of the drafter `suffix`.
+
+    Without one it looks things up in the row's own text only, so that a seed gives the same sampled text every time.
+    """
     given = re.fullmatch(r"(\d*)(?:\+(.+))?", argument)
     steps = STEPS if given is None or not given[1] else int(given[1])
     if given is None or steps < 1:
@@ -112,4 +115,4 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
     drafting = model.build(replace(setup, stops_early=setup.device.type == "cpu"), "")
-    return HybridDrafter(suffix.build(setup, given[2] or ""), drafting, steps)
+    return HybridDrafter(suffix.build(setup, given[2] or "outputs=0"), drafting, steps)
