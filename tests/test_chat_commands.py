@@ -46,7 +46,7 @@ def test_draft_and_target_are_exchanged_and_the_conversation_stays() -> None:
     assert chat.decoder.draft is not None and len(chat.turns) == 2
     assert "/retry" in refused(chat, "/compare")  # another model's answer proves nothing
     face(chat).errors.clear()
-    assert type_in(chat, "/draft none") == "draft model: none, drafter: ngram"
+    assert type_in(chat, "/draft none") == "draft model: none, drafter: suffix"
 
 
 def test_a_failed_load_keeps_the_old_models(tmp_path: Path) -> None:

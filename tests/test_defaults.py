@@ -14,9 +14,15 @@ def test_without_a_draft_model_drafts_are_looked_up() -> None:
     assert decoder.drafter.outputs > 0
 
 
-def test_with_one_both_are_used_and_earlier_requests_do_not_matter() -> None:
+def test_with_one_the_draft_model_drafts() -> None:
     decoder = SpeculativeDecoder("toy", "toy:2")
-    assert decoder.drafter_name == "hybrid" and isinstance(decoder.drafter, HybridDrafter)
+    assert decoder.drafter_name == "model" and isinstance(decoder.drafter, ModelDrafter)
+    assert decoder.drafter.threshold == THRESHOLD
+
+
+def test_hybrid_looks_up_in_the_rows_own_text_and_stops_the_draft_model_early() -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2", drafter="hybrid")
+    assert isinstance(decoder.drafter, HybridDrafter)
     assert isinstance(decoder.drafter.first, SuffixDrafter) and decoder.drafter.first.outputs == 0
     assert isinstance(decoder.drafter.second, ModelDrafter) and decoder.drafter.second.threshold == THRESHOLD
 

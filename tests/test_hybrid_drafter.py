@@ -62,7 +62,7 @@ def test_where_too_little_is_known_the_model_drafts_up_to_its_own_limit() -> Non
 
 def test_rows_choose_for_themselves() -> None:
     second = Says([[9] * 7] * 3)
-    drafter = HybridDrafter(Says([[5, 6, 7, 8, 4], [], [3]]), second)
+    drafter = HybridDrafter(Says([[5, 6, 7, 8, 4], [], [3]]), second, steps=4)
     assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8, 4], [9, 9, 9, 9], [9, 9]]
     assert second.asked == [[0, 4, 2]]
 
@@ -133,3 +133,12 @@ def test_drawn_first_drafts_and_bad_arguments_are_refused() -> None:
             SpeculativeDecoder(shared("qwen2"), fresh("qwen2"), drafter=f"hybrid:{argument}")
     with pytest.raises(UsageError, match="drafter='hybrid' needs a draft model"):
         SpeculativeDecoder("toy", drafter="hybrid")
+
+
+@pytest.mark.usefixtures("ledger")
+def test_the_draft_models_memory_is_right_where_it_drafted_for_other_rows_only() -> None:
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="hybrid")
+    texts = prompts((4, 20, 9, 30))
+    results = decoder.generate([text + text for text in texts], SamplingParams(max_tokens=60))
+    plain = decoder.using("none").generate([text + text for text in texts], SamplingParams(max_tokens=60))
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]

@@ -89,7 +89,7 @@ def test_the_command_goes_from_measuring_to_a_file_and_back(tmp_path: Path) -> N
     probe = "--target toy --reproducible false --batch 1 --seconds 0.01"
     measured = run(f"{probe} {asked} --save-costs {costs} --json {result}".split())
     assert "measured" in measured and json.loads(result.read_text())["simulation"]["lengths"] == [2, 4]
-    assert Costs.read(costs).drafter == "ngram"
+    assert Costs.read(costs).drafter == "suffix"
     again = run(f"--costs {costs} {asked}".split())
     assert again == measured
 

@@ -46,7 +46,7 @@ def assemble(
     acceptance, device = rule or config.acceptance, target.backend.device
     coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
     if drafter == "auto":
-        drafter = "suffix" if draft is None else "hybrid"
+        drafter = "suffix" if draft is None else "model"
     stops_early = config.num_draft_tokens == "auto" and device.type == "cpu"
     setup = drafters.Setup(device, target.backend.vocab_size, draft, coupled, stops_early)
     built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter

@@ -21,7 +21,7 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (hybrid if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
+        "auto (model if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
         "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
     )
     num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")

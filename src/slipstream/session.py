@@ -125,6 +125,11 @@ class Session:
         self._remember(rows, lengths)
         return Verdict(table[:, 0], table[:, 1])
 
+    def keep_drafts(self, lengths: Sequence[int]) -> None:
+        """Note that of what was scored for row i in this round only the first lengths[i] tokens are its draft."""
+        for memo, length in zip(self.memos, lengths, strict=False):
+            memo.written = min(memo.written, memo.base + length)
+
     def _feed(self, rows: Sequence[Row], draft: Tensor, keep: int) -> Feed:
         """What the rows' memory lacks up to the end of the draft, of which `keep` positions will be asked for."""
         self.prefill(rows)

@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": os.cpu_count(),  # the affinity of this thread says less: it may be bound to one of them
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

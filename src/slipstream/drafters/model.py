@@ -27,13 +27,14 @@ class ModelDrafter:
     function of the dice alone, so the draft counts as one-hot.
     threshold: a row's draft ends with the token that takes the draft's own probability of all it drafted below this;
     0 drafts what was asked for. That last token stays in the draft, so the end is no choice among tokens and every
-    rule keeps its law.
+    rule keeps its law. unless_asked: rows whose request says how many tokens to draft do not stop.
     """
 
     session: Session
     vocab_size: int
     coupled: bool = False
     threshold: float = 0.0
+    unless_asked: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
@@ -60,16 +61,22 @@ class ModelDrafter:
             if self.threshold:
                 law = scores[:, 0].float().softmax(-1) if sampler.plain else laws[-1][:, 0]
                 path *= law.gather(-1, chosen[:, None])[:, 0]
-                ends = [min(end, j + 1) if low else end for end, low in zip(ends, self._unlikely(path), strict=True)]
+                ends = [
+                    min(end, j + 1) if low else end for end, low in zip(ends, self._unlikely(path, rows), strict=True)
+                ]
                 if max(ends) <= j + 1:
                     break
+        if width:
+            self.session.keep_drafts(ends)
         width = max(ends, default=0)
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
         return Draft(draft, tuple(ends), torch.cat(laws[:width], dim=1) if sampled and laws else None)
 
-    def _unlikely(self, path: Tensor) -> list[bool]:
+    def _unlikely(self, path: Tensor, rows: Sequence[Row]) -> list[bool]:
         low: list[bool] = (path < self.threshold).tolist()
-        return low
+        if not self.unless_asked:
+            return low
+        return [one and row.params.num_draft_tokens is None for one, row in zip(low, rows, strict=True)]
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
@@ -89,4 +96,4 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     threshold = int(given[1]) / 100 if given else THRESHOLD if setup.stops_early else 0.0
-    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, threshold)
+    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, threshold, unless_asked=given is None)

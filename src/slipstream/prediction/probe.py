@@ -127,7 +127,7 @@ class _Probe:
         self._target = Session(self._backend, _shapes(decoder))
         self._name = decoder.drafter_name if drafter is None else type(drafter).__name__
         self._draft: Session | None = None
-        if drafter is None and self._name == "model" and decoder.draft is not None:
+        if drafter is None and self._name.partition(":")[0] == "model" and decoder.draft is not None:
             self._draft = Session(_Timed(decoder.draft.backend), EXACT_FIT)
         self._drafter = self._load_drafter() if drafter is None else drafter
         self._prompts = self._make_prompts(max(batches))
@@ -136,6 +136,12 @@ class _Probe:
         name, backend = self._name, self._backend
         if name.partition(":")[0] not in drafters.names():
             raise UsageError(f"drafter {name!r} was given as an object; allowed: pass it to measure_costs(drafter=...)")
+        if name.partition(":")[0] == "hybrid":
+            raise UsageError(
+                f"drafter {name!r} drafts in two ways of different costs; allowed: one of the two drafters"
+            )
+        if self._draft is not None:
+            name = "model"  # all the tokens asked for, whatever their probability
         return drafters.load(name, drafters.Setup(backend.device, backend.vocab_size, self._draft))
 
     def _make_prompts(self, rows: int) -> list[list[int]]:
