@@ -38,7 +38,10 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")
 
 
-SLOW = ("verify", "reference", "hf_", "chat", "bench", "report", "sweep", "simulate", "examples", "properties", "table")
+SLOW = (
+    *("verify", "reference", "hf_", "chat", "bench", "report", "sweep", "simulate", "examples", "properties", "table"),
+    *("graphs", "gpu", "unrolled", "suffix", "attention", "scaling", "threads", "quantised", "sampling_truncation", "loading"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
