@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import exp, log
@@ -27,8 +26,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
+from terminal import Count, console, run
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -38,9 +37,6 @@ from slipstream.backends.grouped import group_mask, grouped_attention, repeats_o
 from slipstream.types import SlipstreamError, UsageError
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the answers, which are averages of unit normals
-
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-Count = Annotated[int, typer.Option(min=1)]
 
 
 @dataclass(frozen=True)
@@ -242,8 +238,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except SlipstreamError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run(main)

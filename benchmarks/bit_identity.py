@@ -20,8 +20,8 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from terminal import console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
@@ -41,8 +41,6 @@ COLUMNS = (
     "acceptance_rate",
     "seconds",
 )
-
-console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def settings(drafters: list[str], lengths: list[int], batches: list[int]) -> Iterator[tuple[str, int, int]]:
@@ -188,4 +186,4 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -12,7 +12,6 @@ relative to the largest logit, and how often the most likely token is the same.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,15 +19,14 @@ from time import perf_counter
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from terminal import console, run
 
 from slipstream.backends import Loaded, LoadOptions, load
 from slipstream.backends.files import quiet
 
 WAYS = ("plain", "packed", "int4", "int8")
 CONTEXT, VIEW = 200, 512
-console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main(
@@ -103,4 +101,4 @@ def _logits(loaded: Loaded, tokens: torch.Tensor, start: int = CONTEXT) -> torch
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -12,7 +12,6 @@ is the assumption that acceptance by position does not depend on the draft lengt
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +21,13 @@ from typing import Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from terminal import console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
 from slipstream.backends.files import quiet
 from slipstream.prediction.predict import Acceptance, Costs, measure_costs, predict_from_stats, predicted_speed_up
 from slipstream.prompts import read_prompts, spread
-
-console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass
@@ -165,4 +162,4 @@ def _cells(line: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

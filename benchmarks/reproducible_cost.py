@@ -13,7 +13,6 @@ compared with those of the reproducible ones.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
@@ -24,8 +23,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
+from terminal import Count, console, run
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.backends.files import quiet
@@ -36,9 +35,6 @@ from slipstream.prompts import read_prompts, spread
 from slipstream.types import UsageError
 
 WARM_UP = SamplingParams(max_tokens=8)
-
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-Count = Annotated[int, typer.Option(min=1)]
 
 
 @dataclass(frozen=True)
@@ -208,8 +204,4 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except SlipstreamError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tracemalloc
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,17 +18,14 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from terminal import Count, console, run
 
-from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
 from slipstream.drafters import table as drafter
 from slipstream.prompts import read_prompts, spread
-from slipstream.types import Row, UsageError
-
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-Count = Annotated[int, typer.Option(min=1)]
+from slipstream.types import Row
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,4 @@ def _range(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except SlipstreamError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+    run(main)
