@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from slipstream import drafters
 from slipstream.acceptance import Rule, rule_for
 from slipstream.backends import Loaded, LoadOptions, is_loaded, is_toy, load
 from slipstream.config import DecoderConfig
+from slipstream.control import LONGEST, Control
 from slipstream.drafters import Drafter
 from slipstream.engine import Engine
-from slipstream.policy import Fixed
+from slipstream.pace import Pace
+from slipstream.policy import Auto, Fixed, Heuristic, Policy
 from slipstream.session import Session
-from slipstream.types import Draft, UsageError
+from slipstream.types import MAX_DRAFT_TOKENS, Draft, UsageError
 from slipstream.vocabulary import check_same
 
 DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "hybrid": 7, "model": 6, "none": 0}
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
+LOOK_UPS = ("ngram", "table", "suffix", "hybrid")  # drafts take no time, or the drafter sees to it
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
@@ -40,24 +44,61 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
 
 
 def assemble(
-    config: DecoderConfig, drafter: str | Drafter, rule: Rule | None, target: Session, draft: Session | None
+    config: DecoderConfig,
+    drafter: str | Drafter,
+    rule: Rule | None,
+    target: Session,
+    draft: Session | None,
+    measured: Mapping[int, float] | None = None,
 ) -> tuple[str, Engine]:
-    """The drafter's name, with "auto" resolved, and the engine. rule: one given as an object, instead of a name."""
+    """The drafter's name, with "auto" resolved, and the engine.
+
+    rule: one given as an object, instead of a name. measured: milliseconds of the target's forward by tokens, if known.
+    """
     acceptance, device = rule or config.acceptance, target.backend.device
     coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
+    count = config.num_draft_tokens
     if drafter == "auto":
-        drafter = "suffix" if draft is None else "model"
-    stops_early = config.num_draft_tokens == "auto" and device.type == "cpu"
-    setup = drafters.Setup(device, target.backend.vocab_size, draft, coupled, stops_early)
+        drafter = "suffix" if draft is None else "hybrid" if count == "auto" else "model"
+    name = name_of(drafter)
+    control = None
+    if count == "auto" and name != "none":
+        control = Control(Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu"), longest=_longest(target))
+    setup = drafters.Setup(
+        device, target.backend.vocab_size, draft, coupled, control, _confidence(count), hopes=control is not None
+    )
     built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
     if not isinstance(built, Drafter):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
-    count, limit = _num_draft_tokens(config, name_of(drafter)), target.longest_draft
-    if limit is not None and count > limit:
-        raise UsageError(
-            f"num_draft_tokens={count}; allowed: at most {limit} in reproducible mode, or reproducible=False"
-        )
-    return name_of(drafter), Engine(target, built, Fixed(count), acceptance, config.max_batch_size, draft)
+    policy: Policy
+    drawn = draft is not None and not coupled
+    if control is None:
+        policy = _policy(count, _default(name), target.longest_draft)
+    else:
+        policy = Auto(control, _default(name), drawn, stepwise=name.partition(":")[0] not in LOOK_UPS)
+    return name, Engine(target, built, policy, acceptance, config.max_batch_size, draft)
+
+
+def _longest(target: Session) -> int:
+    return LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
+
+
+def _confidence(count: int | str) -> float:
+    name, _, argument = str(count).partition(":")
+    return float(argument) if name == "confidence" else 0.0
+
+
+def _policy(count: int | str, default: int, limit: int | None) -> Policy:
+    if isinstance(count, int):
+        if limit is not None and count > limit:
+            raise UsageError(
+                f"num_draft_tokens={count}; allowed: at most {limit} in reproducible mode, or reproducible=False"
+            )
+        return Fixed(count)
+    name, _, argument = count.partition(":")
+    if name == "heuristic":
+        return Heuristic(int(argument or limit or MAX_DRAFT_TOKENS))
+    return Fixed(limit or MAX_DRAFT_TOKENS if name == "confidence" else default)
 
 
 def name_of(choice: object) -> str:
@@ -67,7 +108,5 @@ def name_of(choice: object) -> str:
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def _num_draft_tokens(config: DecoderConfig, drafter: str) -> int:
-    if not isinstance(config.num_draft_tokens, str):
-        return config.num_draft_tokens
+def _default(drafter: str) -> int:
     return DEFAULT_DRAFT_TOKENS.get(drafter.partition(":")[0], OTHER_DRAFT_TOKENS)

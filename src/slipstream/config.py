@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from slipstream.types import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
+POLICY = re.compile(r"auto|heuristic(:[1-9]\d?)?|confidence:0?\.(0[1-9]|[1-9]\d?)")
 SWITCH = (True, False, "auto")
 
 
@@ -24,7 +26,9 @@ class DecoderConfig:
         "auto (model if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
         "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
     )
-    num_draft_tokens: int | str = setting("auto", "tokens drafted per round: auto or a number")
+    num_draft_tokens: int | str = setting(
+        "auto", "tokens drafted per round: auto (as many as pay) | a number | heuristic[:MOST] | confidence:CHANCE"
+    )
     acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
     draft_dtype: str = setting(
@@ -37,8 +41,11 @@ class DecoderConfig:
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens != "auto" and not _whole(self.num_draft_tokens):
-            raise UsageError(f"num_draft_tokens={self.num_draft_tokens!r}; allowed: 'auto' or a whole number >= 0")
+        if not (_whole(self.num_draft_tokens) or POLICY.fullmatch(str(self.num_draft_tokens))):
+            raise UsageError(
+                f"num_draft_tokens={self.num_draft_tokens!r}; allowed: 'auto', a whole number >= 0, 'heuristic', "
+                "'heuristic:MOST', or 'confidence:CHANCE' from 0.01 to 0.99"
+            )
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")

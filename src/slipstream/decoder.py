@@ -148,7 +148,9 @@ class SpeculativeDecoder:
         return other.using("auto", num_draft_tokens="auto")
 
     def _make_engine(self) -> Engine:
-        self._name, engine = assemble(self.config, self._drafter, self.rule, self._target_session, self._draft_session)
+        sessions = self._target_session, self._draft_session
+        measured = self.calibration.milliseconds if self.calibration else None
+        self._name, engine = assemble(self.config, self._drafter, self.rule, *sessions, measured)
         return engine
 
     @overload

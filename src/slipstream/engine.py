@@ -77,6 +77,7 @@ class Batch:
                     rejected=kept < length and len(committed) > kept,
                     finish_reason=row.finish_reason,
                     seconds=seconds,
+                    num_draft_steps=draft.steps,
                 )
             )
         return [row.rounds[-1] for row in self.rows]
@@ -128,6 +129,7 @@ class Engine:
         lengths = lengths_for(self.policy, batch.rows, self.target.longest_draft)
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
         _check(draft, batch, self.drafter)
+        draft = self.policy.worth_verifying(batch.rows, draft)
         clock.lap("draft")
         return batch.commit(draft, self._verdict(batch, draft, clock), clock)
 

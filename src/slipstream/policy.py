@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
-from slipstream.types import MAX_DRAFT_TOKENS, Row, UsageError
+from slipstream.control import Control
+from slipstream.types import MAX_DRAFT_TOKENS, Draft, Row, UsageError
+
+FIRST, UP, DOWN = 5, 2, 1  # of the heuristic schedule
 
 
 class Policy(Protocol):
@@ -15,9 +19,20 @@ class Policy(Protocol):
     def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
         """One length per row; the loop shortens those that would overrun a row's end."""
 
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft, or less of the rows for which it says what can be expected of it (`Draft.hopes`)."""
+
+
+class Whole:
+    """What policies that never shorten a draft have in common."""
+
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft as it is."""
+        return draft
+
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Whole):
     """Always the same number."""
 
     count: int
@@ -31,6 +46,60 @@ class Fixed:
     def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
         """The number, for every row."""
         return [self.count] * len(rows)
+
+
+@dataclass
+class Heuristic(Whole):
+    """Two more after a draft that was accepted whole, one less after any other; Hugging Face's "heuristic" schedule.
+
+    A row begins with 5 tokens. Each row has its own number, which stays between 1 and `longest`.
+    """
+
+    longest: int = MAX_DRAFT_TOKENS
+    _reached: WeakKeyDictionary[Row, tuple[int, int]] = field(default_factory=WeakKeyDictionary)  # after n rounds
+
+    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
+        """What each row's rounds lead to."""
+        return [self._length(row) for row in rows]
+
+    def _length(self, row: Row) -> int:
+        seen, length = self._reached.get(row, (0, min(FIRST, self.longest)))
+        for done in row.rounds[seen:]:
+            if done.draft:
+                length += UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
+                length = max(1, min(length, self.longest))
+        self._reached[row] = len(row.rounds), length
+        return length
+
+
+@dataclass
+class Auto:
+    """As many tokens as pay, by measured costs and by what drafts have brought; see `control`.
+
+    steady: tokens for rows whose text depends on the draft (drawn: the drafter draws by dice of its own) and whose
+    request has a seed; costs do not count for them, so that the seed gives the same text again.
+    stepwise: every token of a draft costs time; else drafts cost nothing but their verification.
+    """
+
+    control: Control
+    steady: int
+    drawn: bool = False
+    stepwise: bool = False
+
+    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
+        """As many as can pay; where drafts say what to hope for, as many as may be cut afterwards."""
+        self.control.learn(rows)
+        chosen = self.control.lengths(rows) if self.stepwise else [self.control.longest] * len(rows)
+        return [self.steady if self._is_steady(row) else length for row, length in zip(rows, chosen, strict=True)]
+
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft as far as it is worth its verification."""
+        if any(map(self._is_steady, rows)):
+            return draft
+        return self.control.cut(rows, draft)
+
+    def _is_steady(self, row: Row) -> bool:
+        return self.drawn and row.params.temperature > 0 and row.params.seed is not None
 
 
 def lengths_for(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:

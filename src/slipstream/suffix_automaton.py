@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 LIMIT = 32  # tokens of context; longer matches count as this long
@@ -26,6 +27,15 @@ class Match(NamedTuple):
 
 
 NOTHING = Match()
+
+
+class Step(NamedTuple):
+    """One token of a walk: its context, of `known` tokens, occurs `occurrences` times; so often it `followed`."""
+
+    token: int
+    known: int
+    followed: int
+    occurrences: int
 
 
 class SuffixAutomaton:
@@ -87,27 +97,37 @@ class SuffixAutomaton:
         """How often the tokens of the match occur; the end of a text counts."""
         return self._count[match.state]
 
-    def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
-        """Up to `length` tokens behind the match, each the most frequent (of equals the latest) in the longest context.
+    def walk(self, match: Match, occurrences: int) -> Iterator[Step]:
+        """What follows the match: token by token the most frequent (of equals the latest) in the longest context.
 
-        It ends where the path's estimated probability falls below `threshold`: the product of how often the token
-        followed the context and how often that occurs. occurrences: what to take for the match itself.
+        occurrences: what to take for the match itself.
         """
-        state, known, chance = match.state, match.length, 1.0
+        state, known = match
         tokens, targets, count, link = self._token, self._target, self._count, self._link
-        path = list[int]()
-        while len(path) < length:
+        while True:
             while state and tokens[state] < 0:  # as `followed`
                 state = link[state]
                 known, occurrences = self._length[state], count[state]
+            if not state:
+                return
             target = targets[state]
-            chance *= count[target] / occurrences
-            if not state or chance < threshold:
-                break
-            path.append(tokens[state])
+            yield Step(tokens[state], known, count[target], occurrences)
             known = min(known + 1, LIMIT)
             state = self._holding(target, known)
             occurrences = count[state]
+
+    def follow(self, match: Match, occurrences: int, length: int, threshold: float) -> list[int]:
+        """Up to `length` tokens behind the match, as `walk` goes.
+
+        It ends where the path's estimated probability falls below `threshold`: the product of how often the token
+        followed the context and how often that occurs.
+        """
+        path, chance = list[int](), 1.0
+        for step in islice(self.walk(match, occurrences), length):
+            chance *= step.followed / step.occurrences
+            if chance < threshold:
+                break
+            path.append(step.token)
         return path
 
     def memory_bytes(self) -> int:

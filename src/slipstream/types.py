@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -38,11 +38,16 @@ class Draft:
     tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
     lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
     probs: [B, K, V], the distribution each token was really drawn from, or None when it is one-hot.
+    hopes: per row the chance that its first 1, 2, ... tokens all come true, where the drafter can tell, else None. Such
+    a row may be cut before it is verified, so its tokens must not have been drawn.
+    steps: forwards of a draft model that it took.
     """
 
     tokens: Tensor
     lengths: tuple[int, ...]
     probs: Tensor | None = None
+    hopes: tuple[Sequence[float] | None, ...] | None = None
+    steps: int = 0
 
     @property
     def width(self) -> int:
@@ -53,6 +58,16 @@ class Draft:
     def lengths_on_device(self) -> Tensor:
         """[B, 1] int64, where the tokens are; sent without waiting for the device."""
         return torch.tensor(self.lengths, dtype=torch.int64)[:, None].to(self.tokens.device, non_blocking=True)
+
+    def cut(self, lengths: Sequence[int]) -> Draft:
+        """The same draft with at most lengths[i] tokens of row i."""
+        kept = tuple(map(min, self.lengths, lengths))
+        if kept == self.lengths:
+            return self
+        width = max(kept, default=0)
+        probs = None if self.probs is None else self.probs[:, :width]
+        hopes = self.hopes and tuple(hope and hope[:n] for hope, n in zip(self.hopes, kept, strict=True))
+        return replace(self, tokens=self.tokens[:, :width], lengths=kept, probs=probs, hopes=hopes)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
@@ -93,7 +108,7 @@ class Round:
 
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
-    share, and the seconds are those of that whole step.
+    share; the seconds and the draft model's forwards are those of that whole step.
     """
 
     row: int
@@ -106,6 +121,7 @@ class Round:
     rejected: bool
     finish_reason: FinishReason | None = None
     seconds: Seconds = field(default_factory=lambda: Seconds())
+    num_draft_steps: int = 0
 
     @property
     def num_draft_tokens(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slipstream.control import Control
 from slipstream.sampling import Sampler
 from slipstream.session import Session
 from slipstream.types import Draft, Row, UsageError, Verdict
@@ -44,6 +45,17 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class Continuation(Protocol):
+    """What a drafter is besides if it can go on behind another one's draft."""
+
+    def goes_on(self, row: Row, tokens: Sequence[int], length: int, hope: float) -> tuple[list[int], list[float]]:
+        """Up to `length` tokens behind `tokens`, and the chances that all up to each come true.
+
+        hope: the chance that `tokens` do. Asked in a round in which `propose` was asked before.
+        """
+
+
+@runtime_checkable
 class Learner(Protocol):
     """What a drafter is besides if it keeps what it learned from earlier requests."""
 
@@ -56,14 +68,18 @@ class Setup:
     """What a drafter may be built from.
 
     coupled: draws must share the target's noise (acceptance "match").
-    stops_early: nobody said how many tokens to draft, and asking the device about each costs little.
+    control: given where nobody said how many tokens to draft; knows what pays.
+    confidence: a draft model stops at the first token of which it is less sure than this.
+    hopes: drafts should say how likely they are to come true, if the drafter can tell.
     """
 
     device: torch.device
     vocab_size: int
     session: Session | None = None
     coupled: bool = False
-    stops_early: bool = False
+    control: Control | None = None
+    confidence: float = 0.0
+    hopes: bool = False
 
 
 def names() -> list[str]:

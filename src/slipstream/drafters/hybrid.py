@@ -1,74 +1,70 @@
 """Two drafters in one: text that was seen before is looked up, the rest is drafted by the draft model.
 
-A looked-up draft costs nothing, a draft model's costs a forward per token, so the look-up goes first wherever it can be
-expected to be worth more than `WORTH` tokens. What to expect is its length times the share of such drafts that came
-true in this row; and since a look-up can be compared with the text whether it was used or not, a row that leaves
-familiar ground is noticed at once, and so is one that comes back to it.
+A looked-up draft costs nothing but its verification, a draft model's a forward per token. The look-up says how likely
+it is to come true, from how such tokens fared in this row, whether they were used or not; so a row that leaves familiar
+ground is noticed at once, and so is one that comes back to it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from slipstream.drafters import Drafter, Learner, Setup, model, suffix
+from slipstream.control import Control
+from slipstream.drafters import Continuation, Drafter, Learner, Setup, model, suffix
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, Row, UsageError
 
-STEPS = 6  # tokens the draft model drafts at most; it stops early
-WORTH = 1.2  # tokens a looked-up draft must be expected to add
-PRIOR = 0.6  # share of a looked-up draft that comes true in a text of which nothing is known
-MEMORY = 0.7  # weight of what was known, per look-up that could be compared
-
-
-@dataclass
-class _Trust:
-    """How far look-ups can be relied on in one row. start: where the last one, `tokens`, should have stood."""
-
-    share: float = PRIOR
-    start: int = 0
-    tokens: list[int] = field(default_factory=list)
-
-    def compare(self, text: Sequence[int]) -> None:
-        """Learn from what the text became where the last look-up should have stood."""
-        came = text[self.start : self.start + len(self.tokens)]
-        if not came:
-            return
-        right = next((i for i, token in enumerate(came) if token != self.tokens[i]), len(came))
-        # a wrong token ends what can be said about those behind it; a text that ended early says nothing against them
-        judged = len(came) if right == len(came) else len(self.tokens)
-        self.share = MEMORY * self.share + (1 - MEMORY) * right / judged
+STEPS = 6  # tokens the draft model drafts at most, where costs are not known
+WORTH = 1.2  # tokens a looked-up draft must then be expected to add, or
+SHARE = 0.6  # this share of what is asked for
+STOP = "p=40"  # the draft model's argument then
+LEAST = 0.2  # and then it ends where it is less likely than this to come true
 
 
 @dataclass
 class HybridDrafter:
-    """Takes `first`'s draft for a row where it can be expected to add WORTH tokens, else `second`'s of <= `steps`.
+    """Takes `first`'s draft for a row or `second`'s, whichever promises more.
 
-    Drafts of `first` must be one-hot. A round in which every row has a good look-up costs no forward of `second`;
-    else it drafts for the whole batch at once.
+    Drafts of `first` must be one-hot and say what to hope for. A round in which every row is looked up costs no
+    forward of `second`; else it drafts for the whole batch at once. With `control` costs decide, and may decide for
+    neither; without it, or where the text of a seed depends on the draft, a look-up is used if it can be expected to
+    add WORTH tokens.
+    steps: tokens of `second` at most. drawn: whether `second` draws by dice of its own for sampled rows.
     """
 
     first: Drafter
     second: Drafter
     steps: int = STEPS
-    _trust: WeakKeyDictionary[Row, _Trust] = field(default_factory=WeakKeyDictionary, repr=False)
+    control: Control | None = None
+    drawn: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the draft of one of the two."""
         known = self.first.propose(rows, lengths, sampler)
-        if known.probs is not None:
-            raise UsageError(f"hybrid: {type(self.first).__name__} draws its drafts; allowed: one that looks them up")
-        use = [self._relied_on(*one) for one in zip(rows, known.tokens.tolist(), known.lengths, lengths, strict=True)]
+        if known.probs is not None or known.hopes is None:
+            what = "draws its drafts" if known.probs is not None else "does not say what to hope for"
+            raise UsageError(f"hybrid: {type(self.first).__name__} {what}; allowed: a drafter that looks them up")
+        hopes = [hope or () for hope in known.hopes]
+        control = None if self._steady(rows) else self.control
+        if control is None:
+            known = replace(known.cut([sum(one >= LEAST for one in hope) for hope in hopes]), hopes=None)
+            use = [n == 0 or sum(hope[:n]) >= min(WORTH, SHARE * n) for hope, n in zip(hopes, lengths, strict=True)]
+        else:
+            use = [not model for model in control.prefer_model(rows, hopes, lengths)]
         if all(use):
             return known
         wanted = [0 if looked_up else min(length, self.steps) for looked_up, length in zip(use, lengths, strict=True)]
-        return _merged(use, known, self.second.propose(rows, wanted, sampler))
+        drafted = self.second.propose(rows, wanted, sampler)
+        if isinstance(self.first, Continuation) and drafted.hopes is not None and drafted.probs is None:
+            drafted = _continued(self.first, rows, lengths, drafted)
+        known = known.cut([n if looked_up else 0 for looked_up, n in zip(use, known.lengths, strict=True)])
+        return _merged(use, known, drafted)
 
     def forget(self) -> None:
         """Drop what either learned from requests."""
@@ -76,11 +72,25 @@ class HybridDrafter:
             if isinstance(drafter, Learner):
                 drafter.forget()
 
-    def _relied_on(self, row: Row, tokens: list[int], length: int, wanted: int) -> bool:
-        trust = self._trust.setdefault(row, _Trust())
-        trust.compare(row.tokens)
-        trust.start, trust.tokens = len(row.tokens), tokens[:length]
-        return wanted == 0 or length * trust.share >= min(WORTH, PRIOR * wanted)
+    def _steady(self, rows: Sequence[Row]) -> bool:
+        """Whether drafts must depend on nothing but the rows."""
+        return self.drawn and any(row.params.temperature > 0 and row.params.seed is not None for row in rows)
+
+
+def _continued(by: Continuation, rows: Sequence[Row], lengths: Sequence[int], draft: Draft) -> Draft:
+    """The draft with what a look-up finds behind it; its tokens are on the host already, or it could not say hopes."""
+    assert draft.hopes is not None
+    proposals, hopes = [], []
+    for row, most, tokens, length, known in zip(
+        rows, lengths, draft.tokens.tolist(), draft.lengths, draft.hopes, strict=True
+    ):
+        more, hoped = list[int](), list[float]()
+        if known:
+            more, hoped = by.goes_on(row, tokens[:length], most - length, known[-1])
+        proposals.append(tokens[:length] + more)
+        hopes.append(None if known is None else [*known, *hoped])
+    longer = Draft.from_lists(proposals, draft.tokens.device)
+    return replace(longer, hopes=tuple(hopes), steps=draft.steps)
 
 
 def _merged(use: Sequence[bool], known: Draft, drafted: Draft) -> Draft:
@@ -89,11 +99,14 @@ def _merged(use: Sequence[bool], known: Draft, drafted: Draft) -> Draft:
     first = torch.tensor(use).to(known.tokens.device, non_blocking=True)
     tokens = torch.where(first[:, None], _widened(known.tokens, width), _widened(drafted.tokens, width))
     lengths = tuple(a if own else b for own, a, b in zip(use, known.lengths, drafted.lengths, strict=True))
+    nothing = [None] * len(use)
+    both = zip(use, known.hopes or nothing, drafted.hopes or nothing, strict=True)
+    merged = Draft(tokens, lengths, None, tuple(a if own else b for own, a, b in both), drafted.steps)
     if drafted.probs is None:
-        return Draft(tokens, lengths)
+        return merged
     sure = one_hot(tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
     drawn = pad(drafted.probs, (0, 0, 0, width - drafted.width))
-    return Draft(tokens, lengths, torch.where(first[:, None, None], sure, drawn))
+    return replace(merged, probs=torch.where(first[:, None, None], sure, drawn))
 
 
 def _widened(tokens: Tensor, width: int) -> Tensor:
@@ -114,5 +127,7 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
         )
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
-    drafting = model.build(replace(setup, stops_early=setup.device.type == "cpu"), "")
-    return HybridDrafter(suffix.build(setup, given[2] or "outputs=0"), drafting, steps)
+    looking = suffix.build(replace(setup, hopes=True), given[2] or "outputs=0")
+    stops = setup.control is None and not setup.confidence and setup.device.type == "cpu"
+    drafting = model.build(setup, STOP if stops else "")
+    return HybridDrafter(looking, drafting, steps, setup.control, drawn=not setup.coupled)

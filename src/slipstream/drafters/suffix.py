@@ -11,14 +11,16 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 from slipstream.drafters import Setup
+from slipstream.odds import Odds
 from slipstream.sampling import Sampler
 from slipstream.suffix_automaton import LIMIT, NOTHING, Match, SuffixAutomaton
+from slipstream.suffix_kinds import likely_path, prior
 from slipstream.suffix_store import SuffixStore
 from slipstream.types import Draft, Row, UsageError
 
@@ -28,6 +30,14 @@ RATIO = 2  # draft tokens per token of the match
 OUTPUTS = 1 << 17  # tokens of past outputs that are kept
 OPENING = 16  # last tokens of the prompt, kept with the output so that its first words are found
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
+
+
+class _Guess(NamedTuple):
+    """A draft that can be compared with what the text became: where it should stand, its tokens and their kinds."""
+
+    start: int
+    tokens: list[int]
+    kinds: list[int]
 
 
 class _Source(NamedTuple):
@@ -60,6 +70,7 @@ class _Text:
         self.own = SuffixAutomaton()
         self._read = 0
         self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
+        self.guess = _Guess(0, [], [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
         """Take in the tokens that came since the last call."""
@@ -92,6 +103,8 @@ class SuffixDrafter:
     were matched, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
+    odds: given instead of a threshold; a draft then goes on, and says how likely it is to come true, by how often such
+    tokens came true before. Whatever is drafted is compared with what the text became, verified or not.
 
     An output is kept from the first call on after its row has finished or was dropped. Drafts, never the law of the
     text, depend on it. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured (20 for
@@ -104,6 +117,7 @@ class SuffixDrafter:
     outputs: int = OUTPUTS
     tokenizer: str = ""
     path: Path | None = None
+    odds: Odds | None = None
     _texts: WeakKeyDictionary[Row, _Text] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[_Output] = field(default_factory=deque, repr=False)
 
@@ -117,7 +131,20 @@ class SuffixDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
         self._keep_outputs()
-        return Draft.from_lists([self._draft(*one) for one in zip(rows, lengths, strict=True)], sampler.device)
+        drafts = [self._draft(*one) for one in zip(rows, lengths, strict=True)]
+        draft = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
+        return draft if self.odds is None else replace(draft, hopes=tuple(hopes for _, hopes in drafts))
+
+    def goes_on(self, row: Row, tokens: Sequence[int], length: int, hope: float) -> tuple[list[int], list[float]]:
+        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Continuation`."""
+        text = self._texts.get(row)
+        if text is None or self.odds is None:
+            return [], []
+        match = text.own.followed(text.own.find(tokens, text.own.end))
+        if match.length < self.shortest:
+            return [], []
+        path, _, hopes = likely_path(self.odds, row, text.own.walk(match, text.own.count(match)), length, hope)
+        return path, hopes
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
         """Keep texts (lists of token ids) as if they were past outputs."""
@@ -135,9 +162,11 @@ class SuffixDrafter:
         self._store.load(path)
 
     def forget(self) -> None:
-        """Drop the outputs learned from requests; what was seeded and loaded stays."""
+        """Drop what was learned from requests, outputs above all; what was seeded and loaded stays."""
         self._keep_outputs()
         self._store.reset()
+        if self.odds is not None:
+            self.odds.forget()
 
     @property
     def num_stored_tokens(self) -> int:
@@ -150,17 +179,32 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
 
-    def _draft(self, row: Row, length: int) -> list[int]:
+    def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
+        """The row's tokens and, with odds, what to hope for."""
         text = self._texts.get(row)
         if text is None:
             text = self._texts[row] = _Text(row, self._ended)
         if not length:
-            return []
+            return [], []
         text.read(row.tokens, self._store.automata)
-        automaton, match, occurrences = text.source()
+        source = text.source()
+        if self.odds is not None:
+            return self._likely(self.odds, row, text, source, length)
+        automaton, match, occurrences = source
         if match.length < self.shortest:
-            return []
-        return automaton.follow(match, occurrences, min(length, RATIO * match.length), self.threshold)
+            return [], []
+        return automaton.follow(match, occurrences, min(length, RATIO * match.length), self.threshold), []
+
+    def _likely(self, odds: Odds, row: Row, text: _Text, source: _Source, length: int) -> tuple[list[int], list[float]]:
+        guess = text.guess
+        odds.learn(row, guess.kinds, guess.tokens, row.tokens[guess.start : guess.start + len(guess.tokens)])
+        tokens, kinds, hopes = list[int](), list[int](), list[float]()
+        automaton, match, occurrences = source
+        if match.length >= self.shortest:
+            # the match also ends the text itself, where nothing has followed it yet
+            tokens, kinds, hopes = likely_path(odds, row, automaton.walk(match, occurrences - 1), length, 1.0)
+        text.guess = _Guess(len(row.tokens), tokens, kinds)
+        return tokens, hopes
 
     def _keep_outputs(self) -> None:
         """Move the outputs of rows that have ended to the store."""
@@ -189,6 +233,7 @@ def build(setup: Setup, argument: str) -> SuffixDrafter:
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
+        odds=Odds(prior(), shared=False) if percent is None and setup.hopes else None,
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"

@@ -1,0 +1,240 @@
+"""Drafters and policies over recorded texts: what each would have taken, and what the best choice in hindsight takes.
+
+    python benchmarks/policy_replay.py record qwen1.5b PROMPTS.jsonl pair.jsonl --draft qwen0.5b --per-family 4
+    python benchmarks/policy_replay.py replay pair.jsonl --batch 1
+
+`record` notes the target's greedy texts, what the draft model says at each of their positions and how sure it is, and
+what forwards cost here. `replay` runs the real drafters and policies over that, a round at a time, with the recorded
+costs for a clock; no model is needed, so the same texts can be tried with many settings. Printed: the speed-up over
+plain decoding of each setting by family (geometric means over texts), prompt processing not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import exp, log
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from terminal import console, run
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder
+from slipstream.backends.files import quiet
+from slipstream.control import Control
+from slipstream.drafters import Drafter, Setup, load
+from slipstream.drafters.hybrid import HybridDrafter
+from slipstream.noise import Race
+from slipstream.pace import Pace
+from slipstream.policy import Auto, Fixed, Heuristic, Policy, lengths_for
+from slipstream.prediction.predict import Costs, measure_costs
+from slipstream.prompts import read_prompts
+from slipstream.sampling import Sampler
+from slipstream.stopping import PathBelow, Stop, WhilePays
+from slipstream.types import Round, Row, Seconds
+
+CPU = torch.device("cpu")
+STEPS = 8  # tokens recorded of the draft model at each position
+Record = dict[str, Any]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+numbers = count()
+
+
+@dataclass
+class Recorded:
+    """The draft model, as it was recorded; rows are told apart by their index."""
+
+    records: Sequence[Record]
+    stop: Stop | None = None
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Any) -> Draft:
+        """As `ModelDrafter`, without the model."""
+        tokens: list[list[int]] = [[] for _ in rows]
+        chances: list[list[float]] = [[] for _ in rows]
+        most = len(self.records[0]["model"][0])
+        ends = [min(length, most) for length in lengths]
+        steps = 0
+        for j in range(max(ends, default=0)):
+            steps += 1
+            for i, row in enumerate(rows):
+                record, at = self.records[row.index], row.num_output_tokens
+                known = at < len(record["model"])
+                tokens[i].append(record["model"][at][j] if known else 0)
+                chances[i].append(record["chances"][at][j] if known else 0.0)
+            if self.stop is not None:
+                over = self.stop.ends(rows, lengths, chances, False)
+                ends = [min(end, j + 1) if ended else end for end, ended in zip(ends, over, strict=True)]
+            if max(ends) <= j + 1:
+                break
+        draft = Draft.from_lists([row[:end] for row, end in zip(tokens, ends, strict=True)], CPU)
+        stop = self.stop
+        hopes = stop and tuple(stop.hopes(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True))
+        return Draft(draft.tokens, draft.lengths, None, hopes, steps)
+
+
+@dataclass
+class Replay:
+    """One setting over recorded texts, `batch` at a time."""
+
+    records: Sequence[Record]
+    costs: Costs
+    drafter: Drafter
+    policy: Policy
+    lengths: list[int] = field(default_factory=list)  # drafted, round by round
+
+    def seconds(self, chosen: Sequence[int]) -> float:
+        """What these texts take, together."""
+        rows = [self._row(i) for i in chosen]
+        taken = 0.0
+        while active := [row for row in rows if row.finish_reason is None]:
+            taken += self._step(active)
+        return taken
+
+    def _row(self, index: int) -> Row:
+        record = self.records[index]
+        return Row(index, list(record["prompt"]), SamplingParams(max_tokens=len(record["output"])), seed=0)
+
+    def _step(self, rows: list[Row]) -> float:
+        lengths = lengths_for(self.policy, rows, 24)
+        draft = self.drafter.propose(rows, lengths, Sampler(rows, Race(8, CPU), 8, CPU))
+        draft = self.policy.worth_verifying(rows, draft)
+        verify = self.verify(len(rows), draft.width)
+        drafting = self._drafting(len(rows), draft.steps)
+        seconds, step = Seconds(draft=drafting, verify=verify, total=drafting + verify), next(numbers)
+        for i, row in enumerate(rows):
+            proposed = tuple(draft.tokens[i, : draft.lengths[i]].tolist())
+            truth = self.records[row.index]["output"][row.num_output_tokens :]
+            kept = next((n for n, (a, b) in enumerate(zip(proposed, truth, strict=False)) if a != b), None)
+            kept = min(len(proposed), len(truth)) if kept is None else kept
+            start, tokens = len(row.tokens), row.commit(truth[: kept + 1])
+            rejected = kept < len(proposed) and len(tokens) > kept
+            row.rounds.append(
+                Round(row.index, step, len(rows), start, proposed, tokens, kept, rejected, None, seconds, draft.steps)
+            )
+            self.lengths.append(len(proposed))
+        return seconds.total
+
+    def _drafting(self, rows: int, steps: int) -> float:
+        width = self.costs.pad(1)
+        return (self.costs.round(rows, width, steps) - self.costs.round(rows, width, 0)) / 1e3
+
+    def verify(self, rows: int, drafted: int) -> float:
+        """Seconds of a forward over rows that draft up to `drafted` tokens."""
+        return self.costs.plain(rows, self.costs.pad(drafted + 1)) / 1e3
+
+
+def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Replay]]:
+    """Name and replay of everything that is compared; each has learned nothing yet."""
+    with_model = bool(records[0]["model"])
+
+    def made(name: str, length: int, control: Control | None = None) -> Drafter:
+        stop = None if control is None else WhilePays(control)
+        if name.startswith("model"):
+            return Recorded(records, PathBelow(int(name[8:]) / 100) if ":" in name else stop)
+        if name == "hybrid":
+            first = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
+            return HybridDrafter(first, Recorded(records, stop or PathBelow(0.4)), control=control, drawn=True)
+        return load(name, Setup(CPU, 1 << 20, control=control, hopes=control is not None))
+
+    yield "none", Replay(records, costs, load("none", Setup(CPU, 1 << 20)), Fixed(0))
+    for name, length in [(n, k) for n in ("ngram", "suffix:outputs=0") for k in (3, 7, 15)]:
+        yield f"{name}@{length}", Replay(records, costs, made(name, length), Fixed(length))
+    if with_model:
+        for name, length in [("model", n) for n in (2, 3, 4, 6)] + [(f"model:p={p}", 6) for p in (30, 40, 50, 60)]:
+            yield f"{name}@{length}", Replay(records, costs, made(name, length), Fixed(length))
+        yield "model heuristic", Replay(records, costs, made("model", 8), Heuristic(8))
+        yield "hybrid@7", Replay(records, costs, made("hybrid", 7), Fixed(7))
+    for name in ["ngram", "suffix:outputs=0", *(["model", "hybrid"] if with_model else [])]:
+        control = Control(Pace(costs.pad, costs.target[1]))
+        yield f"{name} auto", Replay(records, costs, made(name, 0, control), Auto(control, 7, stepwise=name == "model"))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    return exp(sum(map(log, values)) / len(values))
+
+
+@app.command()
+def replay(file: Path, batch: int = 1, seed: int = 0) -> None:
+    """Compare settings over a recording."""
+    header, *records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = [record for record in records if len(record["output"]) > 8]
+    costs = Costs.from_dict(header["costs"])
+    order = list(range(len(records)))
+    random.Random(seed).shuffle(order)
+    groups = [order[at : at + batch] for at in range(0, len(order), batch)]
+    families = sorted({record["family"] for record in records})
+    table = Table(title=f"speed-up over plain decoding, batch {batch}, {len(records)} texts")
+    for column in ("setting", "all", *families):
+        table.add_column(column, justify="left" if column == "setting" else "right")
+    plain: list[float] = []
+    for name, one in settings(records, costs):
+        taken = [one.seconds(group) for group in groups]
+        plain = plain or taken
+        ratios = [a / b for a, b in zip(plain, taken, strict=True)]
+        by_family = [
+            [r for r, group in zip(ratios, groups, strict=True) if records[group[0]]["family"] == f] for f in families
+        ]
+        cells = [f"{geometric_mean(values):.2f}" if values else "" for values in by_family]
+        table.add_row(name, f"{geometric_mean(ratios):.3f}", *cells)
+    console.print(table)
+
+
+@app.command()
+def record(
+    target: str,
+    prompts: Path,
+    out: Path,
+    draft: str | None = None,
+    per_family: int = 4,
+    max_tokens: int = 64,
+    batches: Annotated[list[int], typer.Option()] = [1, 2, 4, 8],  # noqa: B006
+) -> None:
+    """Note texts, drafts and costs."""
+    quiet()
+    decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
+    chosen = [p for _, group in _by_family(read_prompts(prompts)).items() for p in group[:per_family]]
+    with out.open("w") as file:
+        costs = measure_costs(decoder.using("model" if draft else "suffix"), batches, [*range(1, 9), 16])
+        file.write(json.dumps({"target": target, "draft": draft, "costs": costs.to_dict()}) + "\n")
+        for prompt in chosen:
+            ids = decoder.encode(prompt.prompt)
+            output = decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids
+            said = [_continued(decoder, ids + output[:at]) for at in range(len(output))] if draft else []
+            line = {"family": prompt.category, "prompt": ids, "output": output}
+            line |= {"model": [tokens for tokens, _ in said], "chances": [chances for _, chances in said]}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            console.print(f"{prompt.category}: {len(ids)} + {len(output)} tokens")
+
+
+def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
+    families: dict[str, list[Any]] = {}
+    for prompt in prompts:
+        families.setdefault(prompt.category, []).append(prompt)
+    return families
+
+
+@torch.inference_mode()
+def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[int], list[float]]:
+    """What the draft model would say next, greedily, and how sure it is of each token."""
+    session = decoder._draft_session
+    assert session is not None
+    row = Row(0, tokens, SamplingParams(max_tokens=STEPS), seed=0)
+    session.reserve(1, len(tokens) + STEPS)
+    drafted, chances = torch.zeros(1, STEPS, dtype=torch.int64), []
+    for j in range(STEPS):
+        law = session.score([row], drafted[:, :j], [j], keep=1)[0, 0, : decoder.target.backend.vocab_size].float()
+        chance, drafted[0, j] = law.softmax(-1).max(-1)
+        chances.append(round(float(chance), 4))
+    return drafted[0].tolist(), chances
+
+
+if __name__ == "__main__":
+    run(app)

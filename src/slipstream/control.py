@@ -1,0 +1,140 @@
+"""Whether, with what and how far to draft: by measured costs, and by what drafts have brought.
+
+Of the ways a round can go the one that promises the most tokens per second is taken. That is the rate of this round and
+not of the whole text: a token that comes true saves what it would take to get it a moment later, at the rate that is
+possible here. Choices between tokens are never made: a draft that was drawn is not cut, it ends (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.odds import Odds
+from slipstream.pace import Pace, best_length
+from slipstream.prospects import Prospects, Rest, Yield
+from slipstream.types import Draft, Row
+
+LONGEST = 15  # tokens of a look-up
+STEPS = 8  # steps of a draft model
+BINS = 20  # of the draft model's own probability of a token
+
+
+@dataclass
+class Control:
+    """What is known about costs and drafts, shared by the policy and the drafters of one decoder."""
+
+    pace: Pace
+    longest: int = LONGEST
+    steps: int = STEPS
+    prospects: Prospects = field(init=False)
+    sure: Odds = field(init=False)
+    rest: Rest = field(default_factory=Rest)
+
+    def __post_init__(self) -> None:
+        self.prospects = Prospects(max(self.longest, self.steps))
+        self.sure = Odds([(i + 0.5) / BINS for i in range(BINS)])
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        """Take in the rows' newest round."""
+        self.pace.learn(rows)
+        for row in rows:
+            if (brought := self.prospects.learn(row)) is not None:
+                self.rest.tried(row, brought)
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """How many tokens to ask a drafter for whose drafts cost time: as many as it can, or none.
+
+        A draft model stops by itself where the next step would not pay.
+        """
+        count = len(rows)
+        pays = self._stepping([self.prospects.of(row) for row in rows], count, []) > count / self.pace.verify(count, 0)
+        return [self._ask(row, self.steps if pays else int(self.rest.due(row))) for row in rows]
+
+    def cut(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft as far as it is worth verifying.
+
+        Drawn drafts stay whole, and rows that asked for a length, and rows of a draft that says what to hope for of
+        others only. Where no draft does, a looked-up token's chance is that of its position.
+        """
+        hopes = self._hopes(rows, draft)
+        least = max((n for n, hope in zip(draft.lengths, hopes, strict=True) if hope is None), default=0)
+        length = best_length(
+            [hope for hope in hopes if hope is not None],
+            lambda n: self.pace.verify(len(rows), max(n, least)),
+            len(rows)
+            + sum(self.prospects.of(row).brought for row, hope in zip(rows, hopes, strict=True) if hope is None),
+        )[0]
+        tried = draft.hopes is None and length < 1
+        return draft.cut(
+            [
+                n if hope is None or (tried and self.rest.due(row)) else length
+                for row, n, hope in zip(rows, draft.lengths, hopes, strict=True)
+            ]
+        )
+
+    def prefer_model(self, rows: Sequence[Row], hopes: Sequence[Sequence[float]], asked: Sequence[int]) -> list[bool]:
+        """For which rows a draft model's draft is worth more than a look-up of which `hopes` are held.
+
+        asked: tokens each row may draft.
+        """
+        count, most = len(rows), [min(n, self.steps) for n in asked]
+        length, without = best_length(hopes, lambda n: self.pace.verify(count, n), count)
+        expected = [self.prospects.of(row).cut(n) for row, n in zip(rows, most, strict=True)]
+        better = [one.brought > sum(hope[:length]) for one, hope in zip(expected, hopes, strict=True)]
+        looked_up = [hope for hope, model in zip(hopes, better, strict=True) if not model]
+        value = self._stepping([one for one, model in zip(expected, better, strict=True) if model], count, looked_up)
+        if value <= without:
+            better = [model and n > 0 and self.rest.due(row) for row, model, n in zip(rows, better, most, strict=True)]
+        for row, model, n in zip(rows, better, most, strict=True):
+            if model:
+                self._ask(row, n)
+        return better
+
+    def another_step(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
+        """Whether a draft model should go on, for these rows of a batch.
+
+        chances[i]: its own probability of each token of row i so far.
+        """
+        if not rows:
+            return False
+        drafted = len(chances[0])
+        brought = sum(
+            self.hopes(row, own)[-1] * self.prospects.hold(row, drafted) for row, own in zip(rows, chances, strict=True)
+        )
+        more = self.pace.step(batch) + self.pace.verify(batch, drafted + 1) - self.pace.verify(batch, drafted)
+        return brought > more * self._stepping([self.prospects.of(row) for row in rows], len(rows), [])
+
+    def hopes(self, row: Row, chances: Sequence[float]) -> list[float]:
+        """The chance that the first 1, 2, ... tokens all come true, by the draft model's own probabilities."""
+        path, hopes = 1.0, []
+        for chance in chances:
+            path *= self.sure.chance(row, bin_of(chance))
+            hopes.append(path)
+        return hopes
+
+    def _ask(self, row: Row, length: int) -> int:
+        self.prospects.ask(row, length)
+        return length
+
+    def _hopes(self, rows: Sequence[Row], draft: Draft) -> list[Sequence[float] | None]:
+        told: Sequence[Sequence[float] | None]
+        if draft.hopes is not None:
+            told = draft.hopes
+        elif draft.probs is None and not draft.steps:
+            told = [self.prospects.hopes(row, length) for row, length in zip(rows, draft.lengths, strict=True)]
+        else:
+            told = [None] * len(rows)
+        return [hope if row.params.num_draft_tokens is None else None for row, hope in zip(rows, told, strict=True)]
+
+    def _stepping(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
+        """Tokens per second of a round in which a draft model drafts for some rows, beside look-ups of others."""
+        longest = max((one.drafted for one in expected), default=0.0)
+        drafting = longest * self.pace.step(rows)
+        brought = rows + sum(one.brought for one in expected)
+        return best_length(beside, lambda n: drafting + self.pace.verify(rows, max(n, round(longest))), brought)[1]
+
+
+def bin_of(chance: float) -> int:
+    """The kind of a token by the draft model's own probability of it."""
+    return min(BINS - 1, int(chance * BINS))

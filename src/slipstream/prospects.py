@@ -1,0 +1,111 @@
+"""What a drafter's drafts have brought in a row, and when one that did not pay is tried again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from slipstream.odds import Odds
+from slipstream.types import Row
+
+HOLD = 0.75  # chance that a token comes true if all before it did, before anything is known
+FIRST = 2.5, 1.9  # tokens drafted and brought, likewise
+ROW_WEIGHT, SHARED_WEIGHT = 0.15, 0.03  # of a new draft, in what is known about its row and about all rows
+SOONEST, LATEST = 4, 64  # rounds until a drafter that did not pay is tried again
+
+
+@dataclass(frozen=True)
+class Yield:
+    """Tokens that a draft has, and that it brings, on average."""
+
+    drafted: float
+    brought: float
+
+    def towards(self, other: Yield, weight: float) -> Yield:
+        """Moved by a share of the difference."""
+        return Yield(
+            self.drafted + weight * (other.drafted - self.drafted),
+            self.brought + weight * (other.brought - self.brought),
+        )
+
+    def cut(self, length: int) -> Yield:
+        """If no draft can have more than `length` tokens."""
+        share = min(1.0, length / max(self.drafted, 1e-9))
+        return Yield(self.drafted * share, self.brought * share)
+
+
+class Prospects:
+    """Yields by row, beginning with what other rows have shown, and the odds of a token by its position."""
+
+    def __init__(self, longest: int) -> None:
+        self._hold = Odds([HOLD] * longest)
+        self._asked: WeakKeyDictionary[Row, tuple[int, int, int | None]] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
+        self._all = Yield(*FIRST)
+
+    def ask(self, row: Row, length: int, drafted: int | None = None) -> None:
+        """Note that the row's draft of this round may have up to `length` tokens, or that it has `drafted` so far.
+
+        What another drafter adds to it then does not count.
+        """
+        self._asked[row] = len(row.rounds), length, drafted
+
+    def learn(self, row: Row) -> int | None:
+        """Take in what became of the last draft asked for: the tokens it brought, or None if there is no news."""
+        number, length, drafted = self._asked.pop(row, (0, 0, None))
+        if not length or number != len(row.rounds) - 1:
+            return None
+        done = row.rounds[number]
+        drafted = len(done.draft) if drafted is None else drafted
+        kept = min(drafted, done.num_accepted_tokens)
+        tested = min(drafted, kept + done.rejected)
+        self._hold.learn(row, range(tested), [1] * tested, [1] * kept + [0])
+        if drafted <= length and row.remaining > 0:
+            seen = Yield(drafted, kept)
+            self._rows[row] = self.of(row).towards(seen, ROW_WEIGHT)
+            self._all = self._all.towards(seen, SHARED_WEIGHT)
+        return kept
+
+    def of(self, row: Row) -> Yield:
+        """What to expect of the row's next draft."""
+        return self._rows.get(row, self._all)
+
+    def hold(self, row: Row, position: int) -> float:
+        """The chance that the token at this position comes true if all before it did."""
+        return self._hold.chance(row, position)
+
+    def hopes(self, row: Row, length: int) -> list[float]:
+        """The chance that the first 1, 2, ... of `length` tokens all come true, by their positions alone."""
+        path, hopes = 1.0, []
+        for position in range(length):
+            path *= self.hold(row, position)
+            hopes.append(path)
+        return hopes
+
+    def forget(self) -> None:
+        """Return to what is expected of a drafter that was never seen."""
+        self._hold.forget()
+        self._rows.clear()
+        self._all = Yield(*FIRST)
+
+
+@dataclass
+class Rest:
+    """Whether a drafter that does not seem to pay is tried in this round: after 4 rounds, then 8 ... up to 64.
+
+    A trial that brings a token makes the next pause a short one.
+    """
+
+    _pause: WeakKeyDictionary[Row, tuple[int, int]] = field(default_factory=WeakKeyDictionary)  # its length; waited
+
+    def due(self, row: Row) -> bool:
+        """Ask once per round in which the row rests."""
+        length, waited = self._pause.get(row, (SOONEST, 0))
+        over = waited + 1 >= length
+        self._pause[row] = (min(LATEST, 2 * length), 0) if over else (length, waited + 1)
+        return over
+
+    def tried(self, row: Row, brought: int) -> None:
+        """A draft of the row brought this many tokens."""
+        if brought:
+            self._pause.pop(row, None)
