@@ -2,38 +2,80 @@
 
 import pytest
 
-from slipstream import SpeculativeDecoder
+from slipstream import SpeculativeDecoder, UsageError
 from slipstream.drafters.hybrid import HybridDrafter
-from slipstream.drafters.model import THRESHOLD, ModelDrafter
+from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.suffix import SuffixDrafter
+from slipstream.policy import Auto, Fixed, Heuristic
+from slipstream.stopping import PathBelow, TokenBelow, WhilePays
 
 
-def test_without_a_draft_model_drafts_are_looked_up() -> None:
-    decoder = SpeculativeDecoder("toy")
+def made(drafter: str = "auto", count: int | str = "auto", draft: str | None = "toy:2", **options: str):
+    return SpeculativeDecoder("toy", draft, drafter=drafter, num_draft_tokens=count, **options)
+
+
+def test_without_a_draft_model_drafts_are_looked_up_and_cut_where_they_do_not_pay() -> None:
+    decoder = made(draft=None)
     assert decoder.drafter_name == "suffix" and isinstance(decoder.drafter, SuffixDrafter)
-    assert decoder.drafter.outputs > 0
+    assert decoder.drafter.outputs > 0 and decoder.drafter.odds is not None
+    assert isinstance(decoder._engine.policy, Auto) and not decoder._engine.policy.stepwise
 
 
-def test_with_one_the_draft_model_drafts() -> None:
-    decoder = SpeculativeDecoder("toy", "toy:2")
+def test_with_one_the_better_of_look_up_and_draft_model_is_taken() -> None:
+    decoder = made()
+    assert decoder.drafter_name == "hybrid" and isinstance(decoder.drafter, HybridDrafter)
+    first, second = decoder.drafter.first, decoder.drafter.second
+    assert isinstance(first, SuffixDrafter) and first.outputs == 0
+    assert isinstance(second, ModelDrafter) and isinstance(second.stop, WhilePays)
+    policy = decoder._engine.policy
+    assert isinstance(policy, Auto) and policy.control is decoder.drafter.control is second.stop.control
+
+
+def test_with_a_number_of_tokens_the_draft_model_drafts_as_many() -> None:
+    decoder = made(count=4)
     assert decoder.drafter_name == "model" and isinstance(decoder.drafter, ModelDrafter)
-    assert decoder.drafter.threshold == THRESHOLD
+    assert decoder.drafter.stop is None and decoder._engine.policy == Fixed(4)
 
 
-def test_hybrid_looks_up_in_the_rows_own_text_and_stops_the_draft_model_early() -> None:
-    decoder = SpeculativeDecoder("toy", "toy:2", drafter="hybrid")
-    assert isinstance(decoder.drafter, HybridDrafter)
-    assert isinstance(decoder.drafter.first, SuffixDrafter) and decoder.drafter.first.outputs == 0
-    assert isinstance(decoder.drafter.second, ModelDrafter) and decoder.drafter.second.threshold == THRESHOLD
+def test_a_hybrid_of_a_fixed_length_goes_by_probabilities_alone() -> None:
+    decoder = made("hybrid", 7)
+    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.control is None
+    assert isinstance(decoder.drafter.second, ModelDrafter) and decoder.drafter.second.stop == PathBelow(0.4)
 
 
-@pytest.mark.parametrize(("count", "threshold"), [("auto", THRESHOLD), (4, 0.0)])
-def test_the_draft_model_stops_early_unless_told_how_many_tokens(count: int | str, threshold: float) -> None:
-    decoder = SpeculativeDecoder("toy", "toy:2", drafter="model", num_draft_tokens=count)
-    assert isinstance(decoder.drafter, ModelDrafter) and decoder.drafter.threshold == threshold
+@pytest.mark.parametrize(("count", "stop"), [("auto", WhilePays), (4, type(None)), ("confidence:0.4", TokenBelow)])
+def test_where_the_draft_model_stops(count: int | str, stop: type) -> None:
+    decoder = made("model", count)
+    assert isinstance(decoder.drafter, ModelDrafter) and isinstance(decoder.drafter.stop, stop)
 
 
-def test_a_threshold_of_ones_own_holds_with_any_number() -> None:
-    for count in ("auto", 4):
-        decoder = SpeculativeDecoder("toy", "toy:2", drafter="model:p=25", num_draft_tokens=count)
-        assert isinstance(decoder.drafter, ModelDrafter) and decoder.drafter.threshold == 0.25
+@pytest.mark.parametrize("count", ["auto", 4])
+def test_a_threshold_of_ones_own_holds_with_any_number(count: int | str) -> None:
+    decoder = made("model:p=25", count)
+    assert isinstance(decoder.drafter, ModelDrafter) and decoder.drafter.stop == PathBelow(0.25)
+    looking = made("suffix:2+p=30", count, None)
+    assert isinstance(looking.drafter, SuffixDrafter) and looking.drafter.odds is None
+
+
+def test_schedules() -> None:
+    assert isinstance(made("model", "heuristic")._engine.policy, Heuristic)
+    policy = made("model", "heuristic:9")._engine.policy
+    assert isinstance(policy, Heuristic) and policy.longest == 9
+    confident = made("model", "confidence:0.4")
+    assert isinstance(confident.drafter, ModelDrafter) and confident.drafter.stop == TokenBelow(0.4)
+
+
+@pytest.mark.parametrize(
+    "count", ["heuristic:", "heuristic:0", "heuristic:x", "confidence", "confidence:1", "fast", -1]
+)
+def test_other_lengths_are_refused(count: int | str) -> None:
+    with pytest.raises(UsageError, match=r"num_draft_tokens=.*; allowed: 'auto', a whole number >= 0, 'heuristic'"):
+        made("model", count)
+
+
+@pytest.mark.parametrize(("acceptance", "drawn"), [("auto", False), ("match", False), ("block", True)])
+def test_drafts_share_the_targets_noise_unless_a_rule_needs_their_law(acceptance: str, drawn: bool) -> None:
+    decoder = made(acceptance=acceptance)
+    policy = decoder._engine.policy
+    assert isinstance(policy, Auto) and policy.drawn is drawn
+    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.drawn is drawn

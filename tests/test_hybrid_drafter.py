@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.drafters.hybrid import MEMORY, PRIOR, HybridDrafter
+from slipstream.control import Control
+from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.noise import Race
+from slipstream.pace import Pace
 from slipstream.sampling import Sampler
 from slipstream.types import Row
 from tiny import fresh, perturbed, prompts, shared
@@ -24,14 +27,25 @@ class Says:
 
     texts: list[list[int]]
     probs: bool = False
+    hope: float = 0.7  # of each token
+    steps: int = 0
     asked: list[list[int]] = field(default_factory=list)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         self.asked.append(list(lengths))
         draft = Draft.from_lists([text[:n] for text, n in zip(self.texts, lengths, strict=True)], CPU)
         if not self.probs:
-            return draft
+            hopes = tuple([self.hope ** (j + 1) for j in range(length)] for length in draft.lengths)
+            return Draft(draft.tokens, draft.lengths, None, hopes, self.steps and max(draft.lengths))
         return Draft(draft.tokens, draft.lengths, torch.full((*draft.tokens.shape, 256), 1 / 256))
+
+
+class Untold(Says):
+    """Does not say how likely its drafts are."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        draft = super().propose(rows, lengths, sampler)
+        return Draft(draft.tokens, draft.lengths)
 
 
 def rows(count: int) -> list[Row]:
@@ -62,8 +76,8 @@ def test_where_too_little_is_known_the_model_drafts_up_to_its_own_limit() -> Non
 
 def test_rows_choose_for_themselves() -> None:
     second = Says([[9] * 7] * 3)
-    drafter = HybridDrafter(Says([[5, 6, 7, 8, 4], [], [3]]), second, steps=4)
-    assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8, 4], [9, 9, 9, 9], [9, 9]]
+    drafter = HybridDrafter(Says([[5, 6, 7, 8], [], [3]]), second, steps=4)
+    assert drafts(propose(drafter, rows(3), [7, 7, 2])) == [[5, 6, 7, 8], [9, 9, 9, 9], [9, 9]]
     assert second.asked == [[0, 4, 2]]
 
 
@@ -78,40 +92,72 @@ def test_nothing_is_asked_where_nothing_is_wanted() -> None:
 
 
 def test_drawn_drafts_keep_their_law_and_looked_up_ones_are_certain() -> None:
-    drafter = HybridDrafter(Says([[5, 6, 7, 8, 4], []]), Says([[], [9, 9, 9]], probs=True))
+    drafter = HybridDrafter(Says([[5, 6, 7, 8], []]), Says([[], [9, 9, 9]], probs=True))
     draft = propose(drafter, rows(2), [7, 3])
-    assert draft.probs is not None and draft.probs.shape == (2, 5, 256)
+    assert draft.probs is not None and draft.probs.shape == (2, 4, 256)
     assert torch.equal(draft.probs[0].argmax(-1), draft.tokens[0]) and bool((draft.probs[0].amax(-1) == 1).all())
     assert bool((draft.probs[1, :3] == 1 / 256).all())
 
 
-def test_trust_is_lost_by_wrong_look_ups_and_won_back_by_right_ones_that_were_not_used() -> None:
-    drafter = HybridDrafter(Says([[5, 6, 7]]), Says([[9] * 4]))
+def test_a_look_up_that_is_not_likely_enough_is_not_used() -> None:
+    for hope, used in ((0.7, True), (0.5, False)):
+        drafter = HybridDrafter(Says([[5, 6, 7]], hope=hope), Says([[9] * 4]))
+        assert (drafts(propose(drafter, rows(1), [7])) == [[5, 6, 7]]) is used
+
+
+def test_a_look_up_ends_where_it_becomes_unlikely() -> None:
+    drafter = HybridDrafter(Says([[5] * 7]), Says([[9]]))
+    assert drafts(propose(drafter, rows(1), [7])) == [[5] * 4]  # 0.7 to the fifth is less than a fifth
+
+
+def controlled(first: Says, second: Says, verify: float, step: float) -> HybridDrafter:
+    """Costs as given: a forward, whatever its width, and a step of the draft model."""
+    pace = Pace()
+    pace.verify = lambda rows, drafted: verify  # type: ignore[method-assign]
+    pace.step = lambda rows: step  # type: ignore[method-assign]
+    return HybridDrafter(first, second, control=Control(pace))
+
+
+@pytest.mark.parametrize(
+    ("hope", "step", "looked_up"),
+    [(0.9, 0.3, True), (0.3, 0.3, False), (0.3, 10.0, True)],
+)
+def test_costs_decide_between_the_two(hope: float, step: float, looked_up: bool) -> None:
+    drafter = controlled(Says([[5, 6, 7]], hope=hope), Says([[9] * 4], hope=0.8, steps=1), 1.0, step)
+    assert (drafts(propose(drafter, rows(1), [7])) == [[5, 6, 7]]) is looked_up
+
+
+def test_a_draft_model_that_never_pays_is_tried_ever_more_rarely() -> None:
+    second = Says([[9] * 4], steps=1)
+    drafter = controlled(Says([[]]), second, 1.0, 5.0)
     row = rows(1)[0]
-    used = []
-    for came in [[8]] * 4 + [[5, 6, 7]] * 4:
-        used.append(drafts(propose(drafter, [row], [7])) == [[5, 6, 7]])
-        row.tokens.extend(came)
-    assert used == [True, True, False, False, False, True, True, True]
-    assert drafter._trust[row].share < 1
-
-
-def test_a_look_up_is_judged_by_as_much_text_as_there_is() -> None:
-    drafter = HybridDrafter(Says([[5, 6, 7, 8]]), Says([[9] * 4]))
-    row = rows(1)[0]
-    for came, right in (([5, 6], 1.0), ([5, 1], 0.25), ([5, 6, 7, 8, 9], 1.0)):
+    tried = []
+    for number in range(100):
+        before = len(second.asked)
         propose(drafter, [row], [7])
-        before = drafter._trust[row].share
-        row.tokens.extend(came)
-        propose(drafter, [row], [7])
-        assert drafter._trust[row].share == pytest.approx(MEMORY * before + (1 - MEMORY) * right)
-        drafter._trust[row].share, drafter._trust[row].tokens = PRIOR, []
+        if len(second.asked) > before:
+            tried.append(number)
+    assert [b - a for a, b in pairwise(tried)] == [8, 16, 32]
 
 
-def test_rows_are_not_kept_alive() -> None:
-    drafter = HybridDrafter(Says([[5, 6, 7]]), Says([[9]]))
-    propose(drafter, rows(1), [7])
-    assert len(drafter._trust) == 0
+def test_no_column_is_verified_for_a_look_up_that_is_not_used() -> None:
+    drafter = HybridDrafter(Says([[5] * 7], hope=0.3), Says([[9] * 2]))
+    assert propose(drafter, rows(1), [7]).width == 2
+
+
+@dataclass
+class GoesOn(Says):
+    """Goes on behind another draft with its own tokens, each hundred times less likely."""
+
+    def goes_on(self, row: Row, tokens: Sequence[int], length: int, hope: float) -> tuple[list[int], list[float]]:
+        return [tokens[-1] + 1] * length, [hope / 100] * length
+
+
+def test_a_look_up_goes_on_behind_the_draft_model() -> None:
+    drafter = HybridDrafter(GoesOn([[5]], hope=0.1), Says([[9] * 2], hope=0.5))
+    draft = propose(drafter, rows(1), [6])
+    assert drafts(draft) == [[9, 9, 10, 10, 10, 10]]
+    assert draft.hopes == ([0.5, 0.25] + [0.0025] * 4,)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -126,8 +172,10 @@ def test_the_text_is_plain_decodings(temperature: float) -> None:
 
 
 def test_drawn_first_drafts_and_bad_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="hybrid: Says draws its drafts; allowed: one that looks them up"):
+    with pytest.raises(UsageError, match="hybrid: Says draws its drafts; allowed: a drafter that looks them up"):
         propose(HybridDrafter(Says([[5]], probs=True), Says([[9]])), rows(1), [3])
+    with pytest.raises(UsageError, match="hybrid: Untold does not say what to hope for; allowed: a drafter that looks"):
+        propose(HybridDrafter(Untold([[5]]), Says([[9]])), rows(1), [3])
     for argument in ("0", "x", "3+p", "-1"):
         with pytest.raises(UsageError, match="allowed"):
             SpeculativeDecoder(shared("qwen2"), fresh("qwen2"), drafter=f"hybrid:{argument}")

@@ -171,7 +171,7 @@ def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() 
 
 def test_draft_with_a_padded_head_and_the_same_tokenizer_is_taken() -> None:
     decoder = SpeculativeDecoder(tiny(), tiny(vocab=8), tokenizer=words(WORDS))
-    assert decoder.drafter_name == "model"
+    assert decoder.drafter_name == "hybrid"
     params = SamplingParams(max_tokens=6)
     plain = SpeculativeDecoder(tiny(), tokenizer=words(WORDS), drafter="none").generate([1, 2], params)
     assert decoder.generate([1, 2], params).token_ids == plain.token_ids

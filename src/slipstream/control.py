@@ -65,13 +65,10 @@ class Control:
             len(rows)
             + sum(self.prospects.of(row).brought for row, hope in zip(rows, hopes, strict=True) if hope is None),
         )[0]
-        tried = draft.hopes is None and length < 1
-        return draft.cut(
-            [
-                n if hope is None or (tried and self.rest.due(row)) else length
-                for row, n, hope in zip(rows, draft.lengths, hopes, strict=True)
-            ]
-        )
+        lengths = [n if hope is None else min(n, length) for n, hope in zip(draft.lengths, hopes, strict=True)]
+        if draft.hopes is None:
+            lengths = [self._watched(*one) for one in zip(rows, draft.lengths, hopes, lengths, strict=True)]
+        return draft.cut(lengths)
 
     def prefer_model(self, rows: Sequence[Row], hopes: Sequence[Sequence[float]], asked: Sequence[int]) -> list[bool]:
         """For which rows a draft model's draft is worth more than a look-up of which `hopes` are held.
@@ -115,6 +112,15 @@ class Control:
 
     def _ask(self, row: Row, length: int) -> int:
         self.prospects.ask(row, length)
+        return length
+
+    def _watched(self, row: Row, drafted: int, hope: Sequence[float] | None, length: int) -> int:
+        """Of a draft whose tokens are judged by position; one that does not seem to pay is verified at times."""
+        if hope is None:
+            return length
+        if not length and drafted and self.rest.due(row):
+            length = drafted
+        self.prospects.ask(row, drafted, length)
         return length
 
     def _hopes(self, rows: Sequence[Row], draft: Draft) -> list[Sequence[float] | None]:

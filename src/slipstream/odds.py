@@ -25,14 +25,14 @@ class Odds:
     (stochastic gradient descent on the log-loss).
 
     prior: the chance of each kind before anything is known. shared: whether rows learn from each other; if not, a
-    row's odds depend on that row alone.
+    row's odds depend on that row alone. row_step: how far one token moves its row's weight.
     """
 
-    def __init__(self, prior: Sequence[float], *, shared: bool = True) -> None:
+    def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:
         self._prior = [_log_odds(chance) for chance in prior]
         self._kinds = list(self._prior)
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
-        self._shared = shared
+        self._shared, self._row_step = shared, row_step
 
     def chance(self, row: Row, kind: int) -> float:
         """The chance that a token of this kind comes true in this row, given that those before it did."""
@@ -51,7 +51,7 @@ class Odds:
     def _learn(self, row: Row, kind: int, came_true: bool) -> None:
         known = self._rows.get(row, 0.0)
         error = came_true - _chance(self._kinds[kind] + known)
-        self._rows[row] = known + ROW_STEP * error
+        self._rows[row] = known + self._row_step * error
         if self._shared:
             self._kinds[kind] += SHARED_STEP * error
 

@@ -31,6 +31,7 @@ class Pace:
     timed: bool = True
     _verified: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
     _last: int = -1
 
     def learn(self, rows: Sequence[Row]) -> None:
@@ -51,15 +52,18 @@ class Pace:
         else:  # the clock stood beside a device that had not finished: only the total is known
             verifying = min(self.verify(count, longest), taken) if self._verified else taken / (1 + STEP * steps)
             verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
+        self._known.clear()
         self._verified.setdefault(shape, deque(maxlen=KEPT)).append(verifying)
         if steps:
             self._steps.setdefault(count, deque(maxlen=KEPT)).append(drafting / steps)
 
     def verify(self, rows: int, drafted: int) -> float:
         """Seconds of a forward that verifies up to `drafted` tokens per row."""
-        width = self.pad(drafted + 1)
-        seen = self._verified.get((rows, width))
-        return median(seen) if seen else self._shape(rows * width) * self._unit()
+        shape = rows, self.pad(drafted + 1)
+        if shape not in self._known:
+            seen = self._verified.get(shape)
+            self._known[shape] = median(seen) if seen else self._shape(rows * shape[1]) * self._unit()
+        return self._known[shape]
 
     def step(self, rows: int) -> float:
         """Seconds of one step of the draft model."""

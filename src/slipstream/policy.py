@@ -76,8 +76,8 @@ class Heuristic(Whole):
 class Auto:
     """As many tokens as pay, by measured costs and by what drafts have brought; see `control`.
 
-    steady: tokens for rows whose text depends on the draft (drawn: the drafter draws by dice of its own) and whose
-    request has a seed; costs do not count for them, so that the seed gives the same text again.
+    steady: tokens for sampled rows whose text depends on the draft (drawn: the drafter draws by dice of its own); costs
+    do not count for them, so that a seed gives the same text again.
     stepwise: every token of a draft costs time; else drafts cost nothing but their verification.
     """
 
@@ -99,7 +99,7 @@ class Auto:
         return self.control.cut(rows, draft)
 
     def _is_steady(self, row: Row) -> bool:
-        return self.drawn and row.params.temperature > 0 and row.params.seed is not None
+        return self.drawn and row.params.temperature > 0
 
 
 def lengths_for(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:

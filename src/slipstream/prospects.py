@@ -9,6 +9,7 @@ from slipstream.odds import Odds
 from slipstream.types import Row
 
 HOLD = 0.75  # chance that a token comes true if all before it did, before anything is known
+HOLD_STEP = 0.5  # positions say little, so rows are believed soon
 FIRST = 2.5, 1.9  # tokens drafted and brought, likewise
 ROW_WEIGHT, SHARED_WEIGHT = 0.15, 0.03  # of a new draft, in what is known about its row and about all rows
 SOONEST, LATEST = 4, 64  # rounds until a drafter that did not pay is tried again
@@ -38,7 +39,7 @@ class Prospects:
     """Yields by row, beginning with what other rows have shown, and the odds of a token by its position."""
 
     def __init__(self, longest: int) -> None:
-        self._hold = Odds([HOLD] * longest)
+        self._hold = Odds([HOLD] * longest, row_step=HOLD_STEP)
         self._asked: WeakKeyDictionary[Row, tuple[int, int, int | None]] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
         self._all = Yield(*FIRST)
@@ -53,7 +54,7 @@ class Prospects:
     def learn(self, row: Row) -> int | None:
         """Take in what became of the last draft asked for: the tokens it brought, or None if there is no news."""
         number, length, drafted = self._asked.pop(row, (0, 0, None))
-        if not length or number != len(row.rounds) - 1:
+        if not length or drafted == 0 or number != len(row.rounds) - 1:
             return None
         done = row.rounds[number]
         drafted = len(done.draft) if drafted is None else drafted

@@ -69,8 +69,8 @@ class TokenBelow:
 class WhilePays:
     """All drafts end where another step of the draft model would cost more than it can be expected to bring.
 
-    Rows whose request says how many tokens to draft get them. Where the text depends on the draft and a request has a
-    seed, costs do not count, so that the seed gives the same text again.
+    Rows whose request says how many tokens to draft get them. Where the text depends on the draft costs do not count,
+    so that a seed gives the same text again.
     """
 
     control: Control
@@ -81,7 +81,7 @@ class WhilePays:
     ) -> list[bool]:
         """All rows at once, or row by row."""
         asked = [row.params.num_draft_tokens is not None for row in rows]
-        if sampled and any(row.params.seed is not None for row in rows):
+        if sampled:
             return [prod(own) < STEADY and not mine for own, mine in zip(chances, asked, strict=True)]
         wanting = [i for i, length in enumerate(lengths) if length > len(chances[i])]
         if len(chances[0]) == 1:

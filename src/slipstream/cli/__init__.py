@@ -24,6 +24,7 @@ from slipstream.cli import (  # noqa: E402, F401  (they register themselves)
     report,
     simulate,
     sweep,
+    tune,
     verify,
 )
 from slipstream.cli.common import app, err, out  # noqa: E402

@@ -33,8 +33,8 @@ class HybridDrafter:
 
     Drafts of `first` must be one-hot and say what to hope for. A round in which every row is looked up costs no
     forward of `second`; else it drafts for the whole batch at once. With `control` costs decide, and may decide for
-    neither; without it, or where the text of a seed depends on the draft, a look-up is used if it can be expected to
-    add WORTH tokens.
+    neither; without it, or where sampled text depends on the draft, a look-up is used if it can be expected to add
+    WORTH tokens.
     steps: tokens of `second` at most. drawn: whether `second` draws by dice of its own for sampled rows.
     """
 
@@ -74,7 +74,7 @@ class HybridDrafter:
 
     def _steady(self, rows: Sequence[Row]) -> bool:
         """Whether drafts must depend on nothing but the rows."""
-        return self.drawn and any(row.params.temperature > 0 and row.params.seed is not None for row in rows)
+        return self.drawn and any(row.params.temperature > 0 for row in rows)
 
 
 def _continued(by: Continuation, rows: Sequence[Row], lengths: Sequence[int], draft: Draft) -> Draft:

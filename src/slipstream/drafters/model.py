@@ -16,8 +16,6 @@ from slipstream.session import Session
 from slipstream.stopping import PathBelow, Stop, TokenBelow, WhilePays
 from slipstream.types import Draft, Row, UsageError
 
-THRESHOLD = 0.4  # of the draft's own probability, where nobody chose and costs must not count
-
 
 @dataclass
 class ModelDrafter:

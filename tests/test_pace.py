@@ -1,0 +1,109 @@
+"""What rounds cost: learned from rounds, guessed by a calibration before, and by a rule of thumb without one."""
+
+import itertools
+import random
+
+import pytest
+
+from slipstream import SamplingParams
+from slipstream.pace import COLUMN, STEP, Pace, best_length
+from slipstream.types import Round, Row, Seconds
+
+numbers = itertools.count()
+PARAMS = SamplingParams(max_tokens=100)
+
+
+def rows(count: int = 1) -> list[Row]:
+    """Rows that have had one round, as in the middle of a text."""
+    made = [Row(i, [1], PARAMS, seed=0) for i in range(count)]
+    for row in made:
+        row.rounds.append(Round(row.index, -1, count, 1, (), (5,), 0, False))
+    return made
+
+
+def happen(pace: Pace, of: list[Row], drafted: int, verify: float, draft: float = 0.0, steps: int = 0) -> None:
+    seconds, step = Seconds(draft=draft, verify=verify, total=verify + draft), next(numbers)
+    for row in of:
+        made = Round(row.index, step, len(of), 2, (3,) * drafted, (5,), 0, False, None, seconds, steps)
+        row.rounds.append(made)
+    pace.learn(of)
+
+
+def test_the_median_of_a_shapes_latest_rounds_counts() -> None:
+    pace, of = Pace(), rows()
+    for seconds in (9.0, 0.1, 0.3, 0.2):
+        happen(pace, of, 3, seconds)
+    assert pace.verify(1, 3) == pytest.approx(0.25)
+    for _ in range(9):
+        happen(pace, of, 3, 0.5)
+    assert pace.verify(1, 3) == 0.5
+
+
+def test_a_step_is_counted_once_whoever_asks() -> None:
+    pace, of = Pace(), rows(2)
+    happen(pace, of, 0, 0.4)
+    pace.learn(of)
+    pace.learn(of)
+    happen(pace, of, 0, 0.1)
+    assert pace.verify(2, 0) == pytest.approx(0.25)
+
+
+def test_unseen_shapes_follow_the_calibration_at_the_speed_of_those_seen() -> None:
+    pace, of = Pace(measured={1: 10.0, 2: 11.0, 4: 12.0, 8: 20.0}), rows()
+    happen(pace, of, 0, 0.020)
+    assert pace.verify(1, 3) == pytest.approx(0.024)
+    assert pace.verify(1, 5) == pytest.approx(0.032)  # between four and eight tokens
+    assert pace.verify(2, 3) == pytest.approx(0.040)  # eight tokens in all
+    assert pace.verify(4, 3) == pytest.approx(0.072)  # beyond, on the slope from four to eight
+
+
+def test_without_a_calibration_tokens_cost_little() -> None:
+    pace, of = Pace(), rows()
+    happen(pace, of, 0, 1.0)
+    assert pace.verify(1, 5) == pytest.approx(1 + 5 * COLUMN)
+    assert pace.step(1) == pytest.approx(STEP)
+
+
+def test_widths_that_are_padded_alike_cost_the_same() -> None:
+    pace, of = Pace(pad=lambda width: 4 if width <= 4 else 16), rows()
+    happen(pace, of, 1, 1.0)
+    assert pace.verify(1, 0) == pace.verify(1, 3) == 1.0 < pace.verify(1, 4) == pace.verify(1, 15)
+
+
+def test_steps_of_a_draft_model() -> None:
+    pace, of = Pace(), rows()
+    happen(pace, of, 4, 1.0, draft=0.8, steps=4)
+    assert pace.step(1) == pytest.approx(0.2) == pace.step(5)
+
+
+def test_first_rounds_are_not_believed() -> None:
+    pace = Pace()
+    row = Row(0, [1], PARAMS, seed=0)
+    happen(pace, [row], 4, 1.0, draft=50.0, steps=4)  # the draft model has read the prompt as well
+    assert pace.verify(1, 0) == pytest.approx(1e-3) and pace.step(1) == pytest.approx(STEP * 1e-3)
+    happen(pace, [row], 0, 0.5)
+    assert pace.verify(1, 0) == 0.5
+
+
+def test_where_only_the_whole_round_can_be_timed_its_parts_are_told_apart() -> None:
+    pace, of = Pace(timed=False), rows()
+    happen(pace, of, 0, 1.0)
+    happen(pace, of, 0, 0.0, draft=1.0)  # issued as drafting, spent on verifying
+    assert pace.verify(1, 0) == 1.0
+    happen(pace, of, 4, 0.1, draft=2.0 + 4 * COLUMN - 0.1, steps=4)
+    assert pace.step(1) == pytest.approx(0.25)
+
+
+def test_the_best_length_is_found() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        hopes = []
+        for _ in range(dice.randint(1, 4)):
+            chances = [dice.random() ** 0.5 for _ in range(dice.randint(0, 6))]
+            hopes.append(list(itertools.accumulate(chances, lambda a, b: a * b)))
+        costs = [dice.random()]
+        for _ in range(6):
+            costs.append(costs[-1] + dice.random() / 3)
+        rates = [(len(hopes) + sum(sum(row[:n]) for row in hopes)) / costs[n] for n in range(max(map(len, hopes)) + 1)]
+        length, rate = best_length(hopes, costs.__getitem__, len(hopes))
+        assert rate == pytest.approx(max(rates)) and rates[length] == pytest.approx(max(rates))
