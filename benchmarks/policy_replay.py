@@ -1,46 +1,45 @@
 """Drafters and policies over recorded texts: what each would have taken, and what the best choice in hindsight takes.
 
-    python benchmarks/policy_replay.py record qwen1.5b PROMPTS.jsonl pair.jsonl --draft qwen0.5b --per-family 4
+    python benchmarks/policy_record.py qwen1.5b PROMPTS.jsonl pair.jsonl --draft qwen0.5b --per-family 4
     python benchmarks/policy_replay.py replay pair.jsonl --batch 1
+    python benchmarks/policy_replay.py change README.md docs/exactness.md --plot lengths.png
 
-`record` notes the target's greedy texts, what the draft model says at each of their positions and how sure it is, and
-what forwards cost here. `replay` runs the real drafters and policies over that, a round at a time, with the recorded
-costs for a clock; no model is needed, so the same texts can be tried with many settings. Printed: the speed-up over
-plain decoding of each setting by family (geometric means over texts), prompt processing not counted.
+`replay` runs the real drafters and policies over a recording, a round at a time, with the recorded costs for a clock.
+No model is needed, so the same texts can be tried with many settings. Printed: the speed-up over plain decoding of each
+setting by family (geometric means over texts), prompt processing not counted. `change` follows the draft length through
+a text that turns to quoting its prompt and back to prose, word by word.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from math import exp, log
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.table import Table
 from terminal import console, run
 
-from slipstream import Draft, SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import quiet
+from slipstream import Draft, SamplingParams
 from slipstream.control import Control
 from slipstream.drafters import Drafter, Setup, load
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.noise import Race
 from slipstream.pace import Pace
 from slipstream.policy import Auto, Fixed, Heuristic, Policy, lengths_for
-from slipstream.prediction.predict import Costs, measure_costs
-from slipstream.prompts import read_prompts
+from slipstream.prediction.predict import Costs
 from slipstream.sampling import Sampler
 from slipstream.stopping import PathBelow, Stop, WhilePays
 from slipstream.types import Round, Row, Seconds
 
 CPU = torch.device("cpu")
-STEPS = 8  # tokens recorded of the draft model at each position
 Record = dict[str, Any]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 numbers = count()
@@ -187,53 +186,59 @@ def replay(file: Path, batch: int = 1, seed: int = 0) -> None:
 
 
 @app.command()
-def record(
-    target: str,
-    prompts: Path,
-    out: Path,
-    draft: str | None = None,
-    per_family: int = 4,
-    max_tokens: int = 64,
-    batches: Annotated[list[int], typer.Option()] = [1, 2, 4, 8],  # noqa: B006
+def change(
+    prompt: Path, prose: Path, words: int = 60, quoted: int = 120, ms: float = 20.0, more: float = 0.6, plot: str = ""
 ) -> None:
-    """Note texts, drafts and costs."""
-    quiet()
-    decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
-    chosen = [p for _, group in _by_family(read_prompts(prompts)).items() for p in group[:per_family]]
-    with out.open("w") as file:
-        costs = measure_costs(decoder.using("model" if draft else "suffix"), batches, [*range(1, 9), 16])
-        file.write(json.dumps({"target": target, "draft": draft, "costs": costs.to_dict()}) + "\n")
-        for prompt in chosen:
-            ids = decoder.encode(prompt.prompt)
-            output = decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids
-            said = [_continued(decoder, ids + output[:at]) for at in range(len(output))] if draft else []
-            line = {"family": prompt.category, "prompt": ids, "output": output}
-            line |= {"model": [tokens for tokens, _ in said], "chances": [chances for _, chances in said]}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            console.print(f"{prompt.category}: {len(ids)} + {len(output)} tokens")
+    """Prose of one file, a quotation of the other, which is the prompt, then prose again.
+
+    words, quoted: lengths of the parts. ms, more: of a forward, and for each further token it verifies.
+    """
+    ids: dict[str, int] = {}
+    read, other = (
+        [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\S", file.read_text())] for file in (prompt, prose)
+    )
+    parts = [other[:words], read[len(read) // 2 :][:quoted], other[words : 2 * words]]
+    rounds = replayed(read, [token for part in parts for token in part], simple_costs(ms, more))
+    ends = [len(parts[0]), len(parts[0]) + len(parts[1])]
+    within = [[r for r in rounds if start <= r.start - len(read) < end] for start, end in pairwise([0, *ends, 1 << 30])]
+    for name, part in zip(("prose", "quotation", "prose again"), within, strict=True):
+        lengths = " ".join(str(len(r.draft)) for r in part)
+        tokens = sum(len(r.tokens) for r in part)
+        console.print(f"{name}: {tokens} tokens in {len(part)} rounds; drafted {lengths}", soft_wrap=True)
+    if plot:
+        _plot(rounds, len(read), ends, plot)
 
 
-def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
-    families: dict[str, list[Any]] = {}
-    for prompt in prompts:
-        families.setdefault(prompt.category, []).append(prompt)
-    return families
+def simple_costs(ms: float, more: float) -> Costs:
+    """A forward of one token and what each further one costs; look-ups cost nothing."""
+    widths = {width: ms + more * (width - 1) for width in range(1, 33)}
+    return Costs({1: widths}, {1: dict.fromkeys(widths, 0.0)}, {1: 0.0}, {1: 0.0})
 
 
-@torch.inference_mode()
-def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[int], list[float]]:
-    """What the draft model would say next, greedily, and how sure it is of each token."""
-    session = decoder._draft_session
-    assert session is not None
-    row = Row(0, tokens, SamplingParams(max_tokens=STEPS), seed=0)
-    session.reserve(1, len(tokens) + STEPS)
-    drafted, chances = torch.zeros(1, STEPS, dtype=torch.int64), []
-    for j in range(STEPS):
-        law = session.score([row], drafted[:, :j], [j], keep=1)[0, 0, : decoder.target.backend.vocab_size].float()
-        chance, drafted[0, j] = law.softmax(-1).max(-1)
-        chances.append(round(float(chance), 4))
-    return drafted[0].tolist(), chances
+def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
+    """The rounds of `suffix` with lengths that pay, over a known text."""
+    control = Control(Pace(costs.pad, costs.target[1]))
+    drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
+    one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(control, 7))
+    row = one._row(0)
+    while row.finish_reason is None:
+        one._step([row])
+    return row.rounds
+
+
+def _plot(rounds: Sequence[Round], first: int, ends: Sequence[int], file: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    axes = figure.subplots()
+    at = [r.start - first for r in rounds]
+    axes.step(at, [len(r.draft) for r in rounds], where="post", label="drafted")
+    axes.step(at, [r.num_accepted_tokens for r in rounds], where="post", label="accepted")
+    axes.axvspan(*ends, alpha=0.15, label="quotation")
+    axes.set(xlabel="token of the output", ylabel="tokens per round")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    console.print(f"written: {file}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ FURTHER_DRAFTERS = [
     "drafters/table.py",
     "drafters/suffix.py",
     "drafters/hybrid.py",
+    "drafters/recycle.py",
+    "drafters/exit.py",
+    "shallow.py",
+    "backends/shallow.py",
+    "backends/twin.py",
     "suffix_automaton.py",
     "suffix_store.py",
 ]

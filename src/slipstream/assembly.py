@@ -18,9 +18,10 @@ from slipstream.session import Session
 from slipstream.types import MAX_DRAFT_TOKENS, Draft, UsageError
 from slipstream.vocabulary import check_same
 
-DEFAULT_DRAFT_TOKENS = {"ngram": 7, "table": 7, "suffix": 7, "hybrid": 7, "model": 6, "none": 0}
+DEFAULT_DRAFT_TOKENS = {"none": 0, "model": 6, "exit": 4}
+DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "hybrid", "recycle"), 7)
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
-LOOK_UPS = ("ngram", "table", "suffix", "hybrid")  # drafts take no time, or the drafter sees to it
+LOOK_UPS = ("ngram", "table", "suffix", "recycle", "hybrid")  # drafts take no time, or the drafter sees to it
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
@@ -65,13 +66,20 @@ def assemble(
     if count == "auto" and name != "none":
         control = Control(Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu"), longest=_longest(target))
     setup = drafters.Setup(
-        device, target.backend.vocab_size, draft, coupled, control, _confidence(count), hopes=control is not None
+        device,
+        target.backend.vocab_size,
+        draft,
+        coupled,
+        control,
+        _confidence(count),
+        hopes=control is not None,
+        target=target,
     )
     built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
     if not isinstance(built, Drafter):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy: Policy
-    drawn = draft is not None and not coupled
+    drawn = not coupled and name.partition(":")[0] not in LOOK_UPS[:-1]
     if control is None:
         policy = _policy(count, _default(name), target.longest_draft)
     else:

@@ -23,8 +23,9 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (model if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
-        "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | none",
+        "auto (hybrid if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
+        "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | recycle[:WIDTH] | "
+        "exit[:LAYERS][+p=PERCENT] | none",
     )
     num_draft_tokens: int | str = setting(
         "auto", "tokens drafted per round: auto (as many as pay) | a number | heuristic[:MOST] | confidence:CHANCE"

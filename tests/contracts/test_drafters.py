@@ -40,7 +40,7 @@ def contract(test):
 def make(name: str, coupled: bool) -> Drafter:
     session = Session(ToyBackend(2))
     session.reserve(4, 300)
-    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled))
+    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session))
 
 
 def make_rows(params: Sequence[SamplingParams]) -> list[Row]:

@@ -71,6 +71,7 @@ class Setup:
     control: given where nobody said how many tokens to draft; knows what pays.
     confidence: a draft model stops at the first token of which it is less sure than this.
     hopes: drafts should say how likely they are to come true, if the drafter can tell.
+    target: the target's session, for drafters that share its model or its memory.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class Setup:
     control: Control | None = None
     confidence: float = 0.0
     hopes: bool = False
+    target: Session | None = None
 
 
 def names() -> list[str]:

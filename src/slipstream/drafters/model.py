@@ -94,10 +94,11 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
-    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, _stop(setup, given and int(given[1])))
+    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop_for(setup, given and int(given[1])))
 
 
-def _stop(setup: Setup, percent: int | None) -> Stop | None:
+def stop_for(setup: Setup, percent: int | None) -> Stop | None:
+    """When a draft model built from this stops. percent: what the user said about its probability, if anything."""
     if percent is not None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
@@ -142,7 +143,10 @@ class _Probe:
             )
         if self._draft is not None:
             name = "model"  # all the tokens asked for, whatever their probability
-        return drafters.load(name, drafters.Setup(backend.device, backend.vocab_size, self._draft))
+        target = copy(self._target)  # the same memory, but a backend whose layers can be told
+        target.backend = self._decoder.target.backend
+        setup = drafters.Setup(backend.device, backend.vocab_size, self._draft, target=target)
+        return drafters.load(name, setup)
 
     def _make_prompts(self, rows: int) -> list[list[int]]:
         """Random motifs, repeated: a different one for each row, so that no memory is shared between slots."""
