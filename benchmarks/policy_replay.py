@@ -150,7 +150,7 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
         yield "model heuristic", Replay(records, costs, made("model", 8), Heuristic(8))
         yield "hybrid@7", Replay(records, costs, made("hybrid", 7), Fixed(7))
     for name in ["ngram", "suffix:outputs=0", *(["model", "hybrid"] if with_model else [])]:
-        control = Control(Pace(costs.pad, costs.target[1]))
+        control = Control(pace_of(costs))
         yield f"{name} auto", Replay(records, costs, made(name, 0, control), Auto(control, 7, stepwise=name == "model"))
 
 
@@ -209,6 +209,11 @@ def change(
         _plot(rounds, len(read), ends, plot)
 
 
+def pace_of(costs: Costs) -> Pace:
+    """What a decoder would know of these costs beforehand."""
+    return Pace(lambda width, rows: costs.pad(width), costs.target[1])
+
+
 def simple_costs(ms: float, more: float) -> Costs:
     """A forward of one token and what each further one costs; look-ups cost nothing."""
     widths = {width: ms + more * (width - 1) for width in range(1, 33)}
@@ -217,7 +222,7 @@ def simple_costs(ms: float, more: float) -> Costs:
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     """The rounds of `suffix` with lengths that pay, over a known text."""
-    control = Control(Pace(costs.pad, costs.target[1]))
+    control = Control(pace_of(costs))
     drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
     one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(control, 7))
     row = one._row(0)

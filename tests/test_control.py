@@ -108,7 +108,7 @@ def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
 
 
 def test_a_draft_model_goes_on_while_another_step_pays() -> None:
-    dear, cheap, of = control(step=0.5), control(step=0.1), row()
+    dear, cheap, of = control(step=0.3), control(step=0.1), row()
     for sure, costs, goes_on in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
         assert costs.another_step([of], [[sure]], 1) is goes_on
     assert not cheap.another_step([], [], 1)

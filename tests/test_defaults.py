@@ -73,7 +73,7 @@ def test_other_lengths_are_refused(count: int | str) -> None:
         made("model", count)
 
 
-@pytest.mark.parametrize(("acceptance", "drawn"), [("auto", False), ("match", False), ("block", True)])
+@pytest.mark.parametrize(("acceptance", "drawn"), [("auto", True), ("match", False), ("block", True)])
 def test_drafts_share_the_targets_noise_unless_a_rule_needs_their_law(acceptance: str, drawn: bool) -> None:
     decoder = made(acceptance=acceptance)
     policy = decoder._engine.policy

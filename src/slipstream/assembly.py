@@ -57,7 +57,7 @@ def assemble(
     rule: one given as an object, instead of a name. measured: milliseconds of the target's forward by tokens, if known.
     """
     acceptance, device = rule or config.acceptance, target.backend.device
-    coupled = rule_for(acceptance, Draft.empty(0, device)).coupled
+    coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
     count = config.num_draft_tokens
     if drafter == "auto":
         drafter = "suffix" if draft is None else "hybrid" if count == "auto" else "model"

@@ -29,14 +29,15 @@ log = logging.getLogger("slipstream")
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-TIMED = (1, 2, 3, 4, 5, 6, 8)
+TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 5, 40, 2.0
 VIEWS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-VERSION = 7
+VERSION = 8
+NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -61,8 +62,13 @@ class Calibration:
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes that keep the bits."""
-        return Shapes(self.widths, PREFILL, self.view, 1 if self.prompts else PREFILL)
+        """The shapes that keep the bits; a single row is padded to widths that are not slower than a wider one."""
+        return Shapes(self.widths, PREFILL, self.view, 1 if self.prompts else PREFILL, self._worth_having())
+
+    def _worth_having(self) -> tuple[int, ...]:
+        times = {width: self.milliseconds[width] for width in self.widths if width in self.milliseconds}
+        slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
+        return tuple(width for width in self.widths if width not in slow)
 
     @property
     def cost(self) -> float:

@@ -18,23 +18,26 @@ PROMPT_UNIT = 32  # prompts are padded to multiples of this where shapes are kep
 class Shapes:
     """Which forward shapes are allowed.
 
-    A forward is padded to the next of `widths`, a prompt is cut into `chunk`s, the memory is read in units of `view`,
-    and what another row left in it is used in units of `reuse`.
+    A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a prompt is
+    cut into `chunk`s, the memory is read in units of `view`, and what another row left in it is used in units of
+    `reuse`.
     """
 
     widths: tuple[int, ...]
     chunk: int
     view: int = 256
     reuse: int = 1
+    alone: tuple[int, ...] = ()
 
     def pad_prompt(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
         return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
 
-    def pad(self, width: int) -> int:
-        """The smallest allowed width that holds `width` tokens."""
-        at = bisect_left(self.widths, width)
-        return self.widths[at] if at < len(self.widths) else width
+    def pad(self, width: int, rows: int) -> int:
+        """The smallest allowed width that holds `width` tokens of each of `rows` rows."""
+        widths = self.alone if rows == 1 and self.alone else self.widths
+        at = bisect_left(widths, width)
+        return widths[at] if at < len(widths) else width
 
 
 EXACT_FIT = Shapes(widths=(), chunk=512)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 from statistics import median
 
 from slipstream.types import Row
 
-KEPT = 9  # of the latest measurements of a shape; their median counts
+KEPT = 9  # latest measurements of which the median counts
+SPEED, SHAPE = 0.35, 0.07  # shares of a surprise that are laid to the machine's speed and to the shape
+MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
 COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
 STEP = 0.25  # what a step of a draft model costs, likewise
 
@@ -21,15 +24,19 @@ STEP = 0.25  # what a step of a draft model costs, likewise
 class Pace:
     """Seconds of a round's parts.
 
-    pad: tokens per row -> width of the forward that takes them. measured: milliseconds of a forward by its tokens,
-    from a calibration; it says how they rise until rounds of the same shape have been seen. timed: whether the parts of
-    a round have times of their own.
+    A forward takes what is assumed of its shape, times what rounds of that shape have shown about it, times the speed
+    of the machine lately, which all rounds tell: a shape that was last seen while the machine was busy with something
+    else does not look dear for that.
+
+    pad: tokens per row, rows -> width of the forward that takes them. measured: milliseconds of a forward by its
+    tokens, from a calibration. timed: whether the parts of a round have times of their own.
     """
 
-    pad: Callable[[int], int] = lambda width: width
+    pad: Callable[[int, int], int] = lambda width, rows: width
     measured: Mapping[int, float] = field(default_factory=dict)
     timed: bool = True
-    _verified: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
+    _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
     _steps: dict[int, deque[float]] = field(default_factory=dict)
     _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
     _last: int = -1
@@ -44,25 +51,37 @@ class Pace:
         first, longest = done[0], max(len(one.draft) for one in done)
         count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
         new = any(len(row.rounds) == 1 for row in rows)  # a draft model may still have read the prompt
-        if new or len(done) < count:
+        if new or len(done) < count or taken <= 0:
             return
-        shape = count, self.pad(longest + 1)
+        shape = count, self.pad(longest + 1, count)
         if self.timed:
             verifying, drafting = first.seconds.verify, first.seconds.draft
         else:  # the clock stood beside a device that had not finished: only the total is known
-            verifying = min(self.verify(count, longest), taken) if self._verified else taken / (1 + STEP * steps)
+            verifying = (
+                min(self.verify(count, longest), taken) if self._speed is not None else taken / (1 + STEP * steps)
+            )
             verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
-        self._known.clear()
-        self._verified.setdefault(shape, deque(maxlen=KEPT)).append(verifying)
+        self._take_in(shape, verifying)
         if steps:
             self._steps.setdefault(count, deque(maxlen=KEPT)).append(drafting / steps)
 
+    def _take_in(self, shape: tuple[int, int], seconds: float) -> None:
+        if seconds <= 0:
+            return
+        took, shown = log(seconds / self._assumed(shape)), self._shown.get(shape, 0.0)
+        if self._speed is None:
+            self._speed = took
+        surprise = max(-MOST, min(MOST, took - shown - self._speed))
+        self._shown[shape] = shown + SHAPE * surprise
+        self._speed += SPEED * surprise
+        self._known.clear()
+
     def verify(self, rows: int, drafted: int) -> float:
         """Seconds of a forward that verifies up to `drafted` tokens per row."""
-        shape = rows, self.pad(drafted + 1)
+        shape = rows, self.pad(drafted + 1, rows)
         if shape not in self._known:
-            seen = self._verified.get(shape)
-            self._known[shape] = median(seen) if seen else self._shape(rows * shape[1]) * self._unit()
+            speed = log(1e-3) if self._speed is None else self._speed
+            self._known[shape] = self._assumed(shape) * exp(self._shown.get(shape, 0.0) + speed)
         return self._known[shape]
 
     def step(self, rows: int) -> float:
@@ -70,9 +89,9 @@ class Pace:
         seen = self._steps.get(rows) or next(iter(self._steps.values()), None)
         return median(seen) if seen else STEP * self.verify(rows, 0)
 
-    def _shape(self, tokens: int) -> float:
+    def _assumed(self, shape: tuple[int, int]) -> float:
         """Relative cost of a forward by its tokens."""
-        known = sorted(self.measured)
+        tokens, known = shape[0] * shape[1], sorted(self.measured)
         if len(known) < 2:
             return 1 + COLUMN * (tokens - 1)
         at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
@@ -82,11 +101,6 @@ class Pace:
             low = known[len(known) // 2]
             slope = max(0.0, self.measured[high] - self.measured[low]) / (high - low)
         return self.measured[high] + slope * (tokens - high)
-
-    def _unit(self) -> float:
-        """Seconds per unit of `_shape`, from the shapes that were seen."""
-        ratios = [median(seen) / self._shape(rows * width) for (rows, width), seen in self._verified.items()]
-        return median(ratios) if ratios else 1e-3
 
 
 def best_length(hopes: Sequence[Sequence[float]], seconds: Callable[[int], float], sure: float) -> tuple[int, float]:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from slipstream.odds import Odds
 from slipstream.types import Row
 
-HOLD = 0.65  # chance that a token comes true if all before it did, before anything is known
+HOLD = 0.75  # chance that a token comes true if all before it did, before anything is known
 HOLD_STEP = 0.5  # positions say little, so rows are believed soon
 FIRST = 2.5, 1.9  # tokens drafted and brought, likewise
 ROW_WEIGHT, SHARED_WEIGHT = 0.15, 0.03  # of a new draft, in what is known about its row and about all rows

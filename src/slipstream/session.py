@@ -139,7 +139,7 @@ class Session:
         # draft tokens that are in the memory already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
-        inputs = self._inputs(missing, draft, fed, self.shapes.pad(max(counts)))
+        inputs = self._inputs(missing, draft, fed, self.shapes.pad(max(counts), len(rows)))
         if self._debug:
             for slot, start in enumerate(starts):
                 self._debug.write(slot, start, inputs[slot, : counts[slot]].tolist())

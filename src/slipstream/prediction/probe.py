@@ -49,8 +49,8 @@ def measure_costs(
     interpolated. drafter: needed where the decoder's own was given as an object. The decoder's memory is empty
     afterwards.
     """
-    pad = _shapes(decoder).pad
-    chosen = sorted({pad(width) for width in (range(1, 10) if widths is None else widths)})
+    shapes = _shapes(decoder)
+    chosen = sorted({shapes.pad(width, 2) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
     decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
     decoder.forget_learned()
