@@ -112,7 +112,7 @@ def test_loaded_models_and_ids_need_no_tokenizer() -> None:
     prompt = prompts([6])[0]
     result = bare.generate(prompt, PARAMS)
     assert result.text == "" and len(result.token_ids) == 12
-    assert [c.token_ids for c in bare.stream(prompt, PARAMS)] == [done.tokens for done in result.rounds]
+    assert [token for chunk in bare.stream(prompt, PARAMS) for token in chunk.token_ids] == result.token_ids
     for refused in ("text", [{"role": "user", "content": "x"}]):
         with pytest.raises(UsageError, match="no tokenizer"):
             bare.generate(refused, PARAMS)

@@ -145,7 +145,7 @@ def test_the_text_is_plain_decodings_whatever_was_learned(name: str, temperature
     decoder = SpeculativeDecoder(target, drafter="none", max_batch_size=2, reproducible=False)
     params, texts = SamplingParams(max_tokens=40, temperature=temperature, seed=3), prompts((14, 1, 20, 9))
     plain = decoder.generate(texts, params)
-    other = decoder.using("recycle")
+    other = decoder.using("recycle", num_draft_tokens=7)
     for _ in range(2):
         results = other.generate(texts, params)
         assert [r.token_ids for r in results] == [r.token_ids for r in plain]

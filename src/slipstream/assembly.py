@@ -19,9 +19,9 @@ from slipstream.types import MAX_DRAFT_TOKENS, Draft, UsageError
 from slipstream.vocabulary import check_same
 
 DEFAULT_DRAFT_TOKENS = {"none": 0, "model": 6, "exit": 4}
-DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "hybrid", "recycle"), 7)
+DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "recycle", "lookup", "hybrid"), 7)
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
-LOOK_UPS = ("ngram", "table", "suffix", "recycle", "hybrid")  # drafts take no time, or the drafter sees to it
+LOOK_UPS = ("ngram", "table", "suffix", "recycle", "lookup", "hybrid")  # drafts take no time, or the drafter sees to it
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:

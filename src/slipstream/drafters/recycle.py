@@ -8,8 +8,8 @@ teaches too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters import Setup
+from slipstream.odds import Odds
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, Row, UsageError, Verdict
 
@@ -24,6 +25,9 @@ CONTEXT = 3  # tokens of the longest context
 WIDTH, LIMIT = 4, 64  # alternatives kept per context
 KEEP = 0.9  # weight of what was known, each time a context comes again
 SPAN = 1 << 15  # a memory holds the last SPAN to 2 * SPAN contexts
+# chance of a token behind a context of one, two, three tokens, of the row's own memory and of the common one
+PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
+HOPELESS = 0.01  # a chain less likely than this is not followed
 
 
 class _Memory:
@@ -50,12 +54,12 @@ class _Memory:
         if len(self._young) >= SPAN:
             self._old, self._young = self._young, {}
 
-    def best(self, contexts: Iterable[int]) -> int | None:
-        """The likeliest follower of the first context that is known."""
-        for context in contexts:
-            known = self._find(context)
+    def best(self, contexts: Sequence[int]) -> tuple[int, int] | None:
+        """The likeliest follower of the last of these contexts that is known, and which that is."""
+        for at in range(len(contexts) - 1, -1, -1):
+            known = self._find(contexts[at])
             if known is not None:
-                return next(iter(known))
+                return next(iter(known)), at
         return None
 
     def _find(self, context: int) -> dict[int, float] | None:
@@ -76,10 +80,15 @@ class RecycleDrafter:
     at its first draft; what the target ranked in any row goes into a common one as well. Contexts of two and three
     tokens go before single ones, the row's own before common ones. Drafts are one-hot. A memory holds at most 2 * SPAN
     contexts.
+    odds: given, a draft says how likely it is to come true, by how often such tokens came true before.
     """
 
     vocab_size: int
     width: int = WIDTH
+    odds: Odds | None = None
+    _guesses: WeakKeyDictionary[Row, tuple[int, list[int], list[int]]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
     _own: WeakKeyDictionary[Row, _Memory] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,8 +98,14 @@ class RecycleDrafter:
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the chain of likeliest followers; it ends where nothing is known."""
-        proposals = [self._follow(row, length) if length else [] for row, length in zip(rows, lengths, strict=True)]
-        return Draft.from_lists(proposals, sampler.device)
+        drafts = [self._draft(row, length) if length else ([], []) for row, length in zip(rows, lengths, strict=True)]
+        draft = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
+        return draft if self.odds is None else replace(draft, hopes=tuple(hopes for _, hopes in drafts))
+
+    def goes_on(self, row: Row, tokens: Sequence[int], length: int, hope: float) -> tuple[list[int], list[float]]:
+        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Continuation`."""
+        more, kinds = self._follow(row, [*row.tokens[-CONTEXT:], *tokens], length)
+        return self._hoped(row, more, kinds, hope)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""
@@ -111,25 +126,49 @@ class RecycleDrafter:
         """Drop what was learned from requests; rows under way begin again with their text."""
         self._common = _Memory(self.width)
         self._own.clear()
+        if self.odds is not None:
+            self.odds.forget()
 
     def num_contexts(self) -> int:
         """How many contexts the common memory holds."""
         return len(self._common)
 
-    def _follow(self, row: Row, length: int) -> list[int]:
-        own, text = self._memory(row), row.tokens[-CONTEXT:]
-        drafted: list[int] = []
-        while len(drafted) < length and (token := self._likeliest(own, self._contexts(text))) is not None:
-            drafted.append(token)
-            text = [*text[-CONTEXT + 1 :], token]
-        return drafted
+    def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
+        if self.odds is not None and row in self._guesses:
+            start, tokens, kinds = self._guesses[row]
+            self.odds.learn(row, kinds, tokens, row.tokens[start : start + len(tokens)])
+        tokens, kinds = self._follow(row, row.tokens[-CONTEXT:], length)
+        tokens, hopes = self._hoped(row, tokens, kinds, 1.0)
+        self._guesses[row] = len(row.tokens), tokens, kinds
+        return tokens, hopes
 
-    def _likeliest(self, own: _Memory, contexts: Sequence[int]) -> int | None:
-        for part in (contexts[1:], contexts[:1]):
-            for memory in (own, self._common):
-                token = memory.best(reversed(part))
-                if token is not None:
-                    return token
+    def _hoped(self, row: Row, tokens: list[int], kinds: list[int], hope: float) -> tuple[list[int], list[float]]:
+        """With odds the chain as far as there is hope, and what to hope for."""
+        hopes = list[float]()
+        if self.odds is None:
+            return tokens, hopes
+        for kind in kinds:
+            hope *= self.odds.chance(row, kind)
+            if hope < HOPELESS:
+                break
+            hopes.append(hope)
+        return tokens[: len(hopes)], hopes
+
+    def _follow(self, row: Row, text: list[int], length: int) -> tuple[list[int], list[int]]:
+        """Up to `length` tokens after a text, and their kinds."""
+        own, drafted, kinds = self._memory(row), list[int](), list[int]()
+        while len(drafted) < length and (found := self._likeliest(own, self._contexts(text))) is not None:
+            drafted.append(found[0])
+            kinds.append(found[1])
+            text = [*text[-CONTEXT + 1 :], found[0]]
+        return drafted, kinds
+
+    def _likeliest(self, own: _Memory, contexts: Sequence[int]) -> tuple[int, int] | None:
+        """A token and its kind: two for each length of context, of the own memory and of the common one."""
+        for first, part in ((1, contexts[1:]), (0, contexts[:1])):
+            for common, memory in enumerate((own, self._common)):
+                if (found := memory.best(part)) is not None:
+                    return found[0], 2 * (first + found[1]) + common
         return None
 
     def _memory(self, row: Row) -> _Memory:
@@ -156,4 +195,4 @@ def build(setup: Setup, argument: str) -> RecycleDrafter:
         raise UsageError(
             f"drafter='recycle:{argument}'; allowed: recycle, or recycle:WIDTH with 1 to {LIMIT} alternatives"
         )
-    return RecycleDrafter(setup.vocab_size, int(argument or WIDTH))
+    return RecycleDrafter(setup.vocab_size, int(argument or WIDTH), Odds(PRIOR) if setup.hopes else None)
