@@ -27,13 +27,16 @@ FURTHER_DRAFTERS = [
     "drafters/suffix.py",
     "drafters/hybrid.py",
     "drafters/recycle.py",
+    "drafters/lookup.py",
     "drafters/exit.py",
     "shallow.py",
     "backends/shallow.py",
     "backends/twin.py",
     "suffix_automaton.py",
+    "suffix_kinds.py",
     "suffix_store.py",
 ]
+CONTROL = ["odds.py", "pace.py", "prospects.py", "control.py", "stopping.py"]  # how far to draft
 FAST_PATHS = [
     f"backends/{name}.py" for name in ("packed", "fused", "grouped", "quantised", "graphs", "aimed", "graphed")
 ]  # each has its specification in plain PyTorch
@@ -55,7 +58,7 @@ def code_lines(source: str) -> int:
 
 def main() -> None:
     """Print the table."""
-    parts = {"core": CORE, "request options": REQUEST_OPTIONS}
+    parts = {"core": CORE, "control": CONTROL, "request options": REQUEST_OPTIONS}
     parts |= {"further drafters": FURTHER_DRAFTERS, "fast paths": FAST_PATHS}
     for title, names in parts.items():
         total = written = 0

@@ -202,7 +202,7 @@ def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp
 
 WRONG_USE = [
     (("--simulate",), "--simulate beside --predict 0"),
-    (("--arms", "magic"), "drafter='magic'; allowed: auto, exit, hybrid, model, ngram"),
+    (("--arms", "magic"), "drafter='magic'; allowed: auto, exit, hybrid, lookup, model, ngram"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),
     (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is none"),

@@ -39,9 +39,9 @@ def test_drafter_gamma_and_their_alias() -> None:
 
 def test_draft_and_target_are_exchanged_and_the_conversation_stays() -> None:
     chat = toy()
-    assert type_in(chat, "The heron", "/draft toy:2") == "draft model: toy:2, drafter: model"
+    assert type_in(chat, "The heron", "/draft toy:2") == "draft model: toy:2, drafter: hybrid"
     type_in(chat, "The sparrow")
-    assert chat.last.drafter == "model" and "loading toy:2 ..." in face(chat).notes
+    assert chat.last.drafter == "hybrid" and "loading toy:2 ..." in face(chat).notes
     assert type_in(chat, "/target toy:3") == "target: toy:3"
     assert chat.decoder.draft is not None and len(chat.turns) == 2
     assert "/retry" in refused(chat, "/compare")  # another model's answer proves nothing

@@ -80,7 +80,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 COMMAND_LINES = [
     ("/help", "/quit"),
-    ("/draft toy:2", "drafter: model"),
+    ("/draft toy:2", "drafter: hybrid"),
     ("/drafter ngram", "drafter: ngram"),
     ("/gamma 3", "draft length: 3"),
     ("/acceptance match", "acceptance: match"),

@@ -86,7 +86,10 @@ WRONG_USE = [
     (("generate", *TOY, *PROMPT, "--temperature", "warm"), "--temperature"),
     (("generate", *TOY, *PROMPT, "--max-tokens", "0"), "max_tokens=0; allowed"),
     (("generate", *TOY, *PROMPT, "--no-such-flag"), "--no-such-flag"),
-    (("generate", *TOY, *PROMPT, "--drafter", "magic"), "drafter='magic'; allowed: auto, exit, hybrid, model, ngram"),
+    (
+        ("generate", *TOY, *PROMPT, "--drafter", "magic"),
+        "drafter='magic'; allowed: auto, exit, hybrid, lookup, model, ngram",
+    ),
     (("generate", *TOY, *PROMPT, "--acceptance", "magic"), "acceptance='magic'; allowed"),
     (("generate", *TOY, *PROMPT, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),
     (("generate", *TOY, *PROMPT, "--load-options", "{"), "is not JSON"),

@@ -25,6 +25,7 @@ class DecoderConfig:
         "auto",
         "auto (hybrid if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
         "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | recycle[:WIDTH] | "
+        "lookup[:SUFFIX] | "
         "exit[:LAYERS][+p=PERCENT] | none",
     )
     num_draft_tokens: int | str = setting(

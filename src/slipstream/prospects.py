@@ -40,6 +40,7 @@ class Prospects:
 
     def __init__(self, longest: int) -> None:
         self._hold = Odds([HOLD] * longest, row_step=HOLD_STEP)
+        self._last = longest - 1  # further positions count as this one
         self._asked: WeakKeyDictionary[Row, tuple[int, int, int | None]] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Row, Yield] = WeakKeyDictionary()
         self._all = Yield(*FIRST)
@@ -60,7 +61,8 @@ class Prospects:
         drafted = len(done.draft) if drafted is None else drafted
         kept = min(drafted, done.num_accepted_tokens)
         tested = min(drafted, kept + done.rejected)
-        self._hold.learn(row, range(tested), [1] * tested, [1] * kept + [0])
+        kinds = [min(position, self._last) for position in range(tested)]
+        self._hold.learn(row, kinds, [1] * tested, [1] * kept + [0])
         if drafted <= length and row.remaining > 0:
             seen = Yield(drafted, kept)
             self._rows[row] = self.of(row).towards(seen, ROW_WEIGHT)
@@ -73,7 +75,7 @@ class Prospects:
 
     def hold(self, row: Row, position: int) -> float:
         """The chance that the token at this position comes true if all before it did."""
-        return self._hold.chance(row, position)
+        return self._hold.chance(row, min(position, self._last))
 
     def hopes(self, row: Row, length: int) -> list[float]:
         """The chance that the first 1, 2, ... of `length` tokens all come true, by their positions alone."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
+from slipstream.assembly import DEFAULT_DRAFT_TOKENS, OTHER_DRAFT_TOKENS
 from slipstream.calibration import calibrate
 from slipstream.compare import Referee, count_differences
 from slipstream.decoder import SpeculativeDecoder
@@ -80,7 +81,8 @@ class Verifier:
     def __post_init__(self) -> None:
         self._referee = Referee(self.decoder)
         self._plain = self.decoder.using("none")
-        self._right = self.decoder.using(acceptance="auto") if self.decoder.rule is not None else self.decoder
+        self._drafting = _drafting(self.decoder)
+        self._right = self._drafting.using(acceptance="auto") if self.decoder.rule is not None else self._drafting
         # seeded text is the drafter's business unless draws are coupled, so texts under sampling are compared that way
         coupled = self.decoder.rule is None and self.decoder.config.acceptance == "auto"
         self._coupled = self.decoder.using(acceptance="match") if coupled else self.decoder
@@ -193,11 +195,11 @@ class Verifier:
         return passed, f"{detail}, {sum(drafted for _, drafted in pairs)} tokens drafted"
 
     def _law(self) -> tuple[bool, str]:
-        outcome = law_test(self.decoder, self._law_prompt, self._runs())
+        outcome = law_test(self._drafting, self._law_prompt, self._runs())
         return outcome.passed, str(outcome)
 
     def _power(self) -> tuple[bool, str]:
-        wrong = self.decoder.using(acceptance=load_wrong_rule(POWER_RULE))
+        wrong = self._drafting.using(acceptance=load_wrong_rule(POWER_RULE))
         outcome = law_test(wrong, self._law_prompt, FEWEST_RUNS)
         return not outcome.passed, str(outcome)
 
@@ -214,7 +216,19 @@ class Verifier:
         """As many runs as the budget allows, judged by a first few."""
         started = perf_counter()
         few = 2 * self.decoder.config.max_batch_size
-        sample(self.decoder, self._law_prompt, range(few))
+        sample(self._drafting, self._law_prompt, range(few))
         each = (perf_counter() - started) / few
         left = self.budget - (perf_counter() - self._started) - each * FEWEST_RUNS  # which the power test takes
         return int(min(max(left / each, FEWEST_RUNS), MOST_RUNS))
+
+
+def _drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same, drafting whether it pays or not: a law test sees nothing where nothing is drafted."""
+    if decoder.config.num_draft_tokens != "auto":
+        return decoder
+    drafter = decoder.drafter_name
+    if decoder.config.drafter == "auto" and decoder.draft is not None:
+        drafter = "model"  # of its two drafters the one that draws
+    length = DEFAULT_DRAFT_TOKENS.get(drafter.partition(":")[0], OTHER_DRAFT_TOKENS)
+    given = drafter if drafter.partition(":")[0] in DEFAULT_DRAFT_TOKENS else None
+    return decoder.using(given, num_draft_tokens=length)
