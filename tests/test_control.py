@@ -150,6 +150,8 @@ def test_rests_become_longer_and_end_with_a_success() -> None:
     rest.tried(of, 0)
     assert pause() == LATEST
     rest.tried(of, 1)
+    assert pause() == LATEST // 4
+    rest.over(of)
     assert pause() == SOONEST
 
 
@@ -175,3 +177,23 @@ def test_the_heuristic_schedule() -> None:
 
 def test_kinds_by_probability() -> None:
     assert [bin_of(chance) for chance in (0.0, 0.049, 0.05, 0.5, 0.9999, 1.0)] == [0, 0, 1, 10, 19, 19]
+
+
+def test_a_text_is_read_by_the_draft_model_if_that_is_made_up_for() -> None:
+    of = row()
+    for each, read in ((0.0, True), (1.0, True), (50.0, False)):  # seconds per token, of a text of two tokens
+        one = control()
+        one.pace.reading = lambda tokens, each=each: tokens * each  # type: ignore[method-assign]
+        assert one.prefer_model([of], [[]], [7]) == [read]
+        assert one.lengths([of]) == [one.steps if read else 0]
+        assert one.lengths([of]) == [one.steps if read else 0]
+        one._read.add(of)
+        assert one.prefer_model([of], [[]], [7]) == [True]  # what is read is read
+
+
+def test_a_draft_model_that_was_left_alone_gets_another_chance_with_later_texts() -> None:
+    one = control()
+    one.prospects._all = Yield(2.0, 0.1)
+    one.pace.reading = lambda tokens: 0.1  # type: ignore[method-assign]
+    rounds = next(n for n in itertools.count() if one.lengths([row(n)])[0])
+    assert 30 < rounds < 3000

@@ -7,7 +7,7 @@ from math import log
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.pace import COLUMN, STEP, Pace, best_length
+from slipstream.pace import COLUMN, ROW, STEP, Pace, best_length
 from slipstream.types import Round, Row, Seconds
 
 numbers = itertools.count()
@@ -94,7 +94,10 @@ def test_widths_that_are_padded_alike_cost_the_same() -> None:
 def test_steps_of_a_draft_model() -> None:
     pace, of = Pace(), rows()
     happen(pace, of, 4, 1.0, draft=0.8, steps=4)
-    assert pace.step(1) == pytest.approx(0.2) == pace.step(5)
+    assert pace.step(1) == pytest.approx(0.2) and pace.step(5) == pytest.approx(0.2 * (1 + 4 * ROW))
+    of = rows(5)
+    happen(pace, of, 4, 1.0, draft=1.6, steps=4)
+    assert pace.step(5) == pytest.approx(0.4) and pace.step(1) == pytest.approx(0.2)
 
 
 def test_first_rounds_are_not_believed() -> None:
@@ -128,3 +131,14 @@ def test_the_best_length_is_found() -> None:
         rates = [(len(hopes) + sum(sum(row[:n]) for row in hopes)) / costs[n] for n in range(max(map(len, hopes)) + 1)]
         length, rate = best_length(hopes, costs.__getitem__, len(hopes))
         assert rate == pytest.approx(max(rates)) and rates[length] == pytest.approx(max(rates))
+
+
+def test_reading_is_told_from_drafting() -> None:
+    pace, of = Pace(measured={1: 1.0, 8: 8.0}), rows()
+    for _ in range(3):
+        happen(pace, of, 2, 3.0, draft=0.4, steps=2)
+    assert pace.reading(10) == pytest.approx(10 * STEP * 1.0, rel=0.1)  # a quarter of the target's column
+    seconds, step = Seconds(draft=5.4, verify=3.0, total=8.4), next(numbers)
+    of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
+    pace.learn(of, read=100)
+    assert pace.reading(10) == pytest.approx(0.5) and pace.step(1) == pytest.approx(0.2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from slipstream.odds import Odds
 from slipstream.pace import Pace, best_length
@@ -17,6 +18,7 @@ from slipstream.types import Draft, Row
 
 LONGEST = 15  # tokens of a look-up
 STEPS = 8  # steps of a draft model
+HORIZON = 64  # tokens that a text is expected to have still, if it may
 BINS = 20  # of the draft model's own probability of a token
 
 
@@ -30,6 +32,8 @@ class Control:
     prospects: Prospects = field(init=False)
     sure: Odds = field(init=False)
     rest: Rest = field(default_factory=Rest)
+    _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
+    _reading: int = 0  # tokens it reads in this round
 
     def __post_init__(self) -> None:
         self.prospects = Prospects(max(self.longest, self.steps))
@@ -37,10 +41,11 @@ class Control:
 
     def learn(self, rows: Sequence[Row]) -> None:
         """Take in the rows' newest round."""
-        self.pace.learn(rows)
+        self.pace.learn(rows, self._reading)
+        self._reading = 0
         for row in rows:
-            if (brought := self.prospects.learn(row)) is not None:
-                self.rest.tried(row, brought)
+            if (kept := self.prospects.learn(row)) is not None:
+                self.rest.tried(row, kept)
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """How many tokens to ask a drafter for whose drafts cost time: as many as it can, or none.
@@ -48,8 +53,11 @@ class Control:
         A draft model stops by itself where the next step would not pay.
         """
         count = len(rows)
-        pays = self._stepping([self.prospects.of(row) for row in rows], count, []) > count / self.pace.verify(count, 0)
-        return [self._ask(row, self.steps if pays else int(self.rest.due(row))) for row in rows]
+        rate = self._stepping([self.prospects.of(row) for row in rows], count, [])
+        if self._pays(rows, rows, rate, count / self.pace.verify(count, 0)):
+            return [self._ask(row, self.steps) for row in rows]
+        tried = self._tried(rows)
+        return [self._ask(row, 1) if tried and row in self._read else 0 for row in rows]
 
     def cut(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth verifying.
@@ -80,9 +88,11 @@ class Control:
         expected = [self.prospects.of(row).cut(n) for row, n in zip(rows, most, strict=True)]
         better = [one.brought > sum(hope[:length]) for one, hope in zip(expected, hopes, strict=True)]
         looked_up = [hope for hope, model in zip(hopes, better, strict=True) if not model]
-        value = self._stepping([one for one, model in zip(expected, better, strict=True) if model], count, looked_up)
-        if value <= without:
-            better = [model and n > 0 and self.rest.due(row) for row, model, n in zip(rows, better, most, strict=True)]
+        rate = self._stepping([one for one, model in zip(expected, better, strict=True) if model], count, looked_up)
+        drafting = [row for row, model in zip(rows, better, strict=True) if model]
+        if not drafting or not self._pays(rows, drafting, rate, without):
+            tried = bool(drafting) and self._tried(rows)
+            better = [model and tried and row in self._read for row, model in zip(rows, better, strict=True)]
         for row, model, n in zip(rows, better, most, strict=True):
             if model:
                 self._ask(row, n)
@@ -110,8 +120,26 @@ class Control:
             hopes.append(path)
         return hopes
 
+    def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, without: float) -> bool:
+        """Whether the draft model, at this rate, saves more time than it takes to read the texts it has not read."""
+        unread = sum(len(row.tokens) for row in drafting if row not in self._read)
+        tokens = sum(min(row.remaining, HORIZON) for row in rows)
+        pays = tokens / rate + self.pace.reading(unread) < tokens / without
+        if pays:
+            self.rest.over(rows[0])
+        elif unread:
+            self.prospects.relax()
+        return pays
+
+    def _tried(self, rows: Sequence[Row]) -> bool:
+        """Whether a draft model that does not seem to pay is tried now: for all rows at once, which share its steps."""
+        return self.rest.due(rows[0])
+
     def _ask(self, row: Row, length: int) -> int:
         self.prospects.ask(row, length)
+        if row not in self._read:
+            self._read.add(row)
+            self._reading += len(row.tokens)
         return length
 
     def _watched(self, row: Row, drafted: int, hope: Sequence[float] | None, length: int) -> int:

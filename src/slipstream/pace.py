@@ -18,6 +18,7 @@ SPEED, SHAPE = 0.35, 0.07  # shares of a surprise that are laid to the machine's
 MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
 COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
 STEP = 0.25  # what a step of a draft model costs, likewise
+ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
 
 
 @dataclass
@@ -38,11 +39,12 @@ class Pace:
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
     _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
     _steps: dict[int, deque[float]] = field(default_factory=dict)
+    _each: float | None = None  # seconds in which the draft model reads a token
     _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
     _last: int = -1
 
-    def learn(self, rows: Sequence[Row]) -> None:
-        """Take in the rows' newest round, once."""
+    def learn(self, rows: Sequence[Row], read: int = 0) -> None:
+        """Take in the rows' newest round, once. read: tokens of texts that the draft model read in it beforehand."""
         done = [row.rounds[-1] for row in rows if row.rounds]
         if not done or (step := max(one.step for one in done)) == self._last:
             return
@@ -50,8 +52,11 @@ class Pace:
         done = [one for one in done if one.step == step]
         first, longest = done[0], max(len(one.draft) for one in done)
         count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
-        new = any(len(row.rounds) == 1 for row in rows)  # a draft model may still have read the prompt
-        if new or len(done) < count or taken <= 0:
+        new = any(len(row.rounds) == 1 for row in rows)  # much happens for the first time
+        if read and steps and self.timed:
+            each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
+            self._each = each if self._each is None else (self._each + each) / 2
+        if new or read or len(done) < count or taken <= 0:
             return
         shape = count, self.pad(longest + 1, count)
         if self.timed:
@@ -86,8 +91,15 @@ class Pace:
 
     def step(self, rows: int) -> float:
         """Seconds of one step of the draft model."""
-        seen = self._steps.get(rows) or next(iter(self._steps.values()), None)
-        return median(seen) if seen else STEP * self.verify(rows, 0)
+        near = min(self._steps, key=lambda count: abs(count - rows), default=None)
+        known = STEP * self.verify(1, 0) if near is None else median(self._steps[near])
+        return known * (1 + ROW * (rows - 1)) / (1 + ROW * ((near or 1) - 1))
+
+    def reading(self, tokens: int) -> float:
+        """Seconds in which the draft model reads that many tokens before its first step."""
+        if self._each is not None:
+            return tokens * self._each
+        return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
     def _assumed(self, shape: tuple[int, int]) -> float:
         """Relative cost of a forward by its tokens."""

@@ -12,6 +12,7 @@ HOLD = 0.75  # chance that a token comes true if all before it did, before anyth
 HOLD_STEP = 0.5  # positions say little, so rows are believed soon
 FIRST = 2.5, 1.9  # tokens drafted and brought, likewise
 ROW_WEIGHT, SHARED_WEIGHT = 0.15, 0.03  # of a new draft, in what is known about its row and about all rows
+RELAXED = 0.002  # share of what is known about all rows that a round without news takes away
 SOONEST, LATEST = 4, 64  # rounds until a drafter that did not pay is tried again
 
 
@@ -73,6 +74,10 @@ class Prospects:
         """What to expect of the row's next draft."""
         return self._rows.get(row, self._all)
 
+    def relax(self) -> None:
+        """A round without news about new rows: what was known about them counts a little less."""
+        self._all = self._all.towards(Yield(*FIRST), RELAXED)
+
     def hold(self, row: Row, position: int) -> float:
         """The chance that the token at this position comes true if all before it did."""
         return self._hold.chance(row, min(position, self._last))
@@ -96,7 +101,7 @@ class Prospects:
 class Rest:
     """Whether a drafter that does not seem to pay is tried in this round: after 4 rounds, then 8 ... up to 64.
 
-    A trial that brings a token makes the next pause a short one.
+    A trial that brings a token makes the next pause a shorter one.
     """
 
     _pause: WeakKeyDictionary[Row, tuple[int, int]] = field(default_factory=WeakKeyDictionary)  # its length; waited
@@ -110,5 +115,10 @@ class Rest:
 
     def tried(self, row: Row, brought: int) -> None:
         """A draft of the row brought this many tokens."""
-        if brought:
-            self._pause.pop(row, None)
+        length, waited = self._pause.get(row, (SOONEST, 0))
+        if brought and length > SOONEST:
+            self._pause[row] = max(SOONEST, length // 4), waited
+
+    def over(self, row: Row) -> None:
+        """It pays; the next pause is the shortest."""
+        self._pause.pop(row, None)
