@@ -37,7 +37,7 @@ from slipstream.policy import Auto, Fixed, Heuristic, Policy, lengths_for
 from slipstream.prediction.predict import Costs
 from slipstream.sampling import Sampler
 from slipstream.stopping import PathBelow, Stop, WhilePays
-from slipstream.types import Round, Row, Seconds
+from slipstream.types import Round, Row, Seconds, UsageError
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]
@@ -159,12 +159,22 @@ def geometric_mean(values: Sequence[float]) -> float:
     return exp(sum(map(log, values)) / len(values))
 
 
+def _read(file: Path) -> tuple[Costs, list[Record]]:
+    """A recording: its costs, and its texts of more than a few tokens."""
+    try:
+        header, *records = [json.loads(line) for line in file.read_text().splitlines()]
+        costs, records = Costs.from_dict(header["costs"]), [one for one in records if len(one["output"]) > 8]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{str(file)!r}: {error!r}; allowed: what policy_record.py has written") from error
+    if not records:
+        raise UsageError(f"{str(file)!r} holds no text of more than 8 tokens; allowed: at least one")
+    return costs, records
+
+
 @app.command()
 def replay(file: Path, batch: int = 1, seed: int = 0) -> None:
     """Compare settings over a recording."""
-    header, *records = [json.loads(line) for line in file.read_text().splitlines()]
-    records = [record for record in records if len(record["output"]) > 8]
-    costs = Costs.from_dict(header["costs"])
+    costs, records = _read(file)
     order = list(range(len(records)))
     random.Random(seed).shuffle(order)
     groups = [order[at : at + batch] for at in range(0, len(order), batch)]
@@ -195,7 +205,7 @@ def change(
     """
     ids: dict[str, int] = {}
     read, other = (
-        [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\S", file.read_text())] for file in (prompt, prose)
+        [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\S", _text(file))] for file in (prompt, prose)
     )
     parts = [other[:words], read[len(read) // 2 :][:quoted], other[words : 2 * words]]
     rounds = replayed(read, [token for part in parts for token in part], simple_costs(ms, more))
@@ -207,6 +217,13 @@ def change(
         console.print(f"{name}: {tokens} tokens in {len(part)} rounds; drafted {lengths}", soft_wrap=True)
     if plot:
         _plot(rounds, len(read), ends, plot)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{str(file)!r} cannot be read: {error}; allowed: text files") from error
 
 
 def pace_of(costs: Costs) -> Pace:

@@ -40,7 +40,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SLOW = (
     *("verify", "reference", "hf_", "chat", "bench", "report", "sweep", "simulate", "examples", "properties", "table"),
-    *("graphs", "gpu", "unrolled", "suffix", "exit", "attention", "scaling", "threads", "quantised"),
+    *("graphs", "gpu", "unrolled", "suffix", "exit", "policy", "attention", "scaling", "threads", "quantised"),
 )
 
 

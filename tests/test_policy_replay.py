@@ -117,3 +117,13 @@ def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), "replay", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "batch 1, 3 texts" in done.stdout and done.stdout.count("1.00") >= 3
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
+def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "file.jsonl"
+    if text is not None:
+        file.write_text(text)
+    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), "replay", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "" and done.stdout.count("\n") == 1 and "allowed" in done.stdout
