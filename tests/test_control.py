@@ -136,8 +136,6 @@ def test_yields_follow_the_row_and_the_rows_together() -> None:
     assert FIRST[1] < prospects.of(row(1)).brought < 4
     assert prospects.learn(of) is None
     assert prospects.of(of).cut(2).drafted == pytest.approx(2)
-    prospects.forget()
-    assert prospects.of(of) == Yield(*FIRST)
 
 
 def test_rests_become_longer_and_end_with_a_success() -> None:

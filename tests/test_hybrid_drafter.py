@@ -178,7 +178,7 @@ def test_drawn_first_drafts_and_bad_arguments_are_refused() -> None:
         propose(HybridDrafter(Says([[5]], probs=True), Says([[9]])), rows(1), [3])
     with pytest.raises(UsageError, match="hybrid: Untold does not say what to hope for; allowed: a drafter that looks"):
         propose(HybridDrafter(Untold([[5]]), Says([[9]])), rows(1), [3])
-    for argument in ("0", "x", "3+p", "-1"):
+    for argument in ("0", "x", "3+p", "-1", "+p=30", "3+2+p=30"):
         with pytest.raises(UsageError, match="allowed"):
             SpeculativeDecoder(shared("qwen2"), fresh("qwen2"), drafter=f"hybrid:{argument}")
     with pytest.raises(UsageError, match="drafter='hybrid' needs a draft model"):

@@ -21,7 +21,8 @@ from slipstream.vocabulary import check_same
 DEFAULT_DRAFT_TOKENS = {"none": 0, "model": 6, "exit": 4}
 DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "recycle", "lookup", "hybrid"), 7)
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
-LOOK_UPS = ("ngram", "table", "suffix", "recycle", "lookup", "hybrid")  # drafts take no time, or the drafter sees to it
+LOOK_UPS = ("ngram", "table", "suffix", "recycle", "lookup")  # their drafts take no time and are never drawn
+READERS = ("model", "hybrid")  # their draft model reads a text before it drafts
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
@@ -62,9 +63,11 @@ def assemble(
     if drafter == "auto":
         drafter = "suffix" if draft is None else "hybrid" if count == "auto" else "model"
     name = name_of(drafter)
+    kind = name.partition(":")[0]
     control = None
     if count == "auto" and name != "none":
-        control = Control(Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu"), longest=_longest(target))
+        pace = Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu")
+        control = Control(pace, longest=_longest(target), reads=kind in READERS)
     setup = drafters.Setup(
         device,
         target.backend.vocab_size,
@@ -79,11 +82,11 @@ def assemble(
     if not isinstance(built, Drafter):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy: Policy
-    drawn = not coupled and name.partition(":")[0] not in LOOK_UPS[:-1]
     if control is None:
-        policy = _policy(count, _default(name), target.longest_draft)
+        policy = _policy(count, _default(kind), target.longest_draft)
     else:
-        policy = Auto(control, _default(name), drawn, stepwise=name.partition(":")[0] not in LOOK_UPS)
+        drawn = not coupled and kind not in LOOK_UPS
+        policy = Auto(control, _default(kind), drawn, stepwise=kind not in (*LOOK_UPS, "hybrid"))
     return name, Engine(target, built, policy, acceptance, config.max_batch_size, draft)
 
 
@@ -117,4 +120,4 @@ def name_of(choice: object) -> str:
 
 
 def _default(drafter: str) -> int:
-    return DEFAULT_DRAFT_TOKENS.get(drafter.partition(":")[0], OTHER_DRAFT_TOKENS)
+    return DEFAULT_DRAFT_TOKENS.get(drafter, OTHER_DRAFT_TOKENS)

@@ -24,11 +24,15 @@ BINS = 20  # of the draft model's own probability of a token
 
 @dataclass
 class Control:
-    """What is known about costs and drafts, shared by the policy and the drafters of one decoder."""
+    """What is known about costs and drafts, shared by the policy and the drafters of one decoder.
+
+    reads: the drafter must read a text before its first draft, as a draft model with a memory of its own does.
+    """
 
     pace: Pace
     longest: int = LONGEST
     steps: int = STEPS
+    reads: bool = True
     prospects: Prospects = field(init=False)
     sure: Odds = field(init=False)
     rest: Rest = field(default_factory=Rest)
@@ -57,7 +61,7 @@ class Control:
         if self._pays(rows, rows, rate, count / self.pace.verify(count, 0)):
             return [self._ask(row, self.steps) for row in rows]
         tried = self._tried(rows)
-        return [self._ask(row, 1) if tried and row in self._read else 0 for row in rows]
+        return [self._ask(row, 1) if tried and self._has_read(row) else 0 for row in rows]
 
     def cut(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth verifying.
@@ -92,7 +96,7 @@ class Control:
         drafting = [row for row, model in zip(rows, better, strict=True) if model]
         if not drafting or not self._pays(rows, drafting, rate, without):
             tried = bool(drafting) and self._tried(rows)
-            better = [model and tried and row in self._read for row, model in zip(rows, better, strict=True)]
+            better = [model and tried and self._has_read(row) for row, model in zip(rows, better, strict=True)]
         for row, model, n in zip(rows, better, most, strict=True):
             if model:
                 self._ask(row, n)
@@ -122,7 +126,7 @@ class Control:
 
     def _pays(self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, without: float) -> bool:
         """Whether the draft model, at this rate, saves more time than it takes to read the texts it has not read."""
-        unread = sum(len(row.tokens) for row in drafting if row not in self._read)
+        unread = sum(len(row.tokens) for row in drafting if not self._has_read(row))
         tokens = sum(min(row.remaining, HORIZON) for row in rows)
         pays = tokens / rate + self.pace.reading(unread) < tokens / without
         if pays:
@@ -131,13 +135,16 @@ class Control:
             self.prospects.relax()
         return pays
 
+    def _has_read(self, row: Row) -> bool:
+        return not self.reads or row in self._read
+
     def _tried(self, rows: Sequence[Row]) -> bool:
         """Whether a draft model that does not seem to pay is tried now: for all rows at once, which share its steps."""
         return self.rest.due(rows[0])
 
     def _ask(self, row: Row, length: int) -> int:
         self.prospects.ask(row, length)
-        if row not in self._read:
+        if not self._has_read(row):
             self._read.add(row)
             self._reading += len(row.tokens)
         return length

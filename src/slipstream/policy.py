@@ -94,7 +94,6 @@ class Auto:
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth its verification."""
-        self.drawn |= draft.probs is not None
         if any(map(self._is_steady, rows)):
             return draft
         return self.control.cut(rows, draft)

@@ -90,12 +90,6 @@ class Prospects:
             hopes.append(path)
         return hopes
 
-    def forget(self) -> None:
-        """Return to what is expected of a drafter that was never seen."""
-        self._hold.forget()
-        self._rows.clear()
-        self._all = Yield(*FIRST)
-
 
 @dataclass
 class Rest:

@@ -128,6 +128,8 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
     looking = suffix.build(replace(setup, hopes=True), given[2] or "outputs=0")
+    if looking.odds is None:
+        raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
     stops = setup.control is None and not setup.confidence and setup.device.type == "cpu"
     drafting = model.build(setup, STOP if stops else "")
     return HybridDrafter(looking, drafting, steps, setup.control, drawn=not setup.coupled)

@@ -63,6 +63,7 @@ def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
 
 def build(setup: Setup, argument: str) -> LookUpDrafter:
     """ "lookup", or "lookup:" and an argument of the drafter `suffix`."""
-    if argument.startswith("p=") or "+p=" in argument:
+    known = suffix.build(setup, argument)
+    if setup.hopes and known.odds is None:
         raise UsageError(f"drafter='lookup:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    return LookUpDrafter(suffix.build(setup, argument), recycle.build(setup, ""))
+    return LookUpDrafter(known, recycle.build(setup, ""))
