@@ -21,7 +21,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
 from slipstream.prediction.predict import measure_costs
 from slipstream.prompts import read_prompts
-from slipstream.types import Row
+from slipstream.types import Row, UsageError
 
 STEPS = 8  # tokens of the draft model at each position
 
@@ -39,6 +39,8 @@ def main(
     quiet()
     decoder = SpeculativeDecoder(target, draft, max_batch_size=max(batches))
     chosen = [p for _, group in _by_family(read_prompts(prompts)).items() for p in group[:per_family]]
+    if not out.parent.is_dir() or out.is_dir():
+        raise UsageError(f"{str(out)!r}; allowed: a file in an existing folder")
     with out.open("w") as file:
         costs = measure_costs(decoder.using("model" if draft else "suffix"), batches, [*range(1, 9), 16])
         file.write(json.dumps({"target": target, "draft": draft, "costs": costs.to_dict()}) + "\n")

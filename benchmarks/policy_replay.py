@@ -1,31 +1,27 @@
 """Drafters and policies over recorded texts: what each would have taken, and what the best choice in hindsight takes.
 
     python benchmarks/policy_record.py qwen1.5b PROMPTS.jsonl pair.jsonl --draft qwen0.5b --per-family 4
-    python benchmarks/policy_replay.py replay pair.jsonl --batch 1
-    python benchmarks/policy_replay.py change README.md docs/exactness.md --plot lengths.png
+    python benchmarks/policy_replay.py pair.jsonl --batch 1
 
-`replay` runs the real drafters and policies over a recording, a round at a time, with the recorded costs for a clock.
-No model is needed, so the same texts can be tried with many settings. Printed: the speed-up over plain decoding of each
-setting by family (geometric means over texts), prompt processing not counted. `change` follows the draft length through
-a text that turns to quoting its prompt and back to prose, word by word.
+The real drafters and policies run over a recording, a round at a time, with the recorded costs for a clock. No model is
+needed, so the same texts can be tried with many settings. Printed: the speed-up over plain decoding of each setting by
+family (geometric means over texts), prompt processing not counted.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.table import Table
-from terminal import console, run
+from terminal import Count, console, run
 
 from slipstream import Draft, SamplingParams
 from slipstream.control import Control
@@ -41,7 +37,6 @@ from slipstream.types import Round, Row, Seconds, UsageError
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 numbers = count()
 
 
@@ -154,6 +149,11 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
         yield f"{name} auto", Replay(records, costs, made(name, 0, control), Auto(control, 7, stepwise=name == "model"))
 
 
+def pace_of(costs: Costs) -> Pace:
+    """What a decoder would know of these costs beforehand."""
+    return Pace(lambda width, rows: costs.pad(width), costs.target[1])
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Of positive numbers."""
     return exp(sum(map(log, values)) / len(values))
@@ -171,8 +171,7 @@ def _read(file: Path) -> tuple[Costs, list[Record]]:
     return costs, records
 
 
-@app.command()
-def replay(file: Path, batch: int = 1, seed: int = 0) -> None:
+def main(file: Path, batch: Count = 1, seed: int = 0) -> None:
     """Compare settings over a recording."""
     costs, records = _read(file)
     order = list(range(len(records)))
@@ -195,73 +194,5 @@ def replay(file: Path, batch: int = 1, seed: int = 0) -> None:
     console.print(table)
 
 
-@app.command()
-def change(
-    prompt: Path, prose: Path, words: int = 60, quoted: int = 120, ms: float = 20.0, more: float = 0.6, plot: str = ""
-) -> None:
-    """Prose of one file, a quotation of the other, which is the prompt, then prose again.
-
-    words, quoted: lengths of the parts. ms, more: of a forward, and for each further token it verifies.
-    """
-    ids: dict[str, int] = {}
-    read, other = (
-        [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\S", _text(file))] for file in (prompt, prose)
-    )
-    parts = [other[:words], read[len(read) // 2 :][:quoted], other[words : 2 * words]]
-    rounds = replayed(read, [token for part in parts for token in part], simple_costs(ms, more))
-    ends = [len(parts[0]), len(parts[0]) + len(parts[1])]
-    within = [[r for r in rounds if start <= r.start - len(read) < end] for start, end in pairwise([0, *ends, 1 << 30])]
-    for name, part in zip(("prose", "quotation", "prose again"), within, strict=True):
-        lengths = " ".join(str(len(r.draft)) for r in part)
-        tokens = sum(len(r.tokens) for r in part)
-        console.print(f"{name}: {tokens} tokens in {len(part)} rounds; drafted {lengths}", soft_wrap=True)
-    if plot:
-        _plot(rounds, len(read), ends, plot)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(file)!r} cannot be read: {error}; allowed: text files") from error
-
-
-def pace_of(costs: Costs) -> Pace:
-    """What a decoder would know of these costs beforehand."""
-    return Pace(lambda width, rows: costs.pad(width), costs.target[1])
-
-
-def simple_costs(ms: float, more: float) -> Costs:
-    """A forward of one token and what each further one costs; look-ups cost nothing."""
-    widths = {width: ms + more * (width - 1) for width in range(1, 33)}
-    return Costs({1: widths}, {1: dict.fromkeys(widths, 0.0)}, {1: 0.0}, {1: 0.0})
-
-
-def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
-    """The rounds of `suffix` with lengths that pay, over a known text."""
-    control = Control(pace_of(costs))
-    drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
-    one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(control, 7))
-    row = one._row(0)
-    while row.finish_reason is None:
-        one._step([row])
-    return row.rounds
-
-
-def _plot(rounds: Sequence[Round], first: int, ends: Sequence[int], file: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.subplots()
-    at = [r.start - first for r in rounds]
-    axes.step(at, [len(r.draft) for r in rounds], where="post", label="drafted")
-    axes.step(at, [r.num_accepted_tokens for r in rounds], where="post", label="accepted")
-    axes.axvspan(*ends, alpha=0.15, label="quotation")
-    axes.set(xlabel="token of the output", ylabel="tokens per round")
-    axes.legend()
-    figure.savefig(file, dpi=120)
-    console.print(f"written: {file}")
-
-
 if __name__ == "__main__":
-    run(app)
+    run(main)

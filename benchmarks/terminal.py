@@ -15,10 +15,10 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 Count = Annotated[int, typer.Option(min=1)]
 
 
-def run(main: Callable[..., Any] | typer.Typer) -> None:
+def run(main: Callable[..., Any]) -> None:
     """Run a command; a failure is one line and an exit code, 2 for wrong use."""
     try:
-        main() if isinstance(main, typer.Typer) else typer.run(main)
+        typer.run(main)
     except SlipstreamError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

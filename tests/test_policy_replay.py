@@ -14,6 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import policy_change  # noqa: E402
 import policy_replay as replay  # noqa: E402
 
 from slipstream.control import Control  # noqa: E402
@@ -90,7 +91,7 @@ def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None
     dice = random.Random(2)
     prompt, prose = ([dice.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
-    rounds = replay.replayed(prompt, output, replay.simple_costs(20, column))
+    rounds = policy_change.replayed(prompt, output, policy_change.simple_costs(20, column))
     drafted = [(done.start - len(prompt), len(done.draft)) for done in rounds]
     assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
     quoting = [length for at, length in drafted if 60 <= at < 180]
@@ -102,9 +103,9 @@ def test_the_command_prints_and_plots(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 1000)):
         (tmp_path / name).write_text(" ".join(f"w{i}" for i in range(first, first + 400)))
     plot = tmp_path / "lengths.png"
-    command = ["change", str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(plot)]
+    command = [str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(plot)]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "policy_replay.py"), *command], capture_output=True, text=True, check=True
+        [sys.executable, str(BENCHMARKS / "policy_change.py"), *command], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("prose: 60 tokens in 60 rounds") and plot.read_bytes()[1:4] == b"PNG"
 
@@ -114,7 +115,7 @@ def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
     header = {"costs": costs().to_dict()}
     file = tmp_path / "record.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [header, *records]))
-    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), "replay", str(file)]
+    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "batch 1, 3 texts" in done.stdout and done.stdout.count("1.00") >= 3
 
@@ -124,6 +125,6 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str |
     file = tmp_path / "file.jsonl"
     if text is not None:
         file.write_text(text)
-    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), "replay", str(file)]
+    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == "" and done.stdout.count("\n") == 1 and "allowed" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, overload
 
@@ -83,8 +84,7 @@ class SpeculativeDecoder:
         self._engine = self._make_engine()
 
     def _shapes(self) -> Shapes:
-        config = self.config
-        shapes, self.calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
+        shapes, self.calibration = choose_shapes(self.target, self.config.reproducible, self.config.max_batch_size)
         return shapes
 
     @property
@@ -123,8 +123,7 @@ class SpeculativeDecoder:
         reproducible: bool | str | None = None,
     ) -> SpeculativeDecoder:
         """The same loaded models and memory under other settings; models are not loaded again."""
-        other = object.__new__(SpeculativeDecoder)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.config = replace(
             self.config,
             drafter=self.config.drafter if drafter is None else name_of(drafter),
@@ -141,8 +140,7 @@ class SpeculativeDecoder:
 
     def with_draft(self, draft: Any) -> SpeculativeDecoder:
         """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
-        other = object.__new__(SpeculativeDecoder)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.draft = load_draft(draft, self.config, self.target)
         other._draft_session = None if other.draft is None else Session(other.draft.backend, EXACT_FIT)
         return other.using("auto", num_draft_tokens="auto")

@@ -34,35 +34,36 @@ class Stop(Protocol):
 
 
 @dataclass(frozen=True)
-class PathBelow:
-    """A draft ends with the token that takes the probability of all its tokens below `threshold`."""
+class Below:
+    """A draft ends, row by row, with the token that takes a chance below `threshold`."""
 
     threshold: float
 
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
     ) -> list[bool]:
-        """Row by row."""
-        return [prod(own) < self.threshold for own in chances]
+        """See `Stop`."""
+        return [self._chance(own) < self.threshold for own in chances]
 
     def hopes(self, row: Row, chances: Sequence[float]) -> None:
         """Not known."""
 
+    def _chance(self, own: Sequence[float]) -> float:
+        raise NotImplementedError
 
-@dataclass(frozen=True)
-class TokenBelow:
-    """A draft ends with the first token whose own probability is below `threshold`, Hugging Face's confidence rule."""
 
-    threshold: float
+class PathBelow(Below):
+    """The chance is that of all the draft's tokens together."""
 
-    def ends(
-        self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
-    ) -> list[bool]:
-        """Row by row."""
-        return [own[-1] < self.threshold for own in chances]
+    def _chance(self, own: Sequence[float]) -> float:
+        return prod(own)
 
-    def hopes(self, row: Row, chances: Sequence[float]) -> None:
-        """Not known."""
+
+class TokenBelow(Below):
+    """The chance is that of the last token, as in Hugging Face's `assistant_confidence_threshold`."""
+
+    def _chance(self, own: Sequence[float]) -> float:
+        return own[-1]
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -42,7 +41,7 @@ from slipstream.cli.common import (
     write_json,
 )
 from slipstream.cli.flags import flags
-from slipstream.cli.measuring import interruptible, watched
+from slipstream.cli.measuring import interruptible, read_batch_sizes, watched
 from slipstream.cli.plan_file import Plan
 from slipstream.cli.report import target_tokenizer
 from slipstream.cli.simulate import print_simulation
@@ -97,7 +96,7 @@ def bench(
     chosen = parse_arms(_arms(arms, config))
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     prompts = name_prompts(prompt_set(prompt_file, category, limit))
-    batches = _batch_sizes(batch_sizes, config)
+    batches = read_batch_sizes(batch_sizes, config)
     planned, base = plan(chosen, prompts, batches, repeats), reference_of(chosen, reference)
     settings = {"reference": base, "batch_sizes": batches, "repeats": repeats, "chat": not raw}
     header = make_header({"target": target, "draft": draft}, chosen, prompts, config, params, **settings)
@@ -187,15 +186,6 @@ def _arms(arms: str | None, config: DecoderConfig) -> str:
     if config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} beside --arms, which names the drafters; allowed: one of the two")
     return arms
-
-
-def _batch_sizes(text: str, config: DecoderConfig) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UsageError(f"--batch-sizes {text!r}; allowed: whole numbers with commas between, e.g. 1,4")
-    sizes = [int(size) for size in text.split(",")]
-    if max(sizes) > config.max_batch_size:
-        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
-    return sizes
 
 
 def _fail_on_wrong_or_failed(summaries: Sequence[ArmSummary]) -> None:

@@ -1,7 +1,8 @@
-"""What `bench` and `sweep` share on the terminal: progress, and how an interrupted measurement is gone on with."""
+"""What the measuring commands share on the terminal: progress, and how an interrupted measurement is gone on with."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run
 from slipstream.bench.tables import progress_line
 from slipstream.cli.common import err
+from slipstream.config import DecoderConfig
+from slipstream.types import UsageError
 
 
 @contextmanager
@@ -68,3 +71,13 @@ class _Lines:
             return None
         done = sum(len(runs) == self._wanted[group] for group, runs in self._groups.items())
         return progress_line(done, len(self._wanted), self._groups[at])
+
+
+def read_batch_sizes(text: str, config: DecoderConfig) -> list[int]:
+    """The numbers of --batch-sizes."""
+    sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
+    if max(sizes) > config.max_batch_size:
+        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
+    return sizes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -40,6 +39,7 @@ from slipstream.cli.common import (
     write_json,
 )
 from slipstream.cli.flags import flags
+from slipstream.cli.measuring import read_batch_sizes
 from slipstream.config import DecoderConfig
 from slipstream.params import SamplingParams
 from slipstream.tuning.advice import Advice, needs_draft
@@ -78,7 +78,7 @@ def tune_command(
     """
     config = config_from(config, config_file)
     _refuse(config, budget)
-    batches = _batch_sizes(batch_sizes, config)
+    batches = read_batch_sizes(batch_sizes, config)
     prompts = name_prompts(prompt_set(prompt_file, category, limit))
     for batch in batches:
         groups(prompts, batch)  # refuses a batch larger than the prompts
@@ -178,12 +178,3 @@ def _refuse(config: DecoderConfig, budget: float) -> None:
 def _refuse_used(folder: Path) -> None:
     if exists(folder) and read_records(folder)[1]:
         raise UsageError(f"--out {str(folder)!r} holds runs already; allowed: a new folder")
-
-
-def _batch_sizes(text: str, config: DecoderConfig) -> Sequence[int]:
-    sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
-    if not sizes or len(set(sizes)) < len(sizes):
-        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
-    if max(sizes) > config.max_batch_size:
-        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
-    return sizes
