@@ -23,6 +23,7 @@ DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "recycle", "l
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
 LOOK_UPS = ("ngram", "table", "suffix", "recycle", "lookup")  # their drafts take no time and are never drawn
 READERS = ("model", "hybrid")  # their draft model reads a text before it drafts
+UNSURE = (*READERS, "exit")  # they know a probability of each token
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
@@ -64,6 +65,10 @@ def assemble(
         drafter = "suffix" if draft is None else "hybrid" if count == "auto" else "model"
     name = name_of(drafter)
     kind = name.partition(":")[0]
+    if _confidence(count) and (kind not in UNSURE or "p=" in name):
+        raise UsageError(
+            f"num_draft_tokens={count!r} with drafter={name!r}; allowed: drafters {', '.join(UNSURE)} without p=PERCENT"
+        )
     control = None
     if count == "auto" and name != "none":
         pace = Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu")
@@ -100,16 +105,17 @@ def _confidence(count: int | str) -> float:
 
 
 def _policy(count: int | str, default: int, limit: int | None) -> Policy:
-    if isinstance(count, int):
-        if limit is not None and count > limit:
-            raise UsageError(
-                f"num_draft_tokens={count}; allowed: at most {limit} in reproducible mode, or reproducible=False"
-            )
-        return Fixed(count)
-    name, _, argument = count.partition(":")
-    if name == "heuristic":
-        return Heuristic(int(argument or limit or MAX_DRAFT_TOKENS))
-    return Fixed(limit or MAX_DRAFT_TOKENS if name == "confidence" else default)
+    most = MAX_DRAFT_TOKENS if limit is None else limit
+    name, _, argument = str(count).partition(":")
+    if name == "auto":
+        return Fixed(default)
+    if name == "confidence":
+        return Fixed(most)
+    length = int(argument or most) if name == "heuristic" else int(name)
+    if length > most:
+        why = "" if limit is None else " in reproducible mode, or reproducible=False"
+        raise UsageError(f"num_draft_tokens={count}; allowed: at most {most}{why}")
+    return Heuristic(length) if name == "heuristic" else Fixed(length)
 
 
 def name_of(choice: object) -> str:
