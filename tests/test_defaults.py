@@ -1,5 +1,7 @@
 """What "auto" means: which drafter, how many tokens, and who stops early."""
 
+from typing import Any
+
 import pytest
 
 from slipstream import SpeculativeDecoder, UsageError
@@ -10,7 +12,7 @@ from slipstream.policy import Auto, Fixed, Heuristic
 from slipstream.stopping import PathBelow, TokenBelow, WhilePays
 
 
-def made(drafter: str = "auto", count: int | str = "auto", draft: str | None = "toy:2", **options: str):
+def made(drafter: str = "auto", count: int | str = "auto", draft: str | None = "toy:2", **options: Any):
     return SpeculativeDecoder("toy", draft, drafter=drafter, num_draft_tokens=count, **options)
 
 
@@ -79,3 +81,21 @@ def test_drafts_share_the_targets_noise_unless_a_rule_needs_their_law(acceptance
     policy = decoder._engine.policy
     assert isinstance(policy, Auto) and policy.drawn is drawn
     assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.drawn is drawn
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "ngram", "none", "model:p=25"])
+def test_confidence_needs_a_drafter_that_knows_its_own(drafter: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters model, hy"
+    ):
+        made(drafter, "confidence:0.4")
+    with pytest.raises(UsageError, match="allowed: drafters model, hybrid, exit"):
+        made("auto", "confidence:0.4", draft=None)
+
+
+def test_no_schedule_exceeds_what_forwards_hold() -> None:
+    for count in (60, "heuristic:60"):
+        with pytest.raises(UsageError, match=f"num_draft_tokens={count}; allowed: at most 24 in reproducible mode"):
+            made("model", count, reproducible=True)
+    with pytest.raises(UsageError, match="num_draft_tokens=heuristic:99; allowed: at most 64$"):
+        made("model", "heuristic:99", reproducible=False)
