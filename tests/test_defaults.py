@@ -97,5 +97,5 @@ def test_no_schedule_exceeds_what_forwards_hold() -> None:
     for count in (60, "heuristic:60"):
         with pytest.raises(UsageError, match=f"num_draft_tokens={count}; allowed: at most 24 in reproducible mode"):
             made("model", count, reproducible=True)
-    with pytest.raises(UsageError, match="num_draft_tokens=heuristic:99; allowed: at most 64$"):
+    with pytest.raises(UsageError, match=r"num_draft_tokens=heuristic:99; allowed: at most 64$"):
         made("model", "heuristic:99", reproducible=False)
