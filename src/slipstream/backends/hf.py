@@ -16,12 +16,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.backends import grouped
+from slipstream.backends.lean import lean_layers
 from slipstream.backends.slots import VIEW, SlotCache
 from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of grouped attention's logits, relative to the largest
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
 
 
 class HFBackend:
@@ -66,23 +67,43 @@ class HFBackend:
         return result.to(self.device) if logits else result.new_empty(0)
 
     def group_queries(self) -> None:
-        """Use grouped attention if it gives this model's own logits; a few tokens are tried."""
+        """Use grouped attention if it gives this model's own logits."""
         config = self.model.config.get_text_config()
         repeats = grouped.repeats_of(config)
         if config._attn_implementation != "sdpa" or repeats is None:
             return
-        self.reserve(1, 2 * self.view)
-        tokens = torch.arange(1, 7, device=self.device)[None] % self.vocab_size
-        expected = self.forward(tokens, [0], first_slot=0, logits=True).float()
+        expected = self._a_few_logits()
         self.model.config._attn_implementation, self._repeats = grouped.NAME, repeats
-        try:
-            got = self.forward(tokens, [0], first_slot=0, logits=True).float()
-            same = bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
-        except (SlipstreamError, RuntimeError, ValueError, KeyError) as error:
-            log.info("%s keeps its own attention: %s", type(self.model).__name__, error)
-            same = False
-        if not same:
+        if not self._gives(expected, "its own attention"):
             self.model.config._attn_implementation, self._repeats = "sdpa", None
+
+    def shorten_layers(self) -> None:
+        """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
+        layers = lean_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
+        if self._repeats is None or not layers:
+            return
+        expected = self._a_few_logits()
+        for layer, forward in layers:
+            layer.forward = forward
+        if not self._gives(expected, "the forward of its layers"):
+            for layer, _ in layers:
+                del layer.forward
+
+    def _a_few_logits(self) -> Tensor:
+        """Logits of a few tokens, float32: some at the start, and some that look back at them."""
+        self.reserve(1, 2 * self.view)
+        tokens = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
+        first = self.forward(tokens[:, :6], [0], first_slot=0, logits=True)
+        return torch.cat([first, self.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
+
+    def _gives(self, expected: Tensor, kept: str) -> bool:
+        """Whether the model still gives these logits; if not, `kept` says what it keeps."""
+        try:
+            got = self._a_few_logits()
+        except (SlipstreamError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.info("%s keeps %s: %s", type(self.model).__name__, kept, error)
+            return False
+        return bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
 
     @torch.inference_mode()
     def copy(self, source: int, destination: int, length: int) -> None:

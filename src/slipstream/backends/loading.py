@@ -10,6 +10,7 @@ from slipstream.backends.fused import fuse
 from slipstream.backends.graphed import GraphedBackend
 from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
+from slipstream.backends.lean import is_lean
 from slipstream.backends.packed import pack, unsupported
 from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
@@ -55,6 +56,7 @@ def _pack(backend: HFBackend, fast: bool | str) -> bool:
         fuse(model)
         pack(model)
         backend.group_queries()
+        backend.shorten_layers()
     elif fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
     else:
@@ -77,6 +79,7 @@ def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
     fuse(model)
     quantise(model, bits if bits in BITS else BITS[0])
     backend.group_queries()
+    backend.shorten_layers()
     return True
 
 
@@ -107,6 +110,7 @@ def _fingerprint(backend: HFBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    layers = f"{type(model).__name__} {config.num_hidden_layers} layers {config._attn_implementation}"
+    lean = "lean " if any(is_lean(module) for module in model.modules()) else ""
+    layers = f"{type(model).__name__} {config.num_hidden_layers} {lean}layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
     return f"{layers} {sizes} {config.vocab_size} {model.dtype} {kind} {' '.join(shapes)}"

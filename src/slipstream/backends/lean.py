@@ -1,0 +1,172 @@
+"""A decoder layer in half the operators: one forward for the layers that most models share, whatever their names.
+
+At decoding widths an operator's call costs as much as its arithmetic. Layers are taken by structure: pre-norm attention
+with rotary positions, a gated feed-forward part, and norms around them. Only the layer's forward is replaced; its
+modules stay where they are, and calls from elsewhere than Slipstream run the model's own code, which is also the
+specification: a layer that computes anything else gives other logits, and then all layers keep their own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention
+
+from slipstream.backends.fused import Part
+from slipstream.backends.grouped import ROWS
+from slipstream.backends.slots import SlotCache
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+BEFORE_BOTH = ("input_layernorm", "post_attention_layernorm")  # Llama, Mistral, Qwen
+AROUND_BOTH = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)  # Gemma
+CLOSE = 0.02  # largest relative difference of a norm from the module it replaces; its weights are bfloat16
+
+
+class NotLeanError(Exception):
+    """This layer is built otherwise."""
+
+
+class RootMeanSquare:
+    """RMSNorm over the last dimension by LayerNorm's kernel, the only one that is a single operator on CPU.
+
+    The mean of (x, -x) is 0 and its variance is the mean square of x. Models differ in how the weight is stored and in
+    when they round; what gives the module's own numbers, or comes closest, is kept.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if [name for name, _ in norm.named_parameters()] != ["weight"] or not isinstance(eps, float):
+            raise NotLeanError
+        weight = norm.weight.detach()
+        self._size, self._eps, self._signs = len(weight), eps, weight.new_tensor([[1.0], [-1.0]])
+        x = torch.linspace(-2, 3, 3 * self._size, device=weight.device).view(1, 3, -1).to(weight.dtype)
+        expected = norm(x).detach().float()
+
+        def error(form: tuple[Tensor | None, Tensor | None]) -> float:
+            self._within, self._after = form
+            return float((self(x).float() - expected).abs().max().detach())
+
+        forms = (None, weight), (weight.repeat(2), None), ((1 + weight.float()).repeat(2), None)
+        if error(min(forms, key=error)) > CLOSE * float(expected.abs().max()):
+            raise NotLeanError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size]."""
+        both = (x.unsqueeze(-2) * self._signs).flatten(-2)
+        out = layer_norm(both, (2 * self._size,), self._within, None, self._eps).narrow(-1, 0, self._size)
+        return out if self._after is None else out * self._after
+
+
+class Turn:
+    """Rotary positions, prepared once per forward for all layers that are given the same cosines and sines."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [B, W, heads, D]; cos, sin: [B, W, D]. Each half of a head turns with the other."""
+        kept, half = self._kept, x.shape[-1] // 2
+        if kept is None or kept[0] is not sin:
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            self._kept = kept = sin, cos.unsqueeze(2), signed.unsqueeze(2)
+        return (x * kept[1]).add_(x.roll(half, -1).mul_(kept[2]))
+
+
+class LeanLayer:
+    """What a decoder layer's `forward` is replaced with."""
+
+    def __init__(self, layer: Any, turn: Turn) -> None:
+        if "forward" in layer.__dict__:
+            raise NotLeanError
+        names, attention, feed_forward = set(dict(layer.named_children())), layer.self_attn, layer.mlp
+        norms = AROUND_BOTH if AROUND_BOTH[-1] in names else BEFORE_BOTH
+        inner = set(dict(attention.named_children()))
+        if (
+            names != {"self_attn", "mlp", *norms}
+            or inner - HEAD_NORMS != ATTENTION
+            or set(dict(feed_forward.named_children())) != FEED_FORWARD
+        ):
+            raise NotLeanError
+        self._layer, self._index, self._turn = layer, attention.layer_idx, turn
+        self._qkv, sizes = _whole(attention, ("q_proj", "k_proj", "v_proj"))
+        self._size, self._scaling = attention.head_dim, attention.scaling
+        self._heads, self._key_heads = sizes[0] // self._size, sizes[1] // self._size
+        self._head_norms = [RootMeanSquare(getattr(attention, name)) for name in ("q_norm", "k_norm") if name in inner]
+        self._out = attention.o_proj
+        self._gate_up, (self._inner, _) = _whole(feed_forward, ("gate_proj", "up_proj"))
+        self._act, self._down = feed_forward.act_fn, feed_forward.down_proj
+        found = [RootMeanSquare(getattr(layer, name)) for name in norms]
+        self._before_attention, self._before_feed_forward = found[0], found[len(found) // 2]
+        after: list[Any] = found[1::2] if len(found) == 4 else [None, None]
+        self._after_attention, self._after_feed_forward = after
+
+    def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
+        cache, turns = options.get("past_key_values"), options.get("position_embeddings")
+        mask = options.get("attention_mask")
+        if inputs or turns is None or mask is None or not isinstance(cache, SlotCache):
+            own: Tensor = type(self._layer).forward(self._layer, hidden_states, *inputs, **options)
+            return own
+        x = self._attend(self._before_attention(hidden_states), mask, cache, *turns)
+        x = hidden_states + (x if self._after_attention is None else self._after_attention(x))
+        gate, up = self._gate_up(self._before_feed_forward(x)).split(self._inner, -1)
+        y = self._down(self._act(gate).mul_(up))
+        return x.add_(y if self._after_feed_forward is None else self._after_feed_forward(y))
+
+    def _attend(self, x: Tensor, mask: Tensor, cache: SlotCache, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, width = x.shape[:2]
+        both = self._heads + self._key_heads
+        heads = self._qkv(x).view(batch, width, -1, self._size)
+        turning = heads.narrow(2, 0, both)
+        if self._head_norms:
+            parts = turning.split((self._heads, self._key_heads), 2)
+            turning = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], 2)
+        turned = self._turn(turning, cos, sin).transpose(1, 2)
+        fresh = heads.narrow(2, both, self._key_heads).transpose(1, 2)
+        keys, values = cache.update(turned.narrow(1, self._heads, self._key_heads), fresh, self._index)
+        real = self._heads // self._key_heads * width
+        rows = turned.narrow(1, 0, self._heads).reshape(batch, self._key_heads, real, self._size)
+        if real % ROWS:
+            rows = pad(rows, (0, 0, 0, -real % ROWS))
+        out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scaling)
+        if real % ROWS:
+            out = out.narrow(2, 0, real)
+        result: Tensor = self._out(out.reshape(batch, self._heads, width, self._size).transpose(1, 2).flatten(2))
+        return result
+
+
+def lean_layers(model: nn.Module, count: int) -> list[tuple[nn.Module, LeanLayer]]:
+    """The model's decoder layers and a forward for each; empty if any is built otherwise or has been given one."""
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    turn = Turn()
+    try:
+        return [(layer, LeanLayer(layer, turn)) for layer in found[0]] if len(found) == 1 else []
+    except (NotLeanError, AttributeError):
+        return []
+
+
+def is_lean(module: nn.Module) -> bool:
+    """Whether this is a layer whose forward was replaced."""
+    return isinstance(module.__dict__.get("forward"), LeanLayer)
+
+
+def _whole(parent: Any, names: tuple[str, ...]) -> tuple[Callable[[Tensor], Tensor], list[int]]:
+    """The common product of fused layers, and the sizes of their outputs."""
+    parts = [getattr(parent, name) for name in names]
+    if not all(isinstance(part, Part) for part in parts):
+        raise NotLeanError
+    fused = {part._source[0] for part in parts}
+    if len(fused) != 1 or [part._index for part in parts] != list(range(len(parts[0]._source[0].sizes))):
+        raise NotLeanError
+    whole = fused.pop()
+    return whole.whole, whole.sizes

@@ -1,0 +1,181 @@
+"""Layers in fewer operators against the models' own, and when they are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.backends.fused import fuse
+from slipstream.backends.hf import TOLERANCE, HFBackend
+from slipstream.backends.lean import NotLeanError, RootMeanSquare, is_lean, lean_layers
+from slipstream.backends.packed import pack
+from tiny import fresh
+
+LEAN = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+OTHERS = ("phi3", "olmo2", "gpt2")
+PROMPT, PARAMS = [1, 5, 9, 5, 9, 5], SamplingParams(max_tokens=40)
+
+
+def fast(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
+    """Packed, with grouped attention."""
+    model = fresh(name, dtype=dtype)
+    backend = HFBackend(model)
+    fuse(model)
+    pack(model)
+    backend.group_queries()
+    return backend
+
+
+def shortened(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
+    backend = fast(name, dtype)
+    backend.shorten_layers()
+    return backend
+
+
+def num_lean(backend: HFBackend) -> int:
+    return sum(is_lean(module) for module in backend.model.modules())
+
+
+def logits(backend: HFBackend) -> Tensor:
+    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that go on from it."""
+    backend.reserve(2, 128)
+    tokens = torch.arange(1, 21)[None]
+    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
+    backend.copy(0, 1, 13)
+    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
+    return torch.cat([first, *batch]).float()
+
+
+@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype) -> None:
+    own, lean = fast(name, dtype), shortened(name, dtype)
+    assert num_lean(own) == 0 and num_lean(lean) == lean.model.config.num_hidden_layers
+    expected, got = logits(own), logits(lean)
+    assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_layers_that_round_in_the_same_order_give_the_same_bits(name: str) -> None:
+    assert torch.equal(logits(fast(name, torch.bfloat16)), logits(shortened(name, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_other_structures_keep_their_forward(name: str) -> None:
+    backend = shortened(name)
+    assert num_lean(backend) == 0
+    assert torch.equal(logits(backend), logits(fast(name)))
+
+
+def test_layers_that_compute_something_else_keep_their_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = fast("llama")
+    expected = logits(backend)
+    monkeypatch.setattr(RootMeanSquare, "__call__", lambda self, x: x)
+    monkeypatch.setattr("slipstream.backends.lean.CLOSE", float("inf"))
+    assert lean_layers(backend.model, 2)
+    backend.shorten_layers()
+    assert num_lean(backend) == 0
+    assert torch.equal(logits(backend), expected)
+
+
+def test_layers_that_raise_keep_their_forward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("not these")
+
+    caplog.set_level("INFO", "slipstream")
+    monkeypatch.setattr("slipstream.backends.lean.LeanLayer._attend", broken)
+    backend = shortened("llama")
+    assert num_lean(backend) == 0
+    assert "keeps the forward of its layers: not these" in caplog.text
+    assert torch.isfinite(logits(backend)).all()
+
+
+def test_plain_weights_keep_their_layers() -> None:
+    backend = HFBackend(fresh("llama"))
+    backend.group_queries()
+    backend.shorten_layers()
+    assert num_lean(backend) == 0
+
+
+def test_a_forward_that_someone_has_wrapped_is_kept() -> None:
+    backend = fast("llama")
+    layer = backend.model.model.layers[1]
+    own, calls = layer.forward, []
+
+    def wrapped(*inputs: Any, **options: Any) -> Any:
+        calls.append(len(inputs))
+        return own(*inputs, **options)
+
+    layer.forward = wrapped
+    backend.shorten_layers()
+    logits(backend)
+    assert num_lean(backend) == 0 and layer.forward is wrapped and calls
+
+
+def test_a_second_decoder_shares_the_layers() -> None:
+    model = fresh("qwen3")
+    texts = [
+        SpeculativeDecoder(model, drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)
+        for fast in (True, "auto")
+    ]
+    assert sum(is_lean(module) for module in model.modules()) == 2
+    assert texts[0].token_ids == texts[1].token_ids
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
+    texts = [
+        SpeculativeDecoder(fresh(name), drafter="ngram", fast=fast, reproducible=False).generate(PROMPT, PARAMS)
+        for fast in (False, True)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_calls_from_elsewhere_run_the_models_own_code(name: str) -> None:
+    backend = shortened(name)
+    ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    assert torch.equal(backend.model.generate(ids, **options), fresh(name).generate(ids, **options))
+
+
+class Scaled(nn.Module):
+    """RMSNorm that adds an offset to its weight, or subtracts the mean."""
+
+    def __init__(self, weight: Tensor, offset: float = 0.0, centred: bool = False) -> None:
+        super().__init__()
+        self.weight, self.eps, self._offset, self._centred = nn.Parameter(weight), 1e-5, offset, centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() - (x.float().mean(-1, keepdim=True) if self._centred else 0)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (self._offset + self.weight.float())).to(x.dtype)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 33, 576])
+def test_norms(offset: float, dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    norm = Scaled(torch.randn(size, generator=generator).to(dtype), offset)
+    x = (100 * torch.randn(2, 3, size, generator=generator) + 50).to(dtype)
+    expected, got = norm(x).float(), RootMeanSquare(norm)(x).float()
+    error = 1e-5 if dtype == torch.float32 else 1 / 128
+    assert (got - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("norm", [Scaled(torch.ones(8), 3.0), Scaled(torch.ones(8), centred=True), nn.LayerNorm(8)])
+def test_other_norms_are_refused(norm: nn.Module) -> None:
+    with pytest.raises(NotLeanError):
+        RootMeanSquare(norm)
+
+
+def test_the_tolerance_of_a_faster_forward_is_below_one() -> None:
+    assert all(0 < tolerance < 1 for tolerance in TOLERANCE.values())
