@@ -14,6 +14,7 @@ from slipstream.bench.peers import Peer, assistant_settings
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
 from slipstream.bench.runner import Runner
+from slipstream.bench.summary import summarise
 from slipstream.prompts import NamedPrompt
 from tiny import fresh, perturbed, reference, shared, tokenizer
 
@@ -54,7 +55,7 @@ def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
     end = texts[0][4]
     params = replace(PARAMS, stop_token_ids=[end])
     (peer,) = Lineup(decoder, parse_arms("hf"), params)._peers.values()
-    got = peer.generate([decoder.encode(p.text) for p in PROMPTS], [params] * 3)
+    got, _ = peer.generate([decoder.encode(p.text) for p in PROMPTS], [params] * 3)
     assert got == [text[: text.index(end) + 1] if end in text else text for text in texts]
     assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
 
@@ -105,6 +106,19 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
     assert drafted != tuned  # by default it drafts up to 20 and stops where it is not sure
 
 
+def test_forwards_of_peers_are_counted(tmp_path: Path) -> None:
+    lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
+    runs = measured(tmp_path, lineup, batches=(1, 2))
+    found = {one.arm: one for one in summarise(runs, "none") if one.batch == 1}
+    assert all((run.num_forwards is None) == (run.arm == "none") for run in runs)
+    assert found["hf"].block_efficiency == 1.0 == found["none"].block_efficiency
+    assert found["hf-assisted-tuned@3"].block_efficiency > 1.2
+    assert found["hf-lookup@5"].block_efficiency > 1.0
+    assert all(one.block_efficiency is None for one in summarise(runs, "none") if one.batch == 2 and one.stats is None)
+    model = lineup._peers["hf"].model
+    assert not model._forward_pre_hooks
+
+
 def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
     assistant = fresh("llama")
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
@@ -129,8 +143,8 @@ def test_defaults_of_the_model_do_not_come_in() -> None:
     model.generation_config.eos_token_id = expected[2]
     (arm,) = parse_arms("hf")
     peer = Peer(arm, model, None, (expected[2],))
-    assert peer.generate([[5, 6, 7, 5, 6, 7]], [replace(PARAMS, ignore_eos=True)]) == [expected]
-    ended = peer.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])[0]
+    assert peer.generate([[5, 6, 7, 5, 6, 7]], [replace(PARAMS, ignore_eos=True)])[0] == [expected]
+    (ended,), _ = peer.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])
     assert ended == expected[: expected.index(expected[2]) + 1]
 
 

@@ -22,11 +22,15 @@ from slipstream.types import Round, UsageError
 
 @dataclass(frozen=True)
 class Output:
-    """What an arm made of a group of prompts: token ids per prompt, and, of our own arms, the facts of all rounds."""
+    """What an arm made of a group of prompts: token ids per prompt, and how.
+
+    stats, rounds: of our own arms; num_forwards: of the target, of peers.
+    """
 
     texts: list[list[int]]
     stats: Stats | None = None
     rounds: list[Round] | None = None
+    num_forwards: int | None = None
 
 
 class Lineup:
@@ -79,7 +83,8 @@ class Lineup:
     def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Output:
         """Run an arm; this is what is timed."""
         if arm.peer is not None:
-            return Output(self._peers[arm.name].generate(prompts, params))
+            texts, forwards = self._peers[arm.name].generate(prompts, params)
+            return Output(texts, num_forwards=forwards)
         decoder = self.decoders[arm.name]
         results = decoder.generate([list(tokens) for tokens in prompts], list(params))
         rounds = [done for result in results for done in result.rounds]

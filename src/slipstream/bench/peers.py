@@ -30,19 +30,24 @@ class Peer:
     assistant: Any
     end_ids: tuple[int, ...]
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """The new token ids of each prompt, its end token included; several prompts are padded on the left.
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
+        """The new token ids of each prompt, its end token included, and how many forwards of the target they took.
 
-        params: one per prompt, alike but for the seed; of several the first seed counts.
+        Several prompts are padded on the left. params: one per prompt, alike but for the seed; of several the first
+        seed counts.
         """
         one = params[0]
         ends = [*(() if one.ignore_eos else self.end_ids), *one.stop_token_ids]
         ids, mask = self._padded(prompts)
-        with torch.random.fork_rng(enabled=one.temperature > 0), assistant_settings(self.arm, self.assistant):
+        with (
+            torch.random.fork_rng(enabled=one.temperature > 0),
+            assistant_settings(self.arm, self.assistant),
+            forwards_of(self.model) as forwards,
+        ):
             if one.temperature > 0:
                 torch.manual_seed(one.seed or 0)
             out: Tensor = self.model.generate(ids, attention_mask=mask, **self._options(one, ends))
-        return [_cut(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()]
+        return [_cut(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()], len(forwards)
 
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         width = max(map(len, prompts))
@@ -71,6 +76,17 @@ class Peer:
         if self.arm.peer == LOOKUP:
             options["prompt_lookup_num_tokens"] = self.arm.num_draft_tokens
         return options
+
+
+@contextmanager
+def forwards_of(model: Any) -> Iterator[list[None]]:
+    """A list that grows by one entry with every forward of the model."""
+    seen: list[None] = []
+    hook = model.register_forward_pre_hook(lambda *_: seen.append(None))
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Run:
     seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
     num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
     verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for peers.
-    error: why it failed, in one line.
+    num_forwards: of the target, for peers; None for our own, whose rounds tell. error: why it failed, in one line.
     """
 
     arm: str
@@ -69,6 +69,7 @@ class Run:
     verdicts: list[VerdictName] = field(default_factory=list)
     stats: dict[str, Any] | None = None
     rounds: list[dict[str, Any]] | None = None
+    num_forwards: int | None = None
     error: str | None = None
 
     @property

@@ -75,6 +75,7 @@ def _finished(empty: Run, output: Output, seconds: float, judge: Judge, one: Mea
         verdicts=judge.judge(one.arm, one.group, output.texts),
         stats=None if output.stats is None else output.stats.to_dict(),
         rounds=None if output.rounds is None else [compact(done) for done in output.rounds],
+        num_forwards=output.num_forwards,
     )
 
 

@@ -36,7 +36,8 @@ class ArmSummary:
     speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
-    Both are None for peers. prediction: what `slipstream.prediction.predict` makes of the arm, where it was asked.
+    Both are None for peers. tokens_per_forward: of peers, where a forward serves one row; else None.
+    prediction: what `slipstream.prediction.predict` makes of the arm, where it was asked.
     """
 
     arm: str
@@ -48,6 +49,7 @@ class ArmSummary:
     error: str | None
     stats: Stats | None = None
     time_split: dict[str, float] | None = None
+    tokens_per_forward: float | None = None
     prediction: dict[str, float] | None = field(default=None)
 
     @property
@@ -59,6 +61,13 @@ class ArmSummary:
     def lossy(self) -> bool:
         """Whether the arm's rule changes the text."""
         return self.stats is not None and not self.stats.lossless
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Output tokens per forward of the target and row; None where that is not known."""
+        if self.stats is None or not self.stats.num_rounds:
+            return self.tokens_per_forward
+        return self.stats.block_efficiency
 
     @property
     def round_overhead(self) -> float | None:
@@ -78,8 +87,8 @@ class ArmSummary:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         stats = None if self.stats is None else self.stats.to_dict()
-        derived = {"acceptance_by_position": self.acceptance_by_position, "round_overhead": self.round_overhead}
-        return asdict(self) | {"stats": stats} | derived
+        derived = ("acceptance_by_position", "round_overhead", "block_efficiency")
+        return asdict(self) | {"stats": stats} | {name: getattr(self, name) for name in derived}
 
 
 def summarise(runs: Sequence[Run], reference: str) -> list[ArmSummary]:
@@ -127,7 +136,13 @@ def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
         error=errors[0] if errors else None,
         stats=total,
         time_split=None if total is None else _time_split(total, sum(run.seconds for run in runs)),
+        tokens_per_forward=_per_forward(runs),
     )
+
+
+def _per_forward(runs: Sequence[Run]) -> float | None:
+    forwards = sum(run.num_forwards or 0 for run in runs if run.batch == 1)
+    return sum(run.num_output_tokens for run in runs if run.num_forwards) / forwards if forwards else None
 
 
 def _by_group(runs: Sequence[Run]) -> dict[Group, Repeats]:

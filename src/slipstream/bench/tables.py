@@ -128,6 +128,7 @@ def _texts(one: ArmSummary) -> Text:
 
 
 def _acceptance(one: ArmSummary) -> list[str]:
+    efficiency = "" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
     if one.stats is None or not one.stats.num_rounds:
-        return ["", "", ""]
-    return [percent(one.stats.acceptance_rate), percent(one.stats.alpha), f"{one.stats.block_efficiency:.2f}"]
+        return ["", "", efficiency]
+    return [percent(one.stats.acceptance_rate), percent(one.stats.alpha), efficiency]

@@ -116,10 +116,14 @@ def _speeds(data: Data, one: ArmSummary) -> list[str]:
 
 def _acceptance(data: Data, one: ArmSummary) -> list[str]:
     if one.stats is None or not one.stats.num_draft_tokens:
-        return ["-", "-", "-" if one.stats is None else f"{one.stats.block_efficiency:.2f}"]
+        return ["-", "-", _efficiency(one)]
     alpha = one.stats.alpha
     rate = estimate(acceptance(data.runs_of(one.arm, one.batch)))
-    return [rate, "-" if alpha is None else f"{alpha:.2f}", f"{one.stats.block_efficiency:.2f}"]
+    return [rate, "-" if alpha is None else f"{alpha:.2f}", _efficiency(one)]
+
+
+def _efficiency(one: ArmSummary) -> str:
+    return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
 
 
 def _families(data: Data) -> list[str]:
