@@ -44,14 +44,20 @@ def main(
         raise UsageError(f"{len(read)} and {len(other)} words; allowed: at least {2 * quoted} and {2 * words}")
     parts = [other[:words], read[len(read) // 2 :][:quoted], other[words : 2 * words]]
     rounds = replayed(read, [token for part in parts for token in part], simple_costs(ms, more))
-    ends = [len(parts[0]), len(parts[0]) + len(parts[1])]
-    within = [[r for r in rounds if start <= r.start - len(read) < end] for start, end in pairwise([0, *ends, 1 << 30])]
+    show(rounds, len(read), (len(parts[0]), len(parts[0]) + len(parts[1])), plot)
+
+
+def show(rounds: Sequence[Round], first: int, quotation: tuple[int, int], plot: Path | None) -> None:
+    """Print, and draw, how much was drafted. first: tokens of the prompt; quotation: its first token and its end."""
+    within = [
+        [r for r in rounds if start <= r.start - first < end] for start, end in pairwise([0, *quotation, 1 << 30])
+    ]
     for name, part in zip(("prose", "quotation", "prose again"), within, strict=True):
         lengths = " ".join(str(len(r.draft)) for r in part)
         tokens = sum(len(r.tokens) for r in part)
         console.print(f"{name}: {tokens} tokens in {len(part)} rounds; drafted {lengths}", soft_wrap=True)
     if plot is not None:
-        _plot(rounds, len(read), ends, plot)
+        _plot(rounds, first, quotation, plot)
 
 
 def _text(file: Path) -> str:
@@ -78,7 +84,7 @@ def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     return row.rounds
 
 
-def _plot(rounds: Sequence[Round], first: int, ends: Sequence[int], file: Path) -> None:
+def _plot(rounds: Sequence[Round], first: int, ends: tuple[int, int], file: Path) -> None:
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
     at = [r.start - first for r in rounds]
