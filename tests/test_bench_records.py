@@ -50,6 +50,18 @@ def test_a_line_holds_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     }
 
 
+def test_a_folder_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
+    start(tmp_path, HEADER)
+    append(tmp_path, run_of(0))
+    file = tmp_path / FILE
+    file.write_text(file.read_text().replace(',"num_forwards":null', ""))
+    assert "num_forwards" not in file.read_text()
+    assert read_records(tmp_path) == (HEADER, [run_of(0)])
+    file.write_text(file.read_text().replace(',"rounds":', ',"turns":'))
+    with pytest.raises(UsageError, match="line 2: no run of a benchmark"):
+        read_records(tmp_path)
+
+
 @pytest.mark.parametrize("size", [1, 40, 200_000])
 def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path, size: int) -> None:
     start(tmp_path, HEADER)

@@ -17,6 +17,7 @@ from slipstream.types import Round, SlipstreamError, UsageError
 
 FILE = "runs.jsonl"
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
+LATER = {"num_forwards"}  # fields that folders written before may lack
 Key = tuple[str, tuple[str, ...], int, int]
 
 
@@ -182,6 +183,6 @@ def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
     known: Sequence[str] = [f.name for f in fields(cls)]
-    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) != set(known):
+    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(known) | LATER:
         raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(known)}")
     return cls(**item)
