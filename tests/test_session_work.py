@@ -60,8 +60,9 @@ def test_a_common_system_prompt_is_read_once_and_changes_no_text(reproducible: b
     together = [result.token_ids for result in made.generate(prompts, params)]
     assert together == alone
     whole_chunks = 600 - 600 % 256
-    most = 602 + 4 * (602 - whole_chunks)  # where prompts agree less than token by token
-    assert 602 <= made.num_prefilled_tokens - before <= (most if reproducible else 602)
+    # the first prompt is read whole, which answers it; of the others no more than where prompts agree by chunks only
+    most = 603 + 4 * (602 - whole_chunks)
+    assert 602 <= made.num_prefilled_tokens - before <= (most if reproducible else 603)
 
 
 def test_a_row_that_moves_brings_its_own_memory_along() -> None:

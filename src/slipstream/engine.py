@@ -13,6 +13,7 @@ from itertools import count
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from slipstream.acceptance import Rule, accept, rule_for
 from slipstream.drafters import Drafter, Observer
@@ -122,11 +123,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[Round]:
-        """One round of every row."""
+        """One round of every row.
+
+        Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
+        always, so that its rounds depend neither on other rows nor on what the memory holds.
+        """
         clock = Clock()
-        self.target.prefill(batch.rows)
+        answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
         clock.lap("prefill")
+        if answer is not None:
+            nothing = Draft.empty(len(batch.rows), answer.device)
+            return batch.commit(nothing, self._accept(batch, nothing, answer), clock)
         lengths = lengths_for(self.policy, batch.rows, self.target.longest_draft)
+        if self.target.answers:
+            lengths = [length if row.rounds else 0 for row, length in zip(batch.rows, lengths, strict=True)]
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
         _check(draft, batch, self.drafter)
         draft = self.policy.worth_verifying(batch.rows, draft)
@@ -143,7 +153,10 @@ class Engine:
                 return verdict
         logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
         clock.lap("verify")
-        verdict = accept(rule, logits, draft, batch.sampler)
+        return self._accept(batch, draft, logits)
+
+    def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
+        verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)
         return verdict

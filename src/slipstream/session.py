@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.backends import Backend, Unrolled
+from slipstream.backends import Answering, Backend, Unrolled
 from slipstream.ledger import Ledger
 from slipstream.memo import EXACT_FIT, Memo, Shapes
 from slipstream.types import Row, Verdict
@@ -55,6 +55,11 @@ class Session:
         """The longest draft whose round fits the allowed widths; None for any."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the forwards that read a new prompt can say what comes after it."""
+        return self.shapes.reuse == 1 and isinstance(self.backend, Answering)
+
     def forget(self) -> None:
         """Drop what the memory holds."""
         self.memos[:] = [Memo() for _ in self.memos]
@@ -65,25 +70,42 @@ class Session:
         other.shapes = shapes
         return other
 
-    def prefill(self, rows: Sequence[Row]) -> None:
+    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
         """Bring the memo of rows that lack many tokens up to their last token, one row at a time, in chunks.
 
-        A row is never prefilled together with others, so the result does not depend on them.
+        A row is never prefilled together with others, so the result does not depend on them. answer: take in the last
+        token too and return the logits [B, 1, V] after it, or None where these forwards do not give those of all rows.
         """
+        answer = answer and self.answers
+        answers: list[Tensor] = []
         for slot, row in enumerate(rows):
             self._seat(slot, row)
-            memo, end = self.memos[slot], len(row.tokens) - 1
+            memo = self.memos[slot]
             if len(row.tokens) - memo.base <= CATCH_UP and memo.base > 0:
+                answer = False
                 continue
+            end = len(row.tokens) if answer else len(row.tokens) - 1
             while memo.base < end:
                 chunk = row.tokens[memo.base : min(end, memo.base + self.shapes.chunk)]
                 width = self.shapes.pad_prompt(len(chunk))
                 inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
                 if self._debug:
                     self._debug.write(slot, memo.base, chunk)
-                self._forward(inputs, [memo.base], slot, logits=False)
+                if memo.base + len(chunk) == len(row.tokens):
+                    answers.append(self._answer(inputs, memo.base, slot, len(chunk) - 1))
+                else:
+                    self._forward(inputs, [memo.base], slot, logits=False)
                 memo.base = memo.written = memo.base + len(chunk)
                 self.prefill_tokens += len(chunk)
+        return torch.cat(answers) if answer and len(answers) == len(rows) else None
+
+    def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
+        """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
+        assert isinstance(self.backend, Answering)
+        first = max(0, last + 1 - min(self.shapes.widths, default=1))
+        columns = torch.arange(first, first + min(self.shapes.widths, default=1), device=self.backend.device)
+        logits = self.backend.answer(self._known(inputs), start, slot=slot, columns=columns)
+        return logits[:, last - first : last - first + 1]
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
@@ -152,9 +174,11 @@ class Session:
             self.memos[slot] = Memo(row, true, true + lengths[slot], len(row.rounds), self.shapes)
 
     def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
+        return self.backend.forward(self._known(inputs), starts, first_slot=first_slot, logits=logits)
+
+    def _known(self, inputs: Tensor) -> Tensor:
         # a draft model with a smaller head may be shown tokens it does not know; its drafts may be poor, never wrong
-        inputs = inputs.clamp(max=self.backend.vocab_size - 1)
-        return self.backend.forward(inputs, starts, first_slot=first_slot, logits=logits)
+        return inputs.clamp(max=self.backend.vocab_size - 1)
 
     def _feed_from(self, slot: int, row: Row, width: int) -> int:
         """The first position whose key and value the slot lacks; at least one token is always fed.

@@ -65,6 +65,14 @@ class Unrolled(Protocol):
         """
 
 
+@runtime_checkable
+class Answering(Protocol):
+    """What a backend is besides if a long forward can give the logits of few of its columns."""
+
+    def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
+        """As `forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
+
+
 def cache_folder() -> Path:
     """Where converted models and calibrations are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
     return Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")

@@ -51,6 +51,15 @@ class HFBackend:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""
+        out = self._eager(tokens, starts, first_slot, 0 if logits else 1)
+        return out.to(self.device) if logits else out.new_empty(0)
+
+    @torch.inference_mode()
+    def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
+        """See `Answering.answer`."""
+        return self._eager(tokens, [start], slot, columns).to(self.device)
+
+    def _eager(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
         first = torch.tensor(starts, device=self.device)[:, None]
         positions = first + self._key_positions[: tokens.shape[1]]
         view = self._cache.place(first_slot, starts, positions, self.view)
@@ -61,10 +70,10 @@ class HFBackend:
             position_ids=positions.clamp(max=self.max_length - 1),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=0 if logits else 1,
+            logits_to_keep=keep,
         )
-        result: Tensor = out.logits
-        return result.to(self.device) if logits else result.new_empty(0)
+        logits: Tensor = out.logits
+        return logits
 
     def group_queries(self) -> None:
         """Use grouped attention if it gives this model's own logits."""
