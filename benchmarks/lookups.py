@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -27,10 +28,10 @@ from slipstream.backends import LoadOptions, reference
 from slipstream.backends.files import quiet
 from slipstream.bench.arms import parse_arms
 from slipstream.bench.peers import Peer
-from slipstream.prompts import builtin_prompts
+from slipstream.prompts import builtin_prompts, read_prompts
 from slipstream.types import UsageError
 
-SIMILAR = Path(__file__).with_name("similar.json")
+SIMILAR = Path(__file__).with_name("similar.jsonl")
 LEARNED_FROM = 2  # requests of a series that come before the measured ones
 FOLLOW_UPS = {
     "chat": "Shorten your answer to about half its length, and keep your own words where you can.",
@@ -159,8 +160,8 @@ def kinds(base: SpeculativeDecoder, params: SamplingParams, limit: int) -> Itera
                 {"role": "user", "content": request},
             ]
             yield "second turn", [base.encode(said)], 0
-    for requests in json.loads(SIMILAR.read_text()).values():
-        yield "similar requests", [base.encode(text) for text in requests[: LEARNED_FROM + limit]], LEARNED_FROM
+    for _, requests in groupby(read_prompts(SIMILAR, limit=LEARNED_FROM + limit), key=lambda one: one.category):
+        yield "similar requests", [base.encode(one.prompt) for one in requests], LEARNED_FROM
 
 
 if __name__ == "__main__":

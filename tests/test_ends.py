@@ -59,9 +59,9 @@ def test_the_text_ends_with_end_of_sequence_wherever_it_falls(drafter: str, posi
 def test_an_end_inside_the_accepted_block_drops_the_rest_of_it() -> None:
     at = first_new(2)
     result = run("oracle", SamplingParams(max_tokens=COUNT), ends=text()[at], count=10)
-    (only,) = result.rounds
-    assert only.draft[: at + 2] == tuple(text()[: at + 2])  # the draft went on, rightly, after the end
-    assert only.num_accepted_tokens == at + 1 and only.origins == ("accepted",) * (at + 1)
+    _, only = result.rounds  # the first is the prompt's own
+    assert only.draft[: at + 1] == tuple(text()[1 : at + 2])  # the draft went on, rightly, after the end
+    assert only.num_accepted_tokens == at and only.origins == ("accepted",) * at
     assert result.token_ids == text()[: at + 1]
 
 
@@ -71,8 +71,8 @@ def test_a_round_cut_by_an_end_counts_as_rejected_only_if_its_rejection_was_reac
     known = [[*PROMPT, *text()]]
     model = ended(text()[at])
     made = SpeculativeDecoder(model, drafter=Oracle(known, frozenset({lie})), num_draft_tokens=10)
-    (only,) = made.generate(PROMPT, SamplingParams(max_tokens=COUNT)).rounds
-    assert len(only.tokens) == only.num_accepted_tokens == at + 1
+    _, only = made.generate(PROMPT, SamplingParams(max_tokens=COUNT)).rounds
+    assert len(only.tokens) == only.num_accepted_tokens == at
     assert not only.rejected  # alpha counts tested tokens, and none after the end was tested
 
 

@@ -125,8 +125,9 @@ def test_a_draft_longer_than_the_agreeing_widths_is_refused_and_fits_without_the
 def test_a_perfect_draft_costs_one_forward_per_block() -> None:
     results = tiny_decoder(Oracle(whole_texts()), num_draft_tokens=3).generate(PROMPTS, GREEDY)
     for result in results:
-        assert [done.origins for done in result.rounds] == [("accepted",) * 3 + ("bonus",)] * 4
-        assert result.stats.block_efficiency == 4 and result.stats.acceptance_rate == 1 == result.stats.alpha
+        block = ("accepted",) * 3 + ("bonus",)  # the first token comes from the prompt's forward
+        assert [done.origins for done in result.rounds] == [("plain",), *[block] * 3, ("accepted",) * 2 + ("bonus",)]
+        assert result.stats.block_efficiency == 16 / 5 and result.stats.acceptance_rate == 1 == result.stats.alpha
 
 
 def test_the_longest_draft_fits_beside_a_row_near_its_end_and_a_longer_one_is_refused() -> None:

@@ -105,7 +105,8 @@ def test_debug_marks_drafts_behind_the_end_as_unused(capsys: pytest.CaptureFixtu
     plain = reference(target, PROMPTS[0], 9)
     speculative_generate(PROMPTS[0], target, target, gamma=8, max_gen_len=9, eos_tokens_id=plain[2], debug=True)
     at = plain.index(plain[2]) + 1
-    expected = f"row 0 round 1: accepted {plain[:at]}, unused {plain[at:8]}, end (stop)\n"
+    first = f"row 0 round 1: plain {plain[:1]}\n"
+    expected = f"{first}row 0 round 2: accepted {plain[1:at]}, unused {plain[at:8]}, end (stop)\n"
     assert capsys.readouterr().err == expected
 
 

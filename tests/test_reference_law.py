@@ -119,11 +119,11 @@ def exact_law(name: str) -> Array:
     return found
 
 
-def observe(name: str, **options: Any) -> tuple[list[list[int]], list[Stats]]:
-    """RUNS continuations of PROMPT and their statistics."""
+def observe(name: str, runs: int = RUNS, **options: Any) -> tuple[list[list[int]], list[Stats]]:
+    """Continuations of PROMPT and their statistics."""
     torch.manual_seed(11)
     texts, _, stats = speculative_generate_batch(
-        [PROMPT] * RUNS,
+        [PROMPT] * runs,
         close("llama"),
         model("llama"),
         gamma=2,
@@ -154,7 +154,7 @@ def test_sampled_text_follows_the_processors_law(name: str) -> None:
 @pytest.mark.parametrize("name", ["multinomial", "warm nucleus"])
 def test_skipping_the_adjustment_is_caught_and_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
-        texts, stats = observe(name, skip_sample_adjustment=True)
+        texts, stats = observe(name, 2 * RUNS, skip_sample_adjustment=True)
     assert not matches(texts, name) and not any(stat.lossless for stat in stats)
     assert [record.getMessage()[:39] for record in caplog.records] == ["skip_sample_adjustment=True is lossy: t"]
 
@@ -171,7 +171,7 @@ def test_a_second_draw_after_a_mismatch_is_caught(monkeypatch: pytest.MonkeyPatc
 
     right = law._follow
     monkeypatch.setattr(law, "_follow", redraw)
-    assert not matches(observe("own draws")[0], "own draws")
+    assert not matches(observe("own draws", 2 * RUNS)[0], "own draws")
 
 
 def test_the_chapters_decoder_samples_the_full_softmax() -> None:

@@ -71,13 +71,11 @@ class Session:
         return other
 
     def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
-        """Bring the memo of rows that lack many tokens up to their last token, one row at a time, in chunks.
+        """Bring the memo of rows that lack many tokens up to their last token, in chunks, never two rows together.
 
-        A row is never prefilled together with others, so the result does not depend on them. answer: take in the last
-        token too and return the logits [B, 1, V] after it, or None where these forwards do not give those of all rows.
+        answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
         """
-        answer = answer and self.answers
-        answers: list[Tensor] = []
+        answer, answers = answer and self.answers, list[Tensor]()
         for slot, row in enumerate(rows):
             self._seat(slot, row)
             memo = self.memos[slot]
@@ -102,10 +100,10 @@ class Session:
     def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
         assert isinstance(self.backend, Answering)
-        first = max(0, last + 1 - min(self.shapes.widths, default=1))
-        columns = torch.arange(first, first + min(self.shapes.widths, default=1), device=self.backend.device)
+        width = min(self.shapes.widths, default=1)
+        columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
         logits = self.backend.answer(self._known(inputs), start, slot=slot, columns=columns)
-        return logits[:, last - first : last - first + 1]
+        return logits[:, min(last, width - 1), None]
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.

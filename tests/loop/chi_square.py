@@ -30,7 +30,7 @@ from slipstream.types import Round
 from tiny import WINDOW, fresh
 
 VOCAB = 7
-COUNT = 4
+COUNT = 5  # the first is the prompt's own and never drafted
 # every token occurs, so a lookup always finds something; longer than the sliding window of Gemma-3
 PROMPT = [1, 6, 5, 2, 4, 3, 0, 1, 6, 4, 4, 1, 6, 4, 4]
 RUNS = 400
