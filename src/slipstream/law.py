@@ -14,7 +14,7 @@ from slipstream.sampling import Sampler
 from slipstream.types import Row
 
 FALSE_ALARM = 1e-4  # a right rule fails the test with this probability
-LAW_TOKENS, LAW_TOP_K = 3, 3
+LAW_TOKENS, LAW_TOP_K = 4, 3  # the first token is the prompt's own and never drafted
 LAW_PARAMS = SamplingParams(temperature=1.5, top_k=LAW_TOP_K, max_tokens=LAW_TOKENS, ignore_eos=True)
 
 
