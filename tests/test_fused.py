@@ -1,6 +1,7 @@
 """Layers of one input in one product: found by watching, the same logits, every kind of model."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -53,6 +54,22 @@ def test_query_key_value_and_gate_up_are_the_groups_and_weights_are_freed() -> N
     assert [tuple(m.whole.weight.shape) for m in model.modules() if type(m) is Fused][:2] == [(64, 32), (96, 32)]
     pack(model)
     assert sum(type(m) is PackedLinear for m in model.modules()) == 2 * (2 + 2) + 1
+
+
+def test_a_group_is_packed_before_the_next_is_fused() -> None:
+    model = fresh("llama")
+    tokens = torch.randint(1, 50, (1, 7), generator=torch.Generator().manual_seed(1))
+    expected, alive, most = logits(model, tokens), [], []
+
+    def keep(linear: nn.Linear) -> nn.Module:
+        alive.append(weakref.ref(linear.weight))
+        most.append(sum(one() is not None for one in alive))
+        return PackedLinear(linear, 4)
+
+    assert fuse(model, keep) == len(most) == GROUPS["llama"]
+    assert set(most) == {1}
+    assert all(type(m.whole) is PackedLinear for m in model.modules() if type(m) is Fused)
+    assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
 
 
 class Asker(nn.Module):

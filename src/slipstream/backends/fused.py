@@ -7,6 +7,7 @@ tensor. The model's own code stays as it is; each layer hands out its part of th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class Fused(nn.Module):
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.whole = nn.Linear(linears[0].in_features, sum(self.sizes), linears[0].bias is not None, device="meta")
+        self.whole: Any = nn.Linear(linears[0].in_features, sum(self.sizes), linears[0].bias is not None, device="meta")
         self.whole.weight = _joined([linear.weight for linear in linears])
         if linears[0].bias is not None:
             self.whole.bias = _joined([linear.bias for linear in linears])
@@ -50,11 +51,16 @@ class Part(nn.Module):
         return self._source[0].part(x, self._index)
 
 
-def fuse(model: Any) -> int:
-    """Fuse layers of a model in place; their weights are freed. Returns how many groups there were."""
+def fuse(model: Any, keep: Callable[[nn.Linear], nn.Module] | None = None) -> int:
+    """Fuse layers of a model in place; their weights are freed. Returns how many groups there were.
+
+    keep: makes the module that computes a group's product, at once, so that no two copies of all weights are held.
+    """
     groups = _same_input(model)
     for parent, names in groups:
         fused = Fused([getattr(parent, name) for name in names])
+        if keep is not None:
+            fused.whole = keep(fused.whole)
         for index, name in enumerate(names):
             setattr(parent, name, Part(fused, index))
     return len(groups)

@@ -11,8 +11,8 @@ from slipstream.backends.graphed import GraphedBackend
 from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import is_lean
-from slipstream.backends.packed import pack, unsupported
-from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise
+from slipstream.backends.packed import WIDTH, PackedLinear, pack, unsupported
+from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise, rounded
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
 from slipstream.threads import separate_threads
 from slipstream.types import UsageError
@@ -53,7 +53,7 @@ def _pack(backend: HFBackend, fast: bool | str) -> bool:
     model = backend.model
     reason = unsupported(model)
     if reason is None:
-        fuse(model)
+        fuse(model, lambda linear: PackedLinear(linear, WIDTH))
         pack(model)
         backend.group_queries()
         backend.shorten_layers()
@@ -76,8 +76,9 @@ def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
         if asked:
             raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
         return _pack(backend, options.fast)
-    fuse(model)
-    quantise(model, bits if bits in BITS else BITS[0])
+    bits = bits if bits in BITS else BITS[0]
+    fuse(model, lambda linear: rounded(linear, bits))
+    quantise(model, bits)
     backend.group_queries()
     backend.shorten_layers()
     return True

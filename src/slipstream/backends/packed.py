@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+WIDTH = 4  # tokens for whose number the layout is chosen
+
 
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose weight is kept in packed form only."""
@@ -43,7 +45,7 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def pack(model: nn.Module, width: int = 4) -> None:
+def pack(model: nn.Module, width: int = WIDTH) -> None:
     """Replace every `nn.Linear` of a model in place, freeing each weight as soon as it is packed.
 
     A weight shared with an embedding stays for the embedding and is packed as a copy.

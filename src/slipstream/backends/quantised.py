@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.backends.packed import PackedLinear
+from slipstream.backends.packed import WIDTH, PackedLinear
 
 BITS = ("int4", "int8")
 GROUP = 32  # inputs that share a scale at 4 bits
@@ -89,4 +89,9 @@ def quantise(model: Any, bits: str) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, QuantisedLinear(child, bits) if fits(child) else PackedLinear(child, 4))
+                setattr(parent, name, rounded(child, bits))
+
+
+def rounded(linear: nn.Linear, bits: str) -> nn.Module:
+    """What `quantise` puts in a layer's place."""
+    return QuantisedLinear(linear, bits) if fits(linear) else PackedLinear(linear, WIDTH)
