@@ -59,10 +59,11 @@ class Comparison:
     base: SpeculativeDecoder
     params: SamplingParams
     length: int
+    suffix: str = "suffix"
     totals: dict[tuple[str, str], Total] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings = {"none": "none", "ngram": "ngram", "suffix": "suffix", WARM: "suffix"}
+        settings = {"none": "none", "ngram": "ngram", "suffix": self.suffix, WARM: self.suffix}
         self.decoders = {
             name: self.base.using(drafter, num_draft_tokens=0 if drafter == "none" else self.length)
             for name, drafter in settings.items()
@@ -114,14 +115,18 @@ def main(
     max_tokens: Count = 96,
     limit: Annotated[int, typer.Option(min=1, max=5)] = 5,
     length: Count = 10,
+    suffix: str = "suffix",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """limit: prompts per family and requests measured per series. length: most tokens drafted at once."""
+    """limit: prompts per family and requests measured per series. length: most tokens drafted at once.
+
+    suffix: how it drafts, "suffix:p=0" for all the tokens it may, whatever their chances, as prompt lookup does.
+    """
     quiet()
     base = SpeculativeDecoder(target, dtype="auto")
     if base.target.model is None:
         raise UsageError(f"target {target!r}; allowed: a Hugging Face model, which transformers can run too")
-    compared = Comparison(base, SamplingParams(max_tokens=max_tokens), length)
+    compared = Comparison(base, SamplingParams(max_tokens=max_tokens), length, suffix)
     for kind, series, skipped in kinds(base, compared.params, limit):
         compared.run(kind, series, skipped)
         print(kind, len(series), file=sys.stderr, flush=True)

@@ -142,3 +142,22 @@ def test_reading_is_told_from_drafting() -> None:
     of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
     pace.learn(of, read=100)
     assert pace.reading(10) == pytest.approx(0.5) and pace.step(1) == pytest.approx(0.2)
+
+
+def test_a_first_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> None:
+    """The first time memory is filled and kernels are made; a token never takes longer to read than to draft."""
+    pace, of = Pace(measured={1: 1.0, 8: 8.0}), rows()
+    for _ in range(3):
+        happen(pace, of, 2, 3.0, draft=0.4, steps=2)
+
+    def read(draft: float) -> None:
+        seconds, step = Seconds(draft=draft, verify=3.0, total=3.0 + draft), next(numbers)
+        of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
+        pace.learn(of, read=100)
+
+    read(500.0)
+    assert pace.reading(100) == pytest.approx(100 * pace.step(1))
+    read(5.4)
+    assert pace.reading(100) == pytest.approx(5.0)  # the lesser counts: other work on the machine only adds time
+    read(10.4)
+    assert pace.reading(100) == pytest.approx(7.5)

@@ -54,8 +54,9 @@ class Pace:
         count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
         new = any(len(row.rounds) == 1 for row in rows)  # much happens for the first time
         if read and steps and self.timed:
-            each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
-            self._each = each if self._each is None else (self._each + each) / 2
+            # the first time much else is done; if that counted whole, no text might ever be read again
+            each = min(max(0.0, first.seconds.draft - steps * self.step(count)) / read, self.step(1))
+            self._each = each if self._each is None else min(each, (self._each + each) / 2)
         if new or read or len(done) < count or taken <= 0:
             return
         shape = count, self.pad(longest + 1, count)
