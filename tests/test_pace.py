@@ -140,15 +140,16 @@ def test_reading_is_told_from_drafting() -> None:
     assert pace.reading(10) == pytest.approx(10 * STEP * 1.0, rel=0.1)  # a quarter of the target's column
     seconds, step = Seconds(draft=5.4, verify=3.0, total=8.4), next(numbers)
     of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
+    pace._has_read = True
     pace.learn(of, read=100)
     assert pace.reading(10) == pytest.approx(0.5) and pace.step(1) == pytest.approx(0.2)
 
 
-def test_a_first_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> None:
-    """The first time memory is filled and kernels are made; a token never takes longer to read than to draft."""
+def test_a_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> None:
     pace, of = Pace(measured={1: 1.0, 8: 8.0}), rows()
     for _ in range(3):
         happen(pace, of, 2, 3.0, draft=0.4, steps=2)
+    guessed = pace.reading(100)
 
     def read(draft: float) -> None:
         seconds, step = Seconds(draft=draft, verify=3.0, total=3.0 + draft), next(numbers)
@@ -156,8 +157,13 @@ def test_a_first_reading_that_took_very_long_does_not_keep_texts_unread_for_good
         pace.learn(of, read=100)
 
     read(500.0)
-    assert pace.reading(100) == pytest.approx(100 * pace.step(1))
+    assert pace.reading(100) == guessed  # the first time memory is filled and kernels are made
+    read(500.4)
+    assert pace.reading(100) == pytest.approx(500.0)
     read(5.4)
     assert pace.reading(100) == pytest.approx(5.0)  # the lesser counts: other work on the machine only adds time
     read(10.4)
-    assert pace.reading(100) == pytest.approx(7.5)
+    assert pace.reading(100) == pytest.approx(5.0)
+    for _ in range(24):
+        pace.doubt_reading()
+    assert pace.reading(100) < 2.5

@@ -133,6 +133,7 @@ class Control:
             self.rest.over(rows[0])
         elif unread:
             self.prospects.relax()
+            self.pace.doubt_reading()
         return pays
 
     def _has_read(self, row: Row) -> bool:

@@ -19,6 +19,7 @@ MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
 COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
 STEP = 0.25  # what a step of a draft model costs, likewise
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
+DOUBT = 0.97  # what the time of a reading counts after a round in which it kept a text unread
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Pace:
     _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
     _steps: dict[int, deque[float]] = field(default_factory=dict)
     _each: float | None = None  # seconds in which the draft model reads a token
+    _has_read: bool = False
     _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
     _last: int = -1
 
@@ -54,9 +56,10 @@ class Pace:
         count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
         new = any(len(row.rounds) == 1 for row in rows)  # much happens for the first time
         if read and steps and self.timed:
-            # the first time much else is done; if that counted whole, no text might ever be read again
-            each = min(max(0.0, first.seconds.draft - steps * self.step(count)) / read, self.step(1))
-            self._each = each if self._each is None else min(each, (self._each + each) / 2)
+            each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
+            if self._has_read:  # the first time much else is done, which says nothing about later texts
+                self._each = each if self._each is None else min(each, self._each)
+            self._has_read = True
         if new or read or len(done) < count or taken <= 0:
             return
         shape = count, self.pad(longest + 1, count)
@@ -101,6 +104,11 @@ class Pace:
         if self._each is not None:
             return tokens * self._each
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
+
+    def doubt_reading(self) -> None:
+        """A round in which a text stayed unread: what reading took counts a little less, or it might for ever."""
+        if self._each is not None:
+            self._each *= DOUBT
 
     def _assumed(self, shape: tuple[int, int]) -> float:
         """Relative cost of a forward by its tokens."""
