@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.hf import HFBackend
+from slipstream.control import Control
 from slipstream.memo import EXACT_FIT, Shapes
 from slipstream.session import Session
 from slipstream.types import Row
@@ -98,6 +100,24 @@ def test_the_first_round_of_every_row_drafts_nothing_also_in_a_batch_under_way(d
     assert [r.token_ids for r in results] == [reference(shared("llama"), text, 12) for text in PROMPTS]
     assert all(result.rounds[0].draft == () for result in results)
     assert any(done.draft for result in results for done in result.rounds[1:])
+
+
+def test_a_policy_hears_of_no_row_before_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it asks for then would count as read or drafted, and is not."""
+    made = SpeculativeDecoder(
+        shared("llama"), perturbed("llama"), drafter="model", reproducible=False, max_batch_size=2
+    )
+    seen: list[int] = []
+    whole = Control.lengths
+
+    def lengths(control: Control, rows: Sequence[Row]) -> list[int]:
+        seen.extend(len(row.rounds) for row in rows)
+        return whole(control, rows)
+
+    monkeypatch.setattr(Control, "lengths", lengths)
+    for _ in range(2):  # the second time the memory knows the prompts
+        made.generate(PROMPTS, GREEDY)
+    assert seen and min(seen) == 1
 
 
 @pytest.mark.parametrize("acceptance", ["block", "rejection", "match"])

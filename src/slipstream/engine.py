@@ -134,14 +134,18 @@ class Engine:
         if answer is not None:
             nothing = Draft.empty(len(batch.rows), answer.device)
             return batch.commit(nothing, self._accept(batch, nothing, answer), clock)
-        lengths = lengths_for(self.policy, batch.rows, self.target.longest_draft)
-        if self.target.answers:
-            lengths = [length if row.rounds else 0 for row, length in zip(batch.rows, lengths, strict=True)]
+        lengths = self._lengths(batch.rows)
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
         _check(draft, batch, self.drafter)
         draft = self.policy.worth_verifying(batch.rows, draft)
         clock.lap("draft")
         return batch.commit(draft, self._verdict(batch, draft, clock), clock)
+
+    def _lengths(self, rows: Sequence[Row]) -> list[int]:
+        drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
+        lengths = lengths_for(self.policy, drafting, self.target.longest_draft) if drafting else []
+        chosen = {id(row): length for row, length in zip(drafting, lengths, strict=True)}
+        return [chosen.get(id(row), 0) for row in rows]
 
     def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
         """Verify and accept: in one call where the target can and nothing but its argmax is needed."""
