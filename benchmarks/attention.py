@@ -18,7 +18,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import exp, log
-from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
-from terminal import Count, console, run
+from terminal import Count, JsonFile, console, run
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -121,7 +120,7 @@ def main(
     rows: Count = 1,
     layers: Count = 8,
     turns: Count = 20,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a table of ratios per shape and precision."""
     quiet()

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from terminal import console, run
+from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
@@ -129,7 +129,7 @@ def main(
     temperatures: Annotated[list[float], typer.Option()] = [0.0, 0.8],  # noqa: B006
     reproducible: str = "true",
     part: str = "1/1",
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run all settings and print one line for each."""
     quiet()

@@ -13,7 +13,6 @@ is the same.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -21,7 +20,7 @@ import torch
 import typer
 from rich import box
 from rich.table import Table
-from terminal import console, run
+from terminal import JsonFile, console, run
 
 from slipstream.backends import Loaded, LoadOptions, load
 from slipstream.backends.files import quiet
@@ -37,7 +36,7 @@ def main(
     widths: str = "1,2,4,5,8,16",
     dtype: str = "auto",
     turns: int = 20,
-    json_file: Path | None = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a line per way: milliseconds and ratio to the plain model for every width."""
     quiet()

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from terminal import Count, console, run
+from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends import LoadOptions, reference
@@ -116,7 +116,7 @@ def main(
     limit: Annotated[int, typer.Option(min=1, max=5)] = 5,
     length: Count = 10,
     suffix: str = "suffix",
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """limit: prompts per family and requests measured per series. length: most tokens drafted at once.
 

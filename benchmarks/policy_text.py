@@ -39,6 +39,7 @@ def main(
     decoder = SpeculativeDecoder(target, drafter=drafter)
     prompt, passage = decoder.encode(REQUEST), decoder.encode(" " + PASSAGE, chat=False)
     result = decoder.generate(prompt, SamplingParams(max_tokens=max_tokens))
+    decoder.forget()
     plain = decoder.using("none").generate(prompt, SamplingParams(max_tokens=max_tokens))
     console.print(result.text, markup=False)
     found = SequenceMatcher(None, result.token_ids, passage, autojunk=False).find_longest_match()

@@ -22,7 +22,7 @@ import torch
 import typer
 from rich import box
 from rich.table import Table
-from terminal import console, run
+from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
 from slipstream.backends.files import quiet
@@ -65,7 +65,7 @@ def main(
     batches: str = "1,4",
     repeats: int = 3,
     seconds: float = 30.0,
-    json_file: Path | None = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a line per batch and draft length, and one JSON line of the mean deviations."""
     quiet()

@@ -19,12 +19,11 @@ from math import exp, log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
-from terminal import Count, console, run
+from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.backends.files import quiet
@@ -93,7 +92,7 @@ def main(
     max_tokens: Count = 64,
     repeats: Count = 5,
     calibrations: Count = 3,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print the calibrations' line, a table of the texts, and a line of costs per drafter."""
     quiet()

@@ -14,11 +14,9 @@ so that the parts are those of the work and not of issuing it.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -26,8 +24,8 @@ from typing import Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from terminal import JsonFile, console, run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -242,7 +240,7 @@ def main(
     repetition_penalty: float = 1.0,
     dtype: str = "auto",
     reproducible: str = "auto",
-    json_file: Path | None = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a line per batch and context. drafter: "given" proposes tokens of no merit at no cost, or any by name."""
     quiet()
@@ -254,7 +252,6 @@ def main(
         lines = scaling.measure([int(n) for n in contexts.split(",")], [int(n) for n in batches.split(",")], turns)
     except ValueError as error:  # UsageError is one
         raise typer.BadParameter(str(error)) from None
-    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table_of(lines))
     device = decoder.target.backend.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
@@ -266,4 +263,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
-from terminal import Count, console, run
+from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends.files import quiet
@@ -55,7 +55,7 @@ def main(
     num_prompts: Count = 8,
     max_tokens: Count = 64,
     worst_tokens: Annotated[int, typer.Option(min=1, max=2 * drafter.SPAN)] = 2 * drafter.SPAN,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a line per prompt, their range, and the worst case."""
     quiet()

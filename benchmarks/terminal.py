@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,19 @@ from slipstream.types import SlipstreamError, UsageError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 Count = Annotated[int, typer.Option(min=1)]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """The file as it was given; wrong use before a measurement is lost, not after it."""
+    if file is not None:
+        try:
+            file.open("a").close()
+        except OSError as error:
+            raise UsageError(f"--json {str(file)!r} cannot be written: {error.strerror}") from error
+    return file
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write the full result here", callback=_writable)]
 
 
 def run(main: Callable[..., Any]) -> None:

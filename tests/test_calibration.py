@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import Backend, Loaded
 from slipstream.backends.hf import HFBackend
-from slipstream.calibration import REFERENCE, VIEWS, WIDTHS, Calibration, calibrate, remembered
+from slipstream.calibration import REFERENCE, VIEWS, WIDTHS, Calibration, calibrate
+from slipstream.known_shapes import remembered
 from slipstream.memo import EXACT_FIT
 from tiny import VOCAB, shared
 
@@ -108,6 +110,27 @@ def test_what_one_forward_stores_is_compared_through_the_next() -> None:
     assert calibrate(Stores(), BATCH).widths == without(4)
 
 
+def test_a_width_that_disagrees_only_for_a_single_row_is_kept_for_several() -> None:
+    result = found(lambda rows, width, columns, length: rows == 1 and width in (1, 3))
+    assert (result.widths, result.together) == (without(1, 3), (1, 3))
+    shapes = replace(result, milliseconds={}).shapes  # how fast a width is does not count here
+    assert (shapes.widths, shapes.alone) == (WIDTHS, without(1, 3))
+    assert (shapes.pad(1, 1), shapes.pad(1, 2), shapes.pad(3, 8)) == (2, 1, 3)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_what_a_batch_stores_is_compared_through_the_next_forward(size: int) -> None:
+    class Stores(RoundingBackend):
+        def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+            out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+            if tokens.shape[1] == 1 and len(starts) == size:
+                self.slots[first_slot, starts[0]] += BIT
+            return out
+
+    alone = Stores(lambda rows, width, columns, length: rows == 1 and width == 1)
+    assert calibrate(alone, BATCH).together == ()
+
+
 def test_a_width_that_depends_on_the_batch_is_refused() -> None:
     assert found(lambda rows, width, columns, length: (rows > 1) & (width == 4) & (columns == 3)).widths == without(4)
 
@@ -140,10 +163,19 @@ def test_a_difference_in_a_batch_of_another_size_is_caught(size: int) -> None:
     assert not found(lambda rows, width, columns, length: rows == size).agrees
 
 
+class Bounded(RoundingBackend):
+    """Has no positions beyond its context."""
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        assert max(starts) + tokens.shape[1] <= self.max_length
+        return super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+
 def test_a_short_context_is_calibrated_within_it() -> None:
-    backend = RoundingBackend(max_length=96)
-    result = calibrate(backend, BATCH)
+    result = calibrate(Bounded(max_length=96), BATCH)
     assert result.widths == WIDTHS
+    result = calibrate(Bounded(lambda rows, width, columns, length: rows == 1 and width != 8, max_length=96), BATCH)
+    assert (result.widths, result.together) == ((8,), without(8))
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:
@@ -187,7 +219,7 @@ def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
     slower: float, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cost = Calibration(widths=(8, 16), view=256, milliseconds={1: 1.0, 8: slower})
-    monkeypatch.setattr("slipstream.calibration.remembered", lambda loaded, rows: cost)
+    monkeypatch.setattr("slipstream.known_shapes.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
         assert SpeculativeDecoder("toy").reproducible is kept
     assert ("would cost 30%" in caplog.text) is not kept

@@ -13,18 +13,9 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.backends import grouped
 from slipstream.backends.hf import HFBackend
 from tiny import fresh
+from tiny import ragged_logits as logits
 
 FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
-
-
-def logits(backend: HFBackend) -> Tensor:
-    """Logits of a prompt, then of a ragged batch of two rows that go on from it."""
-    backend.reserve(2, 128)
-    tokens = torch.arange(1, 21)[None]
-    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
-    backend.copy(0, 1, 13)
-    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
-    return torch.cat([first, *batch])
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -33,7 +24,7 @@ def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtyp
     plain, fast = HFBackend(fresh(name, dtype=dtype)), HFBackend(fresh(name, dtype=dtype))
     fast.group_queries()
     assert fast.model.config.get_text_config()._attn_implementation == grouped.NAME
-    expected, got = logits(plain).float(), logits(fast).float()
+    expected, got = logits(plain), logits(fast)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 

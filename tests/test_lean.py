@@ -14,6 +14,7 @@ from slipstream.backends.hf import TOLERANCE, HFBackend
 from slipstream.backends.lean import NotLeanError, RootMeanSquare, is_lean, lean_layers
 from slipstream.backends.packed import pack
 from tiny import fresh
+from tiny import ragged_logits as logits
 
 LEAN = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 OTHERS = ("phi3", "olmo2", "gpt2")
@@ -38,16 +39,6 @@ def shortened(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
 
 def num_lean(backend: HFBackend) -> int:
     return sum(is_lean(module) for module in backend.model.modules())
-
-
-def logits(backend: HFBackend) -> Tensor:
-    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that go on from it."""
-    backend.reserve(2, 128)
-    tokens = torch.arange(1, 21)[None]
-    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
-    backend.copy(0, 1, 13)
-    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
-    return torch.cat([first, *batch]).float()
 
 
 @pytest.mark.parametrize("name", LEAN)

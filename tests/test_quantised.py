@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import quantised
 from slipstream.backends.packed import PackedLinear
-from slipstream.backends.quantised import GROUP, NARROW, QuantisedLinear, quantise
+from slipstream.backends.quantised import GROUP, IntegerLinear, QuantisedLinear, quantise
 from tiny import fresh, prompts, reference, shared
 
 PROMPT = prompts([9])[0]
@@ -25,7 +25,7 @@ def seen_weight(layer: QuantisedLinear) -> Tensor:
     """The weight a layer multiplies with, [out, in], read off one input at a time."""
     rows = torch.eye(layer.in_features)
     bias = torch.zeros(()) if layer.bias is None else layer.bias
-    return torch.cat([layer(part) - bias for part in rows.split(NARROW)]).T
+    return torch.cat([layer(part) - bias for part in rows.split(layer.narrow)]).T
 
 
 def steps_of(weight: Tensor, bits: str) -> Tensor:
@@ -53,17 +53,47 @@ def test_few_tokens_are_multiplied_with_the_rounded_weight(bits: str, dtype: tor
     exact = linear(64, 96, bias=bias)
     exact.weight.copy_(layer.weight)
     weight = seen_weight(QuantisedLinear(exact, bits))
-    for width in (1, 3, NARROW):
+    for width in (1, 3, made.narrow):
         x = torch.randn(width, 96).to(dtype)
         expected = nn.functional.linear(x.float(), weight, None if layer.bias is None else layer.bias.float())
         tolerance = 1e-4 if dtype is torch.float32 else 0.05
         assert torch.allclose(made(x[None])[0].float(), expected, atol=tolerance * float(expected.abs().max()))
 
 
-def test_many_tokens_go_through_packed_weights() -> None:
+def test_many_tokens_go_through_packed_weights_without_integer_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "multiplies_integers", lambda: False)
     layer = linear(64, 96)
-    x = torch.randn(NARROW + 1, 96)
-    assert torch.equal(QuantisedLinear(layer, "int4")(x), PackedLinear(layer, 4 * NARROW)(x))
+    made = QuantisedLinear(layer, "int4")
+    x = torch.randn(made.narrow + 1, 96)
+    assert torch.equal(made(x), PackedLinear(layer, 4 * made.narrow)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_integer_products_are_those_of_the_layer_with_both_sides_rounded(dtype: torch.dtype, bias: bool) -> None:
+    layer = linear(64, 96, dtype, bias)
+    x = torch.randn(5, 96).to(dtype)
+    x[2] *= 1000  # every token has a scale of its own
+    x[3] = 0
+    made = IntegerLinear(layer)(x).float()
+    parts = [one.float() for one in (x, layer.weight)]
+    steps = [one.abs().amax(-1, keepdim=True).clamp(min=1e-30) / by for one, by in zip(parts, (126, 127), strict=True)]
+    steps[0] = steps[0].to(dtype).float()
+    rounded = [(one / step).round() * step for one, step in zip(parts, steps, strict=True)]
+    expected = nn.functional.linear(*rounded, None if layer.bias is None else layer.bias.float())
+    error = (made - expected).abs().amax(-1)
+    assert made.dtype is torch.float32 and IntegerLinear(layer)(x).dtype is dtype
+    assert bool((error <= (2e-3 if dtype is torch.float32 else 0.02) * expected.abs().amax(-1)).all())
+
+
+def test_many_tokens_of_a_quantised_layer_are_integer_products_where_those_are_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantised, "multiplies_integers", lambda: True)
+    layer = linear(64, 96)
+    made = QuantisedLinear(layer, "int4")
+    x = torch.randn(2, made.narrow, 96)
+    assert torch.equal(made(x).flatten(0, 1), IntegerLinear(layer)(x.flatten(0, 1)))
 
 
 @pytest.mark.parametrize("bits", ["int4", "int8"])

@@ -38,7 +38,7 @@ def test_a_line_per_batch_and_context_in_the_table_and_in_the_file(scaling: Any,
     file = tmp_path / "scaling.json"
     sampled = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"]
     sizes = ["--contexts", "16,64", "--batches", "1,3", "--rounds", "3", "--turns", "1"]
-    result = run(scaling, "toy", *sizes, *sampled, "--json-file", str(file))
+    result = run(scaling, "toy", *sizes, *sampled, "--json", str(file))
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert [(line["batch"], line["context"]) for line in found["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]

@@ -64,10 +64,19 @@ def ends(texts: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[i
     ]
 
 
-def followers(texts: Sequence[Sequence[int]], context: Sequence[int]) -> tuple[Counter[int], dict[int, int]]:
-    """How often each token followed, and the order in which each did last."""
-    followed = [texts[number][at] for number, at in ends(texts, context) if at < len(texts[number])]
-    return Counter(followed), {token: order for order, token in enumerate(followed)}
+def followers(texts: Sequence[Sequence[int]], context: Sequence[int], prompt: int = 0) -> tuple[Counter[int], int]:
+    """How often each token followed, and which did most often.
+
+    Of equals it is the one that came up last, but in the first `prompt` tokens the one that came up first.
+    """
+    count, usual = Counter[int](), -1
+    for number, at in ends(texts, context):
+        if at < len(texts[number]):
+            token = texts[number][at]
+            count[token] += 1
+            if count[token] > count[usual] or (at >= prompt and count[token] == count[usual]):
+                usual = token
+    return count, usual
 
 
 def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, goes_on: bool) -> int:
@@ -80,17 +89,21 @@ def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, 
 
 
 def specification(
-    texts: Sequence[Sequence[int]], text: Sequence[int], length: int, threshold: float, *, own: bool, limit: int = LIMIT
+    texts: Sequence[Sequence[int]],
+    text: Sequence[int],
+    length: int,
+    threshold: float,
+    *,
+    prompt: int = 0,
+    limit: int = LIMIT,
 ) -> list[int]:
-    """The draft along the most frequent continuations; of equals the latest."""
+    """The draft along the most frequent continuations. prompt: of the row's own text, 0 for the store."""
     text, out, chance = list(text), list[int](), 1.0
     size = longest(texts, text, limit, goes_on=True)
-    others = 0 if own else 1
-    most = min(length, suffix.RATIO * size)
-    while size and len(out) < most:
+    others = 0 if prompt else 1
+    while size and len(out) < length:
         context = text[len(text) - size :]
-        count, last = followers(texts, context)
-        token = max(count, key=lambda one: (count[one], last[one]))
+        count, token = followers(texts, context, prompt)
         chance *= count[token] / (len(ends(texts, context)) + others)
         if chance < threshold:
             break
@@ -116,9 +129,8 @@ def check_substrings(automaton: SuffixAutomaton, texts: Sequence[Sequence[int]],
         match = automaton.find(context)
         assert match.length == len(context)
         assert automaton.count(match) == len(ends(texts, context))
-        count, last = followers(texts, context)
+        count, token = followers(texts, context)
         if count:
-            token = max(count, key=lambda one: (count[one], last[one]))
             chance = count[token] / automaton.count(match)
             assert automaton.follow(match, automaton.count(match), 1, chance) == [token]
             assert automaton.follow(match, automaton.count(match), 1, chance + 1e-9) == []
@@ -176,16 +188,23 @@ def test_counting_while_it_grows_costs_at_most_the_limit_per_token(monkeypatch: 
 
 
 @STEADY
-@given(token_lists, st.integers(1, 12), st.sampled_from([0.0, 0.2, 0.5, 0.7]), st.integers(0, 40), st.integers(1, 3))
+@given(
+    tokens=token_lists,
+    length=st.integers(1, 12),
+    threshold=st.sampled_from([0.0, 0.2, 0.5, 0.7]),
+    cut=st.integers(0, 40),
+    shortest=st.integers(1, 3),
+    read=st.booleans(),
+)
 def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
-    tokens: list[int], length: int, threshold: float, cut: int, shortest: int
+    tokens: list[int], length: int, threshold: float, cut: int, shortest: int, read: bool
 ) -> None:
     enough = longest([tokens], tokens, LIMIT, goes_on=True) >= shortest
-    expected = specification([tokens], tokens, length, threshold, own=True) if enough else []
-    assert drafted(tokens, length, shortest, threshold) == expected
     drafter, row = SuffixDrafter(SIZE, shortest, threshold), row_of(tokens[: cut + 1])
-    propose(drafter, [row], length)
+    if read:
+        propose(drafter, [row], length)
     row.tokens.extend(tokens[cut + 1 :])
+    expected = specification([tokens], tokens, length, threshold, prompt=row.prompt_length) if enough else []
     assert propose(drafter, [row], length)[0] == expected
 
 
@@ -193,7 +212,9 @@ def test_a_draft_is_that_of_the_specification_beyond_the_limit(small_limit: int)
     @STEADY
     @given(token_lists, st.integers(1, 12))
     def check(tokens: list[int], length: int) -> None:
-        assert drafted(tokens, length) == specification([tokens], tokens, length, 0.0, own=True, limit=small_limit)
+        assert drafted(tokens, length) == specification(
+            [tokens], tokens, length, 0.0, prompt=len(tokens), limit=small_limit
+        )
 
     check()
 
@@ -210,13 +231,15 @@ def test_the_longer_of_the_matches_in_the_row_and_in_the_store_is_followed(
     text = row.tokens
     mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], texts))
     own = mine >= theirs
-    assert propose(drafter, [row], length)[0] == specification([text] if own else texts, text, length, 0.3, own=own)
+    assert propose(drafter, [row], length)[0] == specification(
+        [text] if own else texts, text, length, 0.3, prompt=own and row.prompt_length
+    )
     drafter.seed([text[1:]])  # the store has grown: where the row stood in it is out of date
     row.tokens.append(0)
     mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], [*texts, text[1:-1]]))
     own = mine >= theirs
     assert propose(drafter, [row], length)[0] == specification(
-        [text] if own else [*texts, text[1:-1]], text, length, 0.3, own=own
+        [text] if own else [*texts, text[1:-1]], text, length, 0.3, prompt=own and row.prompt_length
     )
 
 
@@ -229,17 +252,26 @@ def test_the_longest_match_counts_however_rare() -> None:
     assert drafted([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
 
 
-def test_short_matches_give_short_drafts() -> None:
+def test_a_draft_is_as_long_as_was_asked_for() -> None:
     text = list(range(10, 40))
     for size in (1, 2, 3):
         tokens = [*text, 5, *text[10 : 10 + size]]
-        assert drafted(tokens, length=20) == text[10 + size : 10 + size + suffix.RATIO * size]
+        assert drafted(tokens, length=9) == text[10 + size : 19 + size]
+
+
+def test_of_equals_a_prompt_goes_on_as_it_did_first_an_output_as_it_did_last() -> None:
+    row, drafter = row_of([7, 1, 7, 2, 7]), SuffixDrafter(SIZE, threshold=0.0)
+    assert propose(drafter, [row], 1) == [[1]]
+    row.tokens += [3, 7]
+    assert propose(drafter, [row], 1) == [[3]]
+    row.tokens += [4, 5, 7]
+    assert propose(drafter, [row], 1) == [[4]]
 
 
 def test_a_draft_ends_where_it_becomes_unlikely() -> None:
-    # after 1 2: 3 twice of three, then 4 or 5
+    # after 1 2: 3 twice of three, then 4 as often as 5
     tokens = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 1, 2, 6, 7, 1, 2]
-    assert drafted(tokens, 4, threshold=0.1) == [3, 5, 8, 1]
+    assert drafted(tokens, 4, threshold=0.1) == [3, 4, 9, 1]
     assert drafted(tokens, 4, threshold=0.4) == [3]  # 2 of 4 occurrences, the end among them
     assert drafted(tokens, 4, threshold=0.6) == []
 
@@ -258,7 +290,7 @@ def test_output_is_learned_as_it_comes() -> None:
     drafter, row = SuffixDrafter(SIZE), row_of([1, 2, 3])
     assert propose(drafter, [row], 2) == [[]]
     row.tokens += [4, 5, 6, 4]
-    assert propose(drafter, [row], 3) == [[5, 6]]
+    assert propose(drafter, [row], 3) == [[5, 6, 4]]
 
 
 # rows
@@ -269,7 +301,9 @@ def test_rows_of_a_batch_are_independent() -> None:
     drafter = SuffixDrafter(SIZE)
     rows = [row_of(text) for text in texts]
     for _ in range(3):
-        assert propose(drafter, rows, 4) == [drafted(row.tokens, 4, threshold=suffix.THRESHOLD) for row in rows]
+        assert propose(drafter, rows, 4) == [
+            specification([row.tokens], row.tokens, 4, suffix.THRESHOLD, prompt=row.prompt_length) for row in rows
+        ]
         for row in rows:
             row.tokens.append(row.tokens[1])
         rows = [*rows[1:], rows[0]]

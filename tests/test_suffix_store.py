@@ -147,7 +147,7 @@ def test_another_row_is_drafted_for_from_an_output() -> None:
     assert propose(drafter, [row, waiting]) == [[], []]
     row.tokens += [3, 4, 5, 6]
     row.finish_reason = "stop"
-    assert propose(drafter, [waiting]) == [[4, 5]]
+    assert propose(drafter, [waiting]) == [[4, 5, 6]]
     waiting.tokens += [4]
     assert propose(drafter, [waiting]) == [[5, 6]]
 

@@ -81,7 +81,7 @@ def test_look_ups_keep_their_lengths_and_bounds() -> None:
     assert llamacpp["--spec-type"] == "ngram-simple" and llamacpp["--spec-ngram-simple-size-m"] == "3"
     assert notes.count("no exact counterpart") == 2
     value, sglang, _, _ = parsed(Candidate("suffix", 5))
-    assert value["method"] == "suffix" and value["suffix_decoding_min_token_prob"] == 0.2
+    assert value["method"] == "suffix" and value["suffix_decoding_min_token_prob"] == 0.05
     assert sglang["--speculative-ngram-match-type"] == "PROB"
     assert (
         parsed(Candidate("auto"))[0]["method"] == "suffix"

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
+from slipstream.backends.hf import HFBackend
 from slipstream.noise import Race, key
 from slipstream.sampling import Sampler
 from slipstream.types import Row
@@ -176,3 +177,13 @@ class Oracle:
                     told[j] = (told[j] + 1) % self.vocab_size
             proposals.append(told)
         return Draft.from_lists(proposals, sampler.device)
+
+
+def ragged_logits(backend: HFBackend) -> Tensor:
+    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that go on from it."""
+    backend.reserve(2, 128)
+    tokens = torch.arange(1, 21)[None]
+    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
+    backend.copy(0, 1, 13)
+    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
+    return torch.cat([first, *batch]).float()

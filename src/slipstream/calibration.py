@@ -1,4 +1,4 @@
-"""Which forward shapes agree to the bit on this machine, for this model and precision; measured once and remembered.
+"""Which forward shapes agree to the bit on this machine, for this model and precision; measured.
 
 A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
 that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
@@ -8,24 +8,15 @@ token at the same position through every candidate width, alone and in a ragged 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from slipstream.backends import Backend, Loaded, cache_folder
-from slipstream.memo import EXACT_FIT, PROMPT_UNIT, Shapes
-from slipstream.types import UsageError
-
-log = logging.getLogger("slipstream")
+from slipstream.backends import Backend
+from slipstream.memo import PROMPT_UNIT, Shapes
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
@@ -36,15 +27,15 @@ CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not 
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-VERSION = 8
+STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
-AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
 
+    together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
     milliseconds: of one forward of each width, for one row, at its fastest.
@@ -54,6 +45,7 @@ class Calibration:
     view: int
     milliseconds: dict[int, float]
     prompts: bool = False
+    together: tuple[int, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -63,7 +55,8 @@ class Calibration:
     @property
     def shapes(self) -> Shapes:
         """The shapes that keep the bits; a single row is padded to widths that are not slower than a wider one."""
-        return Shapes(self.widths, PREFILL, self.view, 1 if self.prompts else PREFILL, self._worth_having())
+        several = tuple(sorted((*self.widths, *self.together)))
+        return Shapes(several, PREFILL, self.view, 1 if self.prompts else PREFILL, self._worth_having())
 
     def _worth_having(self) -> tuple[int, ...]:
         times = {width: self.milliseconds[width] for width in self.widths if width in self.milliseconds}
@@ -88,8 +81,12 @@ def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
     if view is None:
         return Calibration((), VIEWS[-1], times)
     probe.use_view(view)
-    agreeing = [width for width in widths if probe.agrees_alone(width) and probe.agrees_in_batches(width)]
-    return Calibration(tuple(agreeing), view, times, REFERENCE in agreeing and probe.prompts_agree())
+    alone = [width for width in widths if probe.agrees_alone(width)]
+    agreeing = [width for width in alone if probe.agrees_in_batches(width)]
+    if REFERENCE not in agreeing:
+        return Calibration(tuple(agreeing), view, times)
+    others = [width for width in widths if width not in alone and probe.agrees_in_batches(width, STEPS)]
+    return Calibration(tuple(agreeing), view, times, probe.prompts_agree(), tuple(others))
 
 
 class _Probe:
@@ -143,17 +140,22 @@ class _Probe:
                 at += count
         return True
 
-    def agrees_in_batches(self, width: int) -> bool:
-        """The same in ragged batches: of every size for widths of plain decoding and short drafts, else of some."""
+    def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
+        """The same in ragged batches: of every size for widths of plain decoding and short drafts, else of some.
+
+        steps: consecutive forwards that are compared.
+        """
         every = 1 if width <= REFERENCE else 3
         for rows in range(len(self._starts), 1, -every):
-            starts = self._starts[:rows]
-            tokens = torch.stack([self._tokens[start : start + width] for start in starts])
-            logits = self.backend.forward(tokens, starts, first_slot=0, logits=True)
-            for row, reference in zip(logits, self._reference, strict=False):
-                count = min(width, len(reference))
-                if not torch.equal(row[:count], reference[:count]):
-                    return False
+            last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
+            for at in range(0, min((steps - 1) * width, last) + 1, width):
+                starts = [start + at for start in self._starts[:rows]]
+                tokens = torch.stack([self._tokens[start : start + width] for start in starts])
+                logits = self.backend.forward(tokens, starts, first_slot=0, logits=True)
+                for row, reference in zip(logits, self._reference, strict=False):
+                    expected = reference[at : at + width]
+                    if not torch.equal(row[: len(expected)], expected):
+                        return False
         return True
 
     def prompts_agree(self) -> bool:
@@ -196,50 +198,3 @@ class _Probe:
         tokens = self._tokens[None, start : start + width]
         self.backend.forward(tokens, [start], first_slot=0, logits=True).sum().item()
         return perf_counter() - begun
-
-
-def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
-    """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
-    if reproducible is False:
-        return EXACT_FIT, None
-    found = remembered(loaded, max_batch_size)
-    if not found.agrees:
-        if reproducible is True:
-            raise UsageError(
-                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} here; "
-                "allowed: 'auto' or False"
-            )
-        log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
-        return EXACT_FIT, found
-    if reproducible == "auto" and found.cost > AFFORDABLE:
-        log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
-        return EXACT_FIT, found
-    return found.shapes, found
-
-
-def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
-    """The calibration of this machine, model and precision from the cache, or a new one, which is then remembered."""
-    backend = loaded.backend
-    machine = f"{platform.machine()} {_cpu()} torch {torch.__version__} threads {torch.get_num_threads()}"
-    if backend.device.type == "cuda":
-        machine += f" {torch.cuda.get_device_name(backend.device)}"
-    identity = f"v{VERSION} {machine} {loaded.fingerprint} batches to {max_batch_size}"
-    file = cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-    if file.exists():
-        values = json.loads(file.read_text())
-        times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        return Calibration(tuple(values["widths"]), values["view"], times, values["prompts"])
-    log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
-    found = calibrate(backend, max_batch_size)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({**asdict(found), "identity": identity}, indent=2))
-    partial.rename(file)
-    return found
-
-
-def _cpu() -> str:
-    """The processor's model name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -15,10 +15,10 @@ from slipstream import drafters
 from slipstream.acceptance import Rule, load_rule
 from slipstream.assembly import assemble, load_draft, load_options_of, name_of
 from slipstream.backends import Loaded, load, refuse_unused
-from slipstream.calibration import choose_shapes
 from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter, Learner
 from slipstream.engine import Engine
+from slipstream.known_shapes import choose_shapes
 from slipstream.memo import EXACT_FIT, Shapes
 from slipstream.params import SamplingParams
 from slipstream.requests import Message, Prompt, RequestReader, is_single

@@ -58,7 +58,7 @@ class Pace:
         if read and steps and self.timed:
             each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
             if self._has_read:  # the first time much else is done, which says nothing about later texts
-                self._each = each if self._each is None else min(each, self._each)
+                self._each = each if self._each is None else min(each, (self._each + each) / 2)
             self._has_read = True
         if new or read or len(done) < count or taken <= 0:
             return

@@ -100,7 +100,7 @@ class Session:
     def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
         assert isinstance(self.backend, Answering)
-        width = min(self.shapes.widths, default=1)
+        width = self.shapes.pad(1, 1)
         columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
         logits = self.backend.answer(self._known(inputs), start, slot=slot, columns=columns)
         return logits[:, min(last, width - 1), None]

@@ -6,6 +6,7 @@ target is asked about is then no choice among tokens (docs/exactness.md).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -34,7 +35,7 @@ class Stop(Protocol):
 
 
 @dataclass(frozen=True)
-class Below:
+class Below(ABC):
     """A draft ends, row by row, with the token that takes a chance below `threshold`."""
 
     threshold: float
@@ -45,11 +46,13 @@ class Below:
         """See `Stop`."""
         return [self._chance(own) < self.threshold for own in chances]
 
-    def hopes(self, row: Row, chances: Sequence[float]) -> None:
+    def hopes(self, row: Row, chances: Sequence[float]) -> list[float] | None:
         """Not known."""
+        return None
 
+    @abstractmethod
     def _chance(self, own: Sequence[float]) -> float:
-        raise NotImplementedError
+        """What is compared, of the probabilities of a row's tokens so far."""
 
 
 class PathBelow(Below):

@@ -43,7 +43,7 @@ class SuffixAutomaton:
 
     State 0 stands for the empty string; as a target it means "none". The followers of a state with several are in
     `_branches`; every state has the one that counts in `_token` and `_target`: the most frequent, of equals the
-    latest. Counts are exact for substrings of up to LIMIT + 1 tokens.
+    latest or the first, as was said when it was learned. Counts are exact for substrings of up to LIMIT + 1 tokens.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,16 @@ class SuffixAutomaton:
         """The last tokens of the current text, at most LIMIT."""
         return Match(self._tip, self._known)
 
-    def learn(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the current text; a few microseconds each."""
+    def learn(self, tokens: Iterable[int], *, newest: bool = True) -> None:
+        """Append tokens to the current text; a few microseconds each.
+
+        newest: whether a token that has followed a context as often as the one that counts there takes its place, or
+        only one that has done so more often.
+        """
         for token in tokens:
             self._last = self._append(token)
             self._known = min(self._known + 1, LIMIT)
-            self._tip = self._holding(self._tally(self._tip, token), self._known)
+            self._tip = self._holding(self._tally(self._tip, token, newest), self._known)
             self.num_tokens += 1
 
     def find(self, tokens: Sequence[int], start: Match = NOTHING) -> Match:
@@ -98,7 +102,7 @@ class SuffixAutomaton:
         return self._count[match.state]
 
     def walk(self, match: Match, occurrences: int) -> Iterator[Step]:
-        """What follows the match: token by token the most frequent (of equals the latest) in the longest context.
+        """What follows the match: token by token what followed most often in the longest context.
 
         occurrences: what to take for the match itself.
         """
@@ -203,7 +207,7 @@ class SuffixAutomaton:
         if branch is not None:
             branch[token] = target
 
-    def _tally(self, state: int, token: int) -> int:
+    def _tally(self, state: int, token: int, newest: bool) -> int:
         """Count the token behind the strings of `state` and all their suffixes; the state of the longest result."""
         link, count, tokens, targets = self._link, self._count, self._token, self._target
         longest = counted = self._step(state, token)
@@ -214,7 +218,7 @@ class SuffixAutomaton:
             if target != counted:  # neighbours whose results ended up in one state count once
                 count[target] += 1
                 counted = target
-            if target != usual and count[target] >= count[usual]:
+            if target != usual and count[target] + newest > count[usual]:
                 tokens[state], targets[state] = token, target
             state = link[state]
         count[0] += 1

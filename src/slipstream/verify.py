@@ -121,9 +121,12 @@ class Verifier:
         )
         assert used is not None
         self.decoder.forget()
-        passed = set(used.widths) <= set(found.widths) and used.view % found.view == 0 and found.prompts >= used.prompts
+        agree = set(used.widths) <= set(found.widths) and set(used.together) <= {*found.widths, *found.together}
+        passed = agree and used.view % found.view == 0 and found.prompts >= used.prompts
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
-        return passed, f"widths {', '.join(map(str, used.widths))}; views in multiples of {used.view}; {prompts}"
+        several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""
+        widths = ", ".join(map(str, used.widths)) + several
+        return passed, f"widths {widths}; views in multiples of {used.view}; {prompts}"
 
     def _greedy(self) -> tuple[bool, str]:
         params = SamplingParams(max_tokens=self._length(self.max_tokens))

@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn, model: str) -> Case:
 def decoder(case: Case, drafter: str) -> SpeculativeDecoder:
     """A new decoder with nothing in its memory."""
     target, draft = ("toy", "toy:2") if case.model == "toy" else (double(), perturbed("llama"))
-    with patch("slipstream.calibration.remembered", lambda loaded, rows: SHAPES):
+    with patch("slipstream.known_shapes.remembered", lambda loaded, rows: SHAPES):
         return SpeculativeDecoder(
             target,
             draft if drafter == "model" else None,

@@ -4,8 +4,9 @@ A draft cannot change what is generated, only how much of it is accepted. Weight
 bits with a scale and an offset per 32 inputs, 8 bits with a scale per output. The specification of a quantised layer is
 the `nn.Linear` it replaces.
 
-The products are PyTorch's own CPU kernels for few tokens. For more than `NARROW` tokens, prompts above all, they are
-slower than packed weights, so these are kept beside.
+The products are PyTorch's own CPU kernels for few tokens. For more of them, batches and prompts above all, others
+are faster, whose weights are kept beside: products of 8-bit integers where the processor has instructions for them
+(VNNI), else packed weights.
 """
 
 from __future__ import annotations
@@ -19,13 +20,37 @@ from slipstream.backends.packed import WIDTH, PackedLinear
 
 BITS = ("int4", "int8")
 GROUP = 32  # inputs that share a scale at 4 bits
-NARROW = 8  # tokens up to which reading the weights takes longer than computing with them
+NARROW = 4, 8  # tokens up to which the kernels for few are the fastest, beside integer products and packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
+ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
 _ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small
 
 
+class IntegerLinear(nn.Module):
+    """An `nn.Linear` as products of 8-bit integers: a scale per output, and one per token that is found on the way."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scales = _int8(linear.weight.detach())
+        self.out_features, self.bias, self._dtype = linear.out_features, linear.bias, linear.weight.dtype
+        self._scales, self._zeros = scales.float(), torch.zeros(len(weight), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, in_features] -> [tokens, out_features]."""
+        steps = x.abs().amax(-1, keepdim=True).mul_(1 / LARGEST).clamp_(min=torch.finfo(torch.bfloat16).tiny)
+        whole = (x.float() / steps).add_(ZERO + 0.5).to(torch.uint8)  # to the nearest, as no sum is negative
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, self._dtype, "none", [], ""
+        )
+        out *= steps
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+
 class QuantisedLinear(nn.Module):
-    """An `nn.Linear` for few tokens in 4 or 8 bits, and for many in packed form."""
+    """An `nn.Linear` for few tokens in 4 or 8 bits, and beside it for many."""
 
     def __init__(self, linear: nn.Linear, bits: str) -> None:
         super().__init__()
@@ -33,14 +58,16 @@ class QuantisedLinear(nn.Module):
         weight = linear.weight.detach()
         self._is_int4 = bits == "int4"
         self._weight, self._scales = (_int4 if self._is_int4 else _int8)(weight)
-        self._wide = PackedLinear(linear, 4 * NARROW)
+        integers = multiplies_integers()
+        self.narrow = NARROW[0] if integers else NARROW[1]
+        self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
         rows = x.flatten(0, -2)
-        if rows.shape[0] > NARROW:
-            wide: Tensor = self._wide(x)
-            return wide
+        if rows.shape[0] > self.narrow:
+            wide: Tensor = self._wide(rows)
+            return wide.view(*x.shape[:-1], self.out_features)
         if self._is_int4:
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP, self._scales)
         else:
@@ -72,6 +99,12 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _parts(weight: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(weight.split(_ROWS), scale.split(_ROWS), strict=True))
+
+
+def multiplies_integers() -> bool:
+    """Whether products of 8-bit integers are faster here than those of the weights' own precision."""
+    kernels = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return kernels and torch.cpu._is_vnni_supported()  # no public way to ask
 
 
 def fits(linear: nn.Linear) -> bool:

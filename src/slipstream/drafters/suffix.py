@@ -25,8 +25,7 @@ from slipstream.suffix_store import SuffixStore
 from slipstream.types import Draft, Row, UsageError
 
 SHORTEST = 1  # tokens a match must have
-THRESHOLD = 0.2  # a draft ends where its probability is estimated lower
-RATIO = 2  # draft tokens per token of the match
+THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 OUTPUTS = 1 << 17  # tokens of past outputs that are kept
 OPENING = 16  # last tokens of the prompt, kept with the output so that its first words are found
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
@@ -68,14 +67,18 @@ class _Text:
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
+        self._prompt_length = row.prompt_length
         self._read = 0
         self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
         self.guess = _Guess(0, [], [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
         """Take in the tokens that came since the last call."""
-        new, self._read = tokens[self._read :], len(tokens)
-        self.own.learn(new)
+        new = tokens[self._read :]
+        prompt = max(0, self._prompt_length - self._read)
+        self._read = len(tokens)
+        self.own.learn(new[:prompt], newest=False)  # what is copied is copied from its beginning on
+        self.own.learn(new[prompt:])  # what goes on as it did lately may do so again
         before, self._found = self._found, {}
         for automaton in stored:
             size, match = before.get(automaton, (-1, NOTHING))
@@ -99,8 +102,8 @@ class SuffixDrafter:
     """Continues the longest suffix of a row's text, up to 32 tokens, that was followed by something before.
 
     It is looked for in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
-    `shortest` tokens do not count. A draft follows the most frequent continuation, at most twice as many tokens as
-    were matched, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
+    `shortest` tokens do not count. A draft follows the most frequent continuation, of equals the latest of the output,
+    then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
     odds: given instead of a threshold; a draft then goes on, and says how likely it is to come true, by how often such
@@ -193,7 +196,7 @@ class SuffixDrafter:
         automaton, match, occurrences = source
         if match.length < self.shortest:
             return [], []
-        return automaton.follow(match, occurrences, min(length, RATIO * match.length), self.threshold), []
+        return automaton.follow(match, occurrences, length, self.threshold), []
 
     def _likely(self, odds: Odds, row: Row, text: _Text, source: _Source, length: int) -> tuple[list[int], list[float]]:
         guess = text.guess

@@ -56,3 +56,8 @@ def against(data: Data, reference: str) -> Data:
     if reference not in names:
         raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}")
     return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
+
+
+def efficiency(one: ArmSummary) -> str:
+    """Output tokens per forward of the target, where it is known."""
+    return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"

@@ -11,7 +11,7 @@ from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.prediction.simulate import conclusions
 from slipstream.report import page, samples
 from slipstream.report.charts import Chart
-from slipstream.report.data import Data
+from slipstream.report.data import Data, efficiency
 from slipstream.report.plots import inline_svg
 from slipstream.report.ratios import acceptance
 from slipstream.sweep import best_of, series_of
@@ -116,14 +116,10 @@ def _speeds(data: Data, one: ArmSummary) -> list[str]:
 
 def _acceptance(data: Data, one: ArmSummary) -> list[str]:
     if one.stats is None or not one.stats.num_draft_tokens:
-        return ["-", "-", _efficiency(one)]
+        return ["-", "-", efficiency(one)]
     alpha = one.stats.alpha
     rate = estimate(acceptance(data.runs_of(one.arm, one.batch)))
-    return [rate, "-" if alpha is None else f"{alpha:.2f}", _efficiency(one)]
-
-
-def _efficiency(one: ArmSummary) -> str:
-    return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
+    return [rate, "-" if alpha is None else f"{alpha:.2f}", efficiency(one)]
 
 
 def _families(data: Data) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import Header
 from slipstream.bench.summary import ArmSummary
-from slipstream.report.data import Data
+from slipstream.report.data import Data, efficiency
 from slipstream.show import percent
 
 VERDICTS = ("identical", "tie", "different")
@@ -42,7 +42,7 @@ def _table(summaries: Sequence[ArmSummary], batch: int) -> list[str]:
     lines.append(_row("texts identical / tie / different", [_texts(one) for one in summaries]))
     drafted = [one.stats if one.stats is not None and one.stats.num_draft_tokens else None for one in summaries]
     lines.append(_row("acceptance rate", [percent(s.acceptance_rate) if s else "-" for s in drafted]))
-    lines.append(_row("block efficiency", [_efficiency(one) for one in summaries]))
+    lines.append(_row("block efficiency", [efficiency(one) for one in summaries]))
     return lines
 
 
@@ -52,10 +52,6 @@ def _row(name: str, cells: Sequence[str]) -> str:
 
 def _family(one: ArmSummary, family: str) -> str:
     return _times(one.families[family].speed_up) if family in one.families else "failed"
-
-
-def _efficiency(one: ArmSummary) -> str:
-    return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
 
 
 def _mean(one: ArmSummary) -> str:

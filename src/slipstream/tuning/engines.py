@@ -47,7 +47,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
         value = {"method": "ngram", **value, "prompt_lookup_min": ngram.SHORTEST, "prompt_lookup_max": ngram.LONGEST}
     elif candidate.kind == "suffix":
         bounds = {
-            "suffix_decoding_max_spec_factor": float(suffix.RATIO),
+            "suffix_decoding_max_spec_factor": float(candidate.tokens),
             "suffix_decoding_min_token_prob": suffix.THRESHOLD,
         }
         value = {"method": "suffix", **value, **bounds}
