@@ -23,6 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
+LENGTH = ("--num-draft-tokens", "3")  # "auto" may find, on a busy machine, that a toy's draft does not pay
 
 
 def test_generate_writes_the_text_and_the_full_result(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_generate_runs_several_prompts_as_a_batch_in_order(capsys, monkeypatch, 
 
 def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    arguments = ("compare", *TOY, "--draft", "toy:3", *PROMPT, "-p", "A fish", "--batch", "--json", str(file))
+    arguments = ("compare", *TOY, "--draft", "toy:3", *LENGTH, *PROMPT, "-p", "A fish", "--batch", "--json", str(file))
     code, out, _ = run(capsys, monkeypatch, *arguments)
     report = json.loads(file.read_text())
     assert code == 0 and "identical" in out
@@ -61,7 +62,7 @@ def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypa
     right = compare.load_decoder
     wrong = load_wrong_rule("first-mismatch-kept")
     monkeypatch.setattr(compare, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
-    code, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *PROMPT)
+    code, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT)
     assert code == 1 and "differ from plain decoding" in err
 
 
@@ -181,7 +182,19 @@ def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> 
 @pytest.mark.parametrize("more", [("-p", "A sparrow"), ()])
 def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    arguments = ("generate", *TOY, "--draft", "toy:2", *PROMPT, *more, "--max-tokens", "20", "--json", str(file))
+    arguments = (
+        "generate",
+        *TOY,
+        "--draft",
+        "toy:2",
+        *LENGTH,
+        *PROMPT,
+        *more,
+        "--max-tokens",
+        "20",
+        "--json",
+        str(file),
+    )
     _, _, err = run(capsys, monkeypatch, *arguments, "--debug")
     results = json.loads(file.read_text())["results"]
     assert sum(r["stats"]["num_rounds"] for r in results) == sum(
@@ -192,5 +205,5 @@ def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp
 
 
 def test_compare_and_demo_take_debug(capsys, monkeypatch) -> None:
-    _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *PROMPT, "--debug")
+    _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
     assert "-rejected-" in err

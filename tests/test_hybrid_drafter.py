@@ -164,7 +164,8 @@ def test_a_look_up_goes_on_behind_the_draft_model() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_plain_decodings(temperature: float) -> None:
-    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="hybrid:3", acceptance="match")
+    drafting = {"drafter": "hybrid:3", "acceptance": "match", "num_draft_tokens": 4}
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), **drafting)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
     texts = prompts((4, 20, 9))
     results = decoder.generate([one + one for one in texts], params)
