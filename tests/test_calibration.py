@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import Backend, Loaded
 from slipstream.backends.hf import HFBackend
-from slipstream.calibration import REFERENCE, VIEWS, WIDTHS, Calibration, calibrate
+from slipstream.calibration import READS, REFERENCE, VIEWS, WIDTHS, Calibration, calibrate
 from slipstream.known_shapes import remembered
 from slipstream.memo import EXACT_FIT
 from tiny import VOCAB, shared
@@ -190,6 +190,8 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert remembered(_loaded(again), BATCH) == known and again.shapes == []
     assert remembered(_loaded(other, "two"), BATCH).widths == without(6) and other.shapes
     assert len(list((tmp_path / "calibration").iterdir())) == 2
+    short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
+    assert short.reads and remembered(_loaded(again, "three"), BATCH) == short
 
 
 @pytest.fixture
@@ -269,6 +271,35 @@ def test_prompt_chunks_that_differ_are_kept_whole(odd: int) -> None:
     free, bound = found(never), found(lambda rows, width, columns, length: (width == odd) & (columns == odd - 1))
     assert free.prompts and free.shapes.reuse == 1
     assert not bound.prompts and bound.shapes.reuse == bound.shapes.chunk == 256
+
+
+class ReadsLess(RoundingBackend):
+    """Rounds otherwise where a long forward reads one of `odd` instead of the whole view."""
+
+    def __init__(self, odd: tuple[int, ...], prompts: bool = True, max_length: int = 1000) -> None:
+        super().__init__(max_length=max_length)
+        self.reads, self.odd, self.prompts = tuple[int, ...](), odd, prompts
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+        width = tokens.shape[1]
+        if width > max(WIDTHS) and self.reads:
+            read = next((read for read in self.reads if read >= starts[0] + width), 0)
+            out = out + BIT * (read in self.odd or (not self.prompts and len(self.reads) > 1))
+        return out
+
+
+def test_what_the_blocks_of_a_prompt_may_read_is_found_one_by_one() -> None:
+    result = calibrate(ReadsLess((192, 640)), BATCH)
+    assert result.reads == result.shapes.reads == tuple(read for read in READS if read not in (192, 640))
+    assert result.prompts
+    assert found(never).reads == ()  # a backend that always reads its whole view
+    assert calibrate(ReadsLess((), max_length=300), BATCH).reads == tuple(read for read in READS if read <= 300)
+
+
+def test_prompts_that_agree_only_as_a_whole_are_read_as_a_whole() -> None:
+    result = calibrate(ReadsLess((), prompts=False), BATCH)
+    assert (result.reads, result.prompts) == ((), True)
 
 
 def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one() -> None:

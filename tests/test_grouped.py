@@ -45,6 +45,22 @@ def test_narrow_forwards_attend_like_wide_ones(repeats: int, dtype: torch.dtype)
     assert [width for width in range(1, 16) if not torch.equal(wide[:, :width], attend(width))] == []
 
 
+@pytest.mark.parametrize(("width", "start"), [(33, 0), (77, 5), (256, 0), (96, 200)])
+@pytest.mark.parametrize("window", [1000, 40])
+def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, window: int) -> None:
+    generator, repeats, reads = torch.Generator().manual_seed(2), 3, (64, 128, 288)
+    query, key, value = (torch.randn(1, h, n, 16, generator=generator) for h, n in ((6, width), (2, 512), (2, 512)))
+    keys, columns = torch.arange(512), start + torch.arange(width)[:, None]
+    mask = grouped.group_mask(((keys <= columns) & (keys > columns - window))[None, None], repeats, torch.float32)
+    blocks = grouped.cut_mask(mask, width, start, reads)
+    assert [(b.first, b.last) for b in blocks] == [(f, min(f + 64, width)) for f in range(0, width, 64)]
+    for block in blocks:
+        read, end = block.mask.shape[3], start + block.last
+        assert read == min((r for r in (*reads, 512) if r >= end), default=512)
+    cut = grouped.attend_in_blocks(query, key, value, blocks, None)
+    assert torch.allclose(cut, grouped.attend(query, key, value, mask, None), atol=1e-5)
+
+
 def test_options_of_other_attentions_are_refused() -> None:
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(SlipstreamError, match="softcap"):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.backends import grouped
 from slipstream.backends.fused import fuse
 from slipstream.backends.hf import TOLERANCE, HFBackend
 from slipstream.backends.lean import NotLeanError, RootMeanSquare, is_lean, lean_layers
 from slipstream.backends.packed import pack
-from tiny import fresh
+from tiny import VOCAB, fresh
 from tiny import ragged_logits as logits
 
 LEAN = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
@@ -48,6 +49,32 @@ def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype
     assert num_lean(own) == 0 and num_lean(lean) == lean.model.config.num_hidden_layers
     expected, got = logits(own), logits(lean)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize(("width", "start"), [(40, 0), (64, 0), (200, 17)])
+def test_a_prompt_read_in_blocks_gives_the_same_logits(
+    name: str, width: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of it reads the shortest allowed part of the memory that holds what it may look at."""
+    backend, read = shortened(name), list[int]()
+    backend.reserve(2, 300)
+    tokens = torch.randint(1, VOCAB, (1, start + width), generator=torch.Generator().manual_seed(5))
+    whole = backend.forward(tokens, [0], first_slot=1, logits=True)[:, start:]
+    attend = grouped.attend
+
+    def counted(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        read.append(key.shape[2])
+        return attend(query, key, *rest)
+
+    monkeypatch.setattr(grouped, "attend", counted)
+    backend.reads = (32, 64, 96, 160)
+    if start:
+        backend.forward(tokens[:, :start], [0], first_slot=0, logits=False)
+    blocks = backend.forward(tokens[:, start:], [start], first_slot=0, logits=True)
+    assert (whole - blocks).abs().max() <= 1e-4 * whole.abs().max()
+    ends = [start + min(end, width) for end in range(64, width + 64, 64)]
+    assert read == [next((r for r in backend.reads if r >= e), 256) for e in ends] * num_lean(backend)
 
 
 @pytest.mark.parametrize("name", OTHERS)

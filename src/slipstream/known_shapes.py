@@ -19,7 +19,7 @@ from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
 
-VERSION = 9  # of what calibration tries; what an earlier one found is not used
+VERSION = 10  # of what calibration tries; what an earlier one found is not used
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -53,8 +53,8 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     if file.exists():
         values = json.loads(file.read_text())
         times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        sets = [tuple(values[name]) for name in ("widths", "together")]
-        return Calibration(sets[0], values["view"], times, values["prompts"], sets[1])
+        widths, together, reads = (tuple(values[name]) for name in ("widths", "together", "reads"))
+        return Calibration(widths, values["view"], times, values["prompts"], together, reads)
     log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
     found = calibrate(backend, max_batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)

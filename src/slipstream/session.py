@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.backends import Answering, Backend, Unrolled
+from slipstream.backends import Answering, Backend, Unrolled, read_memory
 from slipstream.ledger import Ledger
 from slipstream.memo import EXACT_FIT, Memo, Shapes
 from slipstream.types import Row, Verdict
@@ -46,7 +46,7 @@ class Session:
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens; what the memory holds is kept."""
-        self.backend.view = self.shapes.view
+        read_memory(self.backend, self.shapes.view, self.shapes.reads)
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.memos.extend(Memo() for _ in range(rows - len(self.memos)))
 

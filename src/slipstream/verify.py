@@ -122,6 +122,7 @@ class Verifier:
         assert used is not None
         self.decoder.forget()
         agree = set(used.widths) <= set(found.widths) and set(used.together) <= {*found.widths, *found.together}
+        agree = agree and set(used.reads) <= set(found.reads)
         passed = agree and used.view % found.view == 0 and found.prompts >= used.prompts
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
         several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""

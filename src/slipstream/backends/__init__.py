@@ -73,6 +73,23 @@ class Answering(Protocol):
         """As `forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
 
 
+@runtime_checkable
+class Blockwise(Protocol):
+    """What a backend is besides if blocks of a long forward of one row can read less of the memory than its view.
+
+    reads: the lengths they may read where that is enough, ascending; none to read the whole view.
+    """
+
+    reads: tuple[int, ...]
+
+
+def read_memory(backend: Backend, view: int, reads: tuple[int, ...]) -> None:
+    """Make forwards read the memory up to a multiple of `view`, blocks of long ones up to one of `reads`."""
+    backend.view = view
+    if isinstance(backend, Blockwise):
+        backend.reads = reads
+
+
 def cache_folder() -> Path:
     """Where converted models and calibrations are kept: $SLIPSTREAM_MODELS, or ~/.cache/slipstream/models."""
     return Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")

@@ -8,6 +8,8 @@ differently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from slipstream.types import SlipstreamError
 
 NAME = "slipstream_grouped"
 ROWS = 4
+LONG = 33  # columns from which on a forward is a prompt's
+BLOCK = 64  # columns of a prompt that attend together, each block reading as far as it has to
 _UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias")  # options of other attentions
 
 
@@ -29,6 +33,56 @@ def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
     mask = mask.repeat(1, 1, repeats, 1)
     return pad(mask, (0, 0, 0, -mask.shape[2] % ROWS))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns `first` to `last` - 1 of a long forward of one row; mask: [1, 1, rows, view], all of it they read."""
+
+    first: int
+    last: int
+    mask: Tensor
+
+
+def cut_mask(mask: Tensor, width: int, start: int, reads: Sequence[int]) -> list[Block]:
+    """Cut the mask [1, 1, rows, view] of `width` columns from position `start` on into those of its blocks.
+
+    reads: what a block may read if it is enough, ascending; else it reads the whole view.
+    """
+    repeats, view = mask.shape[2] // width, mask.shape[3]
+    table = mask[:, :, : repeats * width].unflatten(2, (repeats, width))
+    blocks = []
+    for first in range(0, width, BLOCK):
+        last = min(first + BLOCK, width)
+        reach = next((read for read in reads if read >= start + last), view)
+        piece = table[:, :, :, first:last, :reach].flatten(2, 3)
+        blocks.append(Block(first, last, pad(piece, (0, 0, 0, -piece.shape[2] % ROWS))))
+    return blocks
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """query: [B, heads, W, D]; key, value: [B, key heads, S, D]; mask: as `group_mask` makes it -> [B, heads, W, D]."""
+    batch, heads, width, size = query.shape
+    real = heads // key.shape[1] * width
+    rows = query.reshape(batch, key.shape[1], real, size)
+    if real % ROWS:
+        rows = pad(rows, (0, 0, 0, -real % ROWS))
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    if real % ROWS:
+        out = out.narrow(2, 0, real)
+    return out.reshape(batch, heads, width, size)
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
+) -> Tensor:
+    """The same for a long forward of one row, block by block."""
+    parts = []
+    for block in blocks:
+        view = block.mask.shape[3]
+        columns = query.narrow(2, block.first, block.last - block.first)
+        parts.append(attend(columns, key.narrow(2, 0, view), value.narrow(2, 0, view), block.mask, scaling))
+    return torch.cat(parts, 2)
 
 
 def grouped_attention(
@@ -47,18 +101,13 @@ def grouped_attention(
     """
     if any(options.get(name) is not None for name in _UNKNOWN):
         raise SlipstreamError(f"attention options {options.keys() & set(_UNKNOWN)} cannot be grouped")
-    batch, heads, width, size = query.shape
-    real = heads // key.shape[1] * width
+    real = query.shape[1] // key.shape[1] * query.shape[2]
     if attention_mask is None or attention_mask.shape[2] != real + -real % ROWS:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return plain
-    rows = query.reshape(batch, key.shape[1], real, size)
-    if attention_mask.shape[2] > real:
-        rows = pad(rows, (0, 0, 0, attention_mask.shape[2] - real))
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return out[:, :, :real].reshape(batch, heads, width, size).transpose(1, 2).contiguous(), None
+    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_attention)

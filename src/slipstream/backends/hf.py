@@ -30,7 +30,7 @@ class HFBackend:
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
-        self.view = VIEW
+        self.view, self.reads = VIEW, tuple[int, ...]()
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
@@ -62,7 +62,9 @@ class HFBackend:
     def _eager(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
         first = torch.tensor(starts, device=self.device)[:, None]
         positions = first + self._key_positions[: tokens.shape[1]]
-        view = self._cache.place(first_slot, starts, positions, self.view)
+        view = self._cache.place(
+            first_slot, starts, positions, self.view, self.reads if self.device.type == "cpu" else ()
+        )
         out = self.model(
             input_ids=tokens,
             attention_mask=self._masks(positions, view),

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, pad, scaled_dot_product_attention
+from torch.nn.functional import layer_norm
 
 from slipstream.backends.fused import Part
-from slipstream.backends.grouped import ROWS
+from slipstream.backends.grouped import attend, attend_in_blocks
 from slipstream.backends.slots import SlotCache
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -134,14 +134,12 @@ class LeanLayer:
         turned = self._turn(turning, cos, sin).transpose(1, 2)
         fresh = heads.narrow(2, both, self._key_heads).transpose(1, 2)
         keys, values = cache.update(turned.narrow(1, self._heads, self._key_heads), fresh, self._index)
-        real = self._heads // self._key_heads * width
-        rows = turned.narrow(1, 0, self._heads).reshape(batch, self._key_heads, real, self._size)
-        if real % ROWS:
-            rows = pad(rows, (0, 0, 0, -real % ROWS))
-        out = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=self._scaling)
-        if real % ROWS:
-            out = out.narrow(2, 0, real)
-        result: Tensor = self._out(out.reshape(batch, self._heads, width, self._size).transpose(1, 2).flatten(2))
+        queries, blocks = turned.narrow(1, 0, self._heads), cache.blocks(mask, width)
+        if blocks:
+            out = attend_in_blocks(queries, keys, values, blocks, self._scaling)
+        else:
+            out = attend(queries, keys, values, mask, self._scaling)
+        result: Tensor = self._out(out.transpose(1, 2).flatten(2))
         return result
 
 

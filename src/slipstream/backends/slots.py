@@ -5,6 +5,7 @@ Slot and position are given explicitly, so a rejected token is simply written ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from slipstream.backends.grouped import LONG, Block, cut_mask
 from slipstream.types import SlipstreamError
 
 VIEW = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
@@ -59,6 +61,8 @@ class SlotCache(Cache):
         self._slots = slice(0, 0)
         self._view = 0
         self._span: slice | None = None
+        self._reads: Sequence[int] = ()
+        self._blocks: dict[int, list[Block]] = {}
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -71,12 +75,13 @@ class SlotCache(Cache):
                 if layer.keys is not None:
                     layer.keys, layer.values = self._resized(layer.keys), self._resized(layer.values)
 
-    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int) -> int:
+    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
         """Aim the next forward: row i writes the positions columns[i] of slot first_slot + i, from starts[i] on.
 
         columns: [rows, width]. Returns the number of positions attention will see, a multiple of `unit` if there is
-        room for it.
+        room for it. reads: shorter views that the blocks of a long forward of one row may have.
         """
+        self._reads, self._blocks = reads, {}
         width = columns.shape[1]
         self._slots = slice(first_slot, first_slot + len(starts))
         self._view = min(-(-(max(starts) + width) // unit) * unit, self._shape[1])
@@ -94,6 +99,14 @@ class SlotCache(Cache):
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
+
+    def blocks(self, mask: Tensor, width: int) -> list[Block]:
+        """The blocks a forward's attention is cut into, by its grouped mask; none if it is computed at once."""
+        if width < LONG or not self._reads or len(mask) > 1 or self._span is None:
+            return []
+        if id(mask) not in self._blocks:
+            self._blocks[id(mask)] = cut_mask(mask, width, self._span.start, self._reads)
+        return self._blocks[id(mask)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""
