@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,32 +274,37 @@ def test_prompt_chunks_that_differ_are_kept_whole(odd: int) -> None:
 
 
 class ReadsLess(RoundingBackend):
-    """Rounds otherwise where a long forward reads one of `odd` instead of the whole view."""
+    """Rounds otherwise where it reads one of `odd` instead of the whole view.
 
-    def __init__(self, odd: tuple[int, ...], prompts: bool = True, max_length: int = 1000) -> None:
-        super().__init__(max_length=max_length)
+    prompts: whether prompts that read less agree at all.
+    """
+
+    def __init__(self, odd: tuple[int, ...], prompts: bool = True) -> None:
+        super().__init__()
         self.reads, self.odd, self.prompts = tuple[int, ...](), odd, prompts
+
+    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        assert tuple(widths) == WIDTHS and read <= whole and whole % self.view == 0
+        return read not in self.odd
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
-        width = tokens.shape[1]
-        if width > max(WIDTHS) and self.reads:
-            read = next((read for read in self.reads if read >= starts[0] + width), 0)
-            out = out + BIT * (read in self.odd or (not self.prompts and len(self.reads) > 1))
-        return out
+        end = max(starts) + tokens.shape[1]
+        read = next((read for read in self.reads if read >= end), 0)
+        differs = read in self.odd or (not self.prompts and bool(self.reads) and tokens.shape[1] > max(WIDTHS))
+        return out + BIT * differs
 
 
-def test_what_the_blocks_of_a_prompt_may_read_is_found_one_by_one() -> None:
-    result = calibrate(ReadsLess((192, 640)), BATCH)
-    assert result.reads == result.shapes.reads == tuple(read for read in READS if read not in (192, 640))
-    assert result.prompts
+def test_what_forwards_may_read_is_found_one_by_one() -> None:
+    result = calibrate(ReadsLess((192, 256, 576)), BATCH)
+    assert result.reads == result.shapes.reads == tuple(read for read in READS if read not in (192, 256, 576))
+    assert result.widths == WIDTHS and result.prompts
     assert found(never).reads == ()  # a backend that always reads its whole view
-    assert calibrate(ReadsLess((), max_length=300), BATCH).reads == tuple(read for read in READS if read <= 300)
 
 
-def test_prompts_that_agree_only_as_a_whole_are_read_as_a_whole() -> None:
+def test_the_memory_is_read_whole_where_prompts_agree_only_so() -> None:
     result = calibrate(ReadsLess((), prompts=False), BATCH)
-    assert (result.reads, result.prompts) == ((), True)
+    assert (result.reads, result.widths, result.prompts) == ((), WIDTHS, True)
 
 
 def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one() -> None:

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from slipstream.backends import Backend, Blockwise, read_memory
+from slipstream.backends import Backend, Frugal, read_memory
 from slipstream.memo import PROMPT_UNIT, Shapes
 
 REFERENCE = 8  # the width every other one is compared with
@@ -27,8 +27,7 @@ CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not 
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-BLOCKS = 96  # columns of a forward that is computed as a whole block and a shorter one
-READS = tuple(range(64, 1024, 64))  # what a prompt's blocks may read instead of a whole view
+READS = tuple(range(64, 2049, 64))  # what forwards may read instead of whole views
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
 
@@ -40,7 +39,7 @@ class Calibration:
     together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
-    reads: what a prompt's blocks may read of the memory without a difference to reading the whole view.
+    reads: what forwards may read of the memory without a difference to whole views.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
@@ -85,16 +84,20 @@ def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
     if view is None:
         return Calibration((), VIEWS[-1], times)
     probe.use_view(view)
-    alone = [width for width in widths if probe.agrees_alone(width)]
+    reads = probe.reads()
+    found = _found(probe, view, reads, times)
+    return found if found.prompts or not reads else _found(probe, view, (), times)
+
+
+def _found(probe: _Probe, view: int, reads: tuple[int, ...], times: dict[int, float]) -> Calibration:
+    """What agrees with the reference when the memory is read this way."""
+    read_memory(probe.backend, view, reads)
+    alone = [width for width in probe.widths if probe.agrees_alone(width)]
     agreeing = [width for width in alone if probe.agrees_in_batches(width)]
     if REFERENCE not in agreeing:
         return Calibration(tuple(agreeing), view, times)
-    others = [width for width in widths if width not in alone and probe.agrees_in_batches(width, STEPS)]
-    reads = probe.reads()
-    prompts = probe.prompts_agree(reads)
-    if reads and not prompts:
-        reads, prompts = (), probe.prompts_agree(())
-    return Calibration(tuple(agreeing), view, times, prompts, tuple(others), reads)
+    others = [width for width in probe.widths if width not in alone and probe.agrees_in_batches(width, STEPS)]
+    return Calibration(tuple(agreeing), view, times, probe.prompts_agree(), tuple(others), reads)
 
 
 class _Probe:
@@ -114,11 +117,11 @@ class _Probe:
         generator = torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         read_memory(backend, VIEWS[-1], ())
-        backend.reserve(self._slots + 1, length + 3 * VIEWS[-1])
+        backend.reserve(self._slots, length + 3 * VIEWS[-1])
         for start in range(0, max(contexts), PREFILL):
             chunk = self._tokens[None, start : min(start + PREFILL, max(contexts))]
             backend.forward(chunk, [start], first_slot=0, logits=False)
-        for slot in range(1, self._slots + 1):
+        for slot in range(1, self._slots):
             backend.copy(0, slot, max(contexts))
         self._reference: list[Tensor] = []
 
@@ -167,29 +170,14 @@ class _Probe:
         return True
 
     def reads(self) -> tuple[int, ...]:
-        """What blocks of a long forward may read where it is enough, without a difference to the whole view."""
-        found: list[int] = []
-        if isinstance(self.backend, Blockwise) and self.backend.device.type == "cpu":
-            last = min(max(READS), self.backend.max_length)
-            for start in range(max(self.contexts), last, PREFILL):  # what blocks look at is to be no zeros
-                chunk = self._tokens[None, : min(PREFILL, last - start)]
-                self.backend.forward(chunk, [start], first_slot=self._slots, logits=False)
-            for read in (read for read in READS if read <= last):
-                whole, short = (self._long_forward(read, reads) for reads in ((), (read,)))
-                found += [read] if torch.equal(whole, short) else []
-        return tuple(found)
+        """What forwards may read of the memory where it is enough, without a difference to whole views."""
+        backend, view = self.backend, self.backend.view
+        if not isinstance(backend, Frugal) or backend.device.type != "cpu":
+            return ()
+        return tuple(read for read in READS if backend.reads_agree(self.widths, read, -(-read // view) * view))
 
-    def _long_forward(self, end: int, reads: tuple[int, ...]) -> Tensor:
-        """Logits [1, W, V] of the positions before `end`, in the slot that nothing else is tried in."""
-        read_memory(self.backend, self.backend.view, reads)
-        width = min(BLOCKS, end)
-        return self.backend.forward(
-            self._tokens[None, :width], [end - width], first_slot=self._slots, logits=True
-        ).clone()
-
-    def prompts_agree(self, reads: tuple[int, ...]) -> bool:
+    def prompts_agree(self) -> bool:
         """Whether prompt chunks of every width leave the bits that forwards of the reference width leave."""
-        read_memory(self.backend, self.backend.view, reads)
         slot = len(self.contexts) - 1
         length = min(PREFILL, self.backend.max_length - self.contexts[slot])
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))

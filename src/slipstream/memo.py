@@ -19,8 +19,8 @@ class Shapes:
     """Which forward shapes are allowed.
 
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a prompt is
-    cut into `chunk`s, the memory is read in units of `view`, by blocks of a prompt up to one of `reads` where that is
-    enough, and what another row left in it is used in units of `reuse`.
+    cut into `chunk`s. The memory is read up to the next of `reads` or, behind them, in units of `view`; what another
+    row left in it is used in units of `reuse`.
     """
 
     widths: tuple[int, ...]
@@ -41,7 +41,7 @@ class Shapes:
         return widths[at] if at < len(widths) else width
 
 
-EXACT_FIT = Shapes(widths=(), chunk=512, reads=tuple(range(64, 1024, 64)))
+EXACT_FIT = Shapes(widths=(), chunk=512, reads=tuple(range(64, 2049, 64)))
 
 
 @dataclass

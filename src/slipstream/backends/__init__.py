@@ -74,19 +74,22 @@ class Answering(Protocol):
 
 
 @runtime_checkable
-class Blockwise(Protocol):
-    """What a backend is besides if blocks of a long forward of one row can read less of the memory than its view.
+class Frugal(Protocol):
+    """What a backend is besides if forwards, and blocks of long ones, can read less of the memory than a whole view.
 
-    reads: the lengths they may read where that is enough, ascending; none to read the whole view.
+    reads: the lengths they may read where that is enough, ascending; none to read whole views.
     """
 
     reads: tuple[int, ...]
 
+    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        """Whether attention of these widths, and of prompts, gives the same bits over `read` positions as `whole`."""
+
 
 def read_memory(backend: Backend, view: int, reads: tuple[int, ...]) -> None:
-    """Make forwards read the memory up to a multiple of `view`, blocks of long ones up to one of `reads`."""
+    """Make forwards read the memory up to one of `reads` if they can and it is enough, else a multiple of `view`."""
     backend.view = view
-    if isinstance(backend, Blockwise):
+    if isinstance(backend, Frugal):
         backend.reads = reads
 
 

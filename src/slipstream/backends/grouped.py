@@ -85,6 +85,20 @@ def attend_in_blocks(
     return torch.cat(parts, 2)
 
 
+def reads_agree(repeats: int, dtype: torch.dtype, read: int, whole: int, key_heads: int, size: int, width: int) -> bool:
+    """Whether `width` columns get the same bits from `read` positions as from `whole`, wherever before they end."""
+    generator = torch.Generator().manual_seed(read + width)
+    shapes = (key_heads * repeats, width), (key_heads, whole), (key_heads, whole)
+    query, key, value = (torch.randn(1, heads, n, size, generator=generator).to(dtype) for heads, n in shapes)
+    for end in {read, max(width, read - LONG)}:
+        allowed = torch.arange(whole) <= torch.arange(end - width, end)[:, None]
+        mask = group_mask(allowed[None, None], repeats, dtype)
+        short = attend(query, key[:, :, :read], value[:, :, :read], mask[..., :read], None)
+        if not torch.equal(short, attend(query, key, value, mask, None)):
+            return False
+    return True
+
+
 def grouped_attention(
     module: Any,
     query: Tensor,

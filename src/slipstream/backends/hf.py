@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +78,15 @@ class HFBackend:
         )
         logits: Tensor = out.logits
         return logits
+
+    @torch.inference_mode()
+    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        """See `Frugal.reads_agree`."""
+        if self._repeats is None:
+            return False
+        shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
+        agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
+        return all(agree(*shape, width) for shape in shapes for width in (*widths, grouped.BLOCK))
 
     def group_queries(self) -> None:
         """Use grouped attention if it gives this model's own logits."""

@@ -78,13 +78,14 @@ class SlotCache(Cache):
     def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
         """Aim the next forward: row i writes the positions columns[i] of slot first_slot + i, from starts[i] on.
 
-        columns: [rows, width]. Returns the number of positions attention will see, a multiple of `unit` if there is
-        room for it. reads: shorter views that the blocks of a long forward of one row may have.
+        columns: [rows, width]. Returns the number of positions attention will see: the first of `reads`, ascending,
+        that is enough, else a multiple of `unit`, if there is room for it.
         """
         self._reads, self._blocks = reads, {}
         width = columns.shape[1]
         self._slots = slice(first_slot, first_slot + len(starts))
-        self._view = min(-(-(max(starts) + width) // unit) * unit, self._shape[1])
+        end = max(starts) + width
+        self._view = min(next((read for read in reads if read >= end), -(-end // unit) * unit), self._shape[1])
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
