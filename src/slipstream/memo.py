@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.types import Row
 
-PROMPT_UNIT = 32  # prompts are padded to multiples of this where shapes are kept
+PROMPT_UNIT = 16  # prompts are padded to multiples of this where shapes are kept
 
 
 @dataclass(frozen=True)

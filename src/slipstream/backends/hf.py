@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from slipstream.backends import grouped
 from slipstream.backends.lean import lean_layers
 from slipstream.backends.slots import VIEW, SlotCache
+from slipstream.memo import PROMPT_UNIT
 from slipstream.types import SlipstreamError, UsageError
 
 log = logging.getLogger("slipstream")
@@ -85,8 +86,9 @@ class HFBackend:
         if self._repeats is None:
             return False
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
+        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
-        return all(agree(*shape, width) for shape in shapes for width in (*widths, grouped.BLOCK))
+        return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))
 
     def group_queries(self) -> None:
         """Use grouped attention if it gives this model's own logits."""
