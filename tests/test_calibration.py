@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.backends import Backend, Loaded
+from slipstream.backends import Backend, Loaded, read_memory
+from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
+from slipstream.backends.packed import pack
 from slipstream.calibration import READS, REFERENCE, VIEWS, WIDTHS, Calibration, calibrate
 from slipstream.known_shapes import remembered
 from slipstream.memo import EXACT_FIT
-from tiny import VOCAB, shared
+from tiny import VOCAB, fresh, shared
 
 BATCH = 8
 BIT = 2.0**-30  # far below what any comparison with a tolerance would see
@@ -240,12 +242,18 @@ def test_a_reproducible_decoder_keeps_to_the_shapes_that_agree(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtype) -> None:
-    backend = HFBackend(shared("llama", 0, dtype))
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtype, fast: bool) -> None:
+    backend = HFBackend(fresh("llama", dtype=dtype) if fast else shared("llama", 0, dtype))
+    if fast:
+        fuse(backend.model)
+        pack(backend.model)
+        backend.group_queries()
+        backend.shorten_layers()
     result = calibrate(backend, BATCH)
-    assert result.agrees
+    assert result.agrees and bool(result.reads) == fast
     tokens = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(3))
-    backend.view = result.view
+    read_memory(backend, result.view, result.reads)
     for start in (0, 90, 300):
         expected = _logits(backend, tokens, start, REFERENCE, [start])
         for width in result.widths:

@@ -127,7 +127,8 @@ class Verifier:
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
         several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""
         widths = ", ".join(map(str, used.widths)) + several
-        return passed, f"widths {widths}; views in multiples of {used.view}; {prompts}"
+        shorter = f" or {len(used.reads)} lengths up to {used.reads[-1]}" if used.reads else ""
+        return passed, f"widths {widths}; views in multiples of {used.view}{shorter}; {prompts}"
 
     def _greedy(self) -> tuple[bool, str]:
         params = SamplingParams(max_tokens=self._length(self.max_tokens))

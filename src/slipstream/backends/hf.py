@@ -31,9 +31,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's 
 class HFBackend:
     """Runs a `PreTrainedModel` on slot-addressed memory."""
 
+    reads: tuple[int, ...] = ()
+
     def __init__(self, model: Any) -> None:
         check_supported(model)
-        self.view, self.reads = VIEW, tuple[int, ...]()
+        self.view = VIEW
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
@@ -83,9 +85,9 @@ class HFBackend:
     @torch.inference_mode()
     def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
         """See `Frugal.reads_agree`."""
-        if self._repeats is None:
-            return False
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
+        if self._repeats is None or not shapes:
+            return False
         blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
         return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))
