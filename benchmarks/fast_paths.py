@@ -4,8 +4,9 @@
     python benchmarks/fast_paths.py TARGET --ways plain,packed,int4
 
 plain: the model as transformers loads it, over the same memory; packed: layers of one input fused, weights in the
-kernels' layout, query heads grouped, decoder layers in fewer operators; own-layers: all of it but the last; int4, int8:
-as packed, in few bits, as draft models are kept. The ways take turns; medians of many turns count. Beside them the
+kernels' layout, query heads grouped, decoder layers in fewer operators, memory read as far as needed; own-layers: all
+but the layers; whole-views: all but the last; int4, int8: as packed, in few bits, as draft models are kept. The tokens
+come behind --context others. The ways take turns; medians of many turns count. Beside them the
 largest difference of a logit from the plain model's, relative to the largest logit, and how often the most likely token
 is the same.
 """
@@ -22,12 +23,13 @@ from rich import box
 from rich.table import Table
 from terminal import JsonFile, console, run
 
-from slipstream.backends import Loaded, LoadOptions, load
+from slipstream.backends import Loaded, LoadOptions, load, read_memory
 from slipstream.backends.files import quiet
 from slipstream.backends.lean import is_lean
+from slipstream.memo import EXACT_FIT
 
-WAYS = ("plain", "own-layers", "packed", "int4", "int8")
-CONTEXT, VIEW = 200, 512
+WAYS = ("plain", "own-layers", "whole-views", "packed", "int4", "int8")
+VIEW = 512
 
 
 def main(
@@ -36,6 +38,7 @@ def main(
     widths: str = "1,2,4,5,8,16",
     dtype: str = "auto",
     turns: int = 20,
+    context: int = 200,
     json_file: JsonFile = None,
 ) -> None:
     """Print a line per way: milliseconds and ratio to the plain model for every width."""
@@ -43,14 +46,17 @@ def main(
     chosen, sizes = ways.split(","), [int(width) for width in widths.split(",")]
     if unknown := [way for way in chosen if way not in WAYS]:
         raise typer.BadParameter(f"--ways {unknown[0]!r}; allowed: {', '.join(WAYS)}")
+    if context < 0:
+        raise typer.BadParameter(f"--context {context}; allowed: from 0")
     models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
-    tokens = torch.randint(1, 1000, (1, CONTEXT + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
-    for loaded in models.values():
-        loaded.backend.view = VIEW
-        loaded.backend.reserve(1, VIEW)
-        loaded.backend.forward(tokens[:, :CONTEXT], [0], first_slot=0, logits=False)
-    seconds = _timed(models, tokens, sizes, turns)
-    found = {way: _compared(models["plain"], loaded, tokens) for way, loaded in models.items()}
+    tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
+    for way, loaded in models.items():
+        read_memory(loaded.backend, VIEW, () if way in ("plain", "whole-views") else EXACT_FIT.reads)
+        loaded.backend.reserve(1, tokens.shape[1])
+        if context:
+            loaded.backend.forward(tokens[:, :context], [0], first_slot=0, logits=False)
+    seconds = _timed(models, tokens, context, sizes, turns)
+    found = {way: _compared(models["plain"], loaded, tokens, context) for way, loaded in models.items()}
     console.print(
         f"{target}, {models['plain'].model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
@@ -79,30 +85,30 @@ def _load(target: str, way: str, dtype: str) -> Loaded:
 
 
 def _timed(
-    models: dict[str, Loaded], tokens: torch.Tensor, widths: list[int], turns: int
+    models: dict[str, Loaded], tokens: torch.Tensor, context: int, widths: list[int], turns: int
 ) -> dict[tuple[str, int], list[float]]:
     """Seconds of every forward; the ways take turns."""
     seconds: dict[tuple[str, int], list[float]] = {(way, width): [] for way in models for width in widths}
     for turn in range(turns + 1):
         for (way, width), taken in seconds.items():
             started = perf_counter()
-            _logits(models[way], tokens[:, CONTEXT : CONTEXT + width]).argmax(-1).tolist()
+            _logits(models[way], tokens[:, context : context + width], context).argmax(-1).tolist()
             if turn:  # the first warms up
                 taken.append(perf_counter() - started)
     return seconds
 
 
-def _compared(plain: Loaded, other: Loaded, tokens: torch.Tensor) -> dict[str, float]:
+def _compared(plain: Loaded, other: Loaded, tokens: torch.Tensor, context: int) -> dict[str, float]:
     """How far logits are from the plain model's, in forwards of so few tokens that quantised weights are used."""
     expected, got = (
-        torch.cat([_logits(one, tokens[:, at : at + 4], at) for at in range(CONTEXT, tokens.shape[1] - 3, 4)])
+        torch.cat([_logits(one, tokens[:, at : at + 4], at) for at in range(context, tokens.shape[1] - 3, 4)])
         for one in (plain, other)
     )
     off = float((got - expected).abs().max() / expected.abs().max())
     return {"logits_off_by": off, "same_choice": float((got.argmax(-1) == expected.argmax(-1)).float().mean())}
 
 
-def _logits(loaded: Loaded, tokens: torch.Tensor, start: int = CONTEXT) -> torch.Tensor:
+def _logits(loaded: Loaded, tokens: torch.Tensor, start: int) -> torch.Tensor:
     return loaded.backend.forward(tokens, [start], first_slot=0, logits=True)[0].float()
 
 
