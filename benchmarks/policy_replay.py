@@ -151,7 +151,7 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
 
 def pace_of(costs: Costs) -> Pace:
     """What a decoder would know of these costs beforehand."""
-    return Pace(lambda width, rows: costs.pad(width), costs.target[1])
+    return Pace(lambda width, rows: costs.pad(width), measured=costs.target[1])
 
 
 def geometric_mean(values: Sequence[float]) -> float:

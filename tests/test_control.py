@@ -24,7 +24,7 @@ def row(index: int = 0, **options: int) -> Row:
 def control(column: float = 0.05, step: float = 0.25) -> Control:
     """A forward costs 1 and `column` for every further token of the batch; a step of the draft model costs `step`."""
     pace = Pace()
-    pace.verify = lambda rows, drafted: 1 + column * (rows * (drafted + 1) - 1)  # type: ignore[method-assign]
+    pace.verify = lambda rows, longest, drafted=None: 1 + column * (rows * (longest + 1) - 1)  # type: ignore[method-assign]
     pace.step = lambda rows: step  # type: ignore[method-assign]
     return Control(pace)
 

@@ -52,10 +52,12 @@ def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, 
     query, key, value = (torch.randn(1, h, n, 16, generator=generator) for h, n in ((6, width), (2, 512), (2, 512)))
     keys, columns = torch.arange(512), start + torch.arange(width)[:, None]
     mask = grouped.group_mask(((keys <= columns) & (keys > columns - window))[None, None], repeats, torch.float32)
-    blocks = grouped.cut_mask(mask, width, start, reads)
-    assert [(b.first, b.last) for b in blocks] == [(f, min(f + 64, width)) for f in range(0, width, 64)]
+    blocks = grouped.cut_mask(mask, [grouped.Cut(0, 0, 0, width, width, start)], reads)
+    assert [(b.token, b.width, b.count) for b in blocks] == [
+        (f, *[min(64, width - f)] * 2) for f in range(0, width, 64)
+    ]
     for block in blocks:
-        read, end = block.mask.shape[3], start + block.last
+        read, end = block.mask.shape[3], start + block.token + block.width
         assert read == min((r for r in (*reads, 512) if r >= end), default=512)
     cut = grouped.attend_in_blocks(query, key, value, blocks, None)
     assert torch.allclose(cut, grouped.attend(query, key, value, mask, None), atol=1e-5)

@@ -113,7 +113,7 @@ def test_a_look_up_ends_where_it_becomes_unlikely() -> None:
 def controlled(first: Says, second: Says, verify: float, step: float) -> HybridDrafter:
     """Costs as given: a forward, whatever its width, and a step of the draft model."""
     pace = Pace()
-    pace.verify = lambda rows, drafted: verify  # type: ignore[method-assign]
+    pace.verify = lambda rows, longest, drafted=None: verify  # type: ignore[method-assign]
     pace.step = lambda rows: step  # type: ignore[method-assign]
     return HybridDrafter(first, second, control=Control(pace))
 

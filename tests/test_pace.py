@@ -7,7 +7,7 @@ from math import log
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.pace import COLUMN, ROW, STEP, Pace, best_length
+from slipstream.pace import COLUMN, ROW, STEP, Pace, best_lengths
 from slipstream.types import Round, Row, Seconds
 
 numbers = itertools.count()
@@ -118,19 +118,72 @@ def test_where_only_the_whole_round_can_be_timed_its_parts_are_told_apart() -> N
     assert pace.step(1) == pytest.approx(0.25)
 
 
-def test_the_best_length_is_found() -> None:
+def some_hopes(dice: random.Random, rows: int, longest: int) -> list[list[float]]:
+    chances = [[dice.random() ** 0.5 for _ in range(dice.randint(0, longest))] for _ in range(rows)]
+    return [list(itertools.accumulate(row, lambda a, b: a * b)) for row in chances]
+
+
+def test_the_best_length_for_all_rows_is_found() -> None:
     dice = random.Random(0)
     for _ in range(200):
-        hopes = []
-        for _ in range(dice.randint(1, 4)):
-            chances = [dice.random() ** 0.5 for _ in range(dice.randint(0, 6))]
-            hopes.append(list(itertools.accumulate(chances, lambda a, b: a * b)))
+        hopes = some_hopes(dice, dice.randint(1, 4), 6)
         costs = [dice.random()]
         for _ in range(6):
             costs.append(costs[-1] + dice.random() / 3)
         rates = [(len(hopes) + sum(sum(row[:n]) for row in hopes)) / costs[n] for n in range(max(map(len, hopes)) + 1)]
-        length, rate = best_length(hopes, costs.__getitem__, len(hopes))
-        assert rate == pytest.approx(max(rates)) and rates[length] == pytest.approx(max(rates))
+        lengths, rate = best_lengths(hopes, lambda longest, drafted, costs=costs: costs[longest], len(hopes))
+        assert rate == pytest.approx(max(rates)) and rates[max(lengths)] == pytest.approx(max(rates))
+        assert lengths == [min(max(lengths), len(row)) for row in hopes]
+
+
+def test_the_best_length_of_each_row_is_found() -> None:
+    dice = random.Random(1)
+    for _ in range(60):
+        hopes = some_hopes(dice, dice.randint(2, 3), 3)
+        total = sum(map(len, hopes))
+        costs = list(itertools.accumulate([dice.random(), *(dice.random() / 3 for _ in range(total))]))
+        choices = list(itertools.product(*(range(len(row) + 1) for row in hopes)))
+        rates = {
+            chosen: (2 + sum(sum(row[:n]) for row, n in zip(hopes, chosen, strict=True))) / costs[sum(chosen)]
+            for chosen in choices
+        }
+        lengths, rate = best_lengths(hopes, lambda longest, drafted, costs=costs: costs[drafted], 2, even=False)
+        assert rate == pytest.approx(max(rates.values())) == rates[tuple(lengths)]
+
+
+def test_a_ragged_forward_costs_what_its_tokens_do() -> None:
+    totals = (8, 16, 24)
+    pace = Pace(
+        ragged=lambda rows, drafted: next((n for n in totals if n >= rows + drafted), None),
+        measured={1: 10.0, 8: 12.0},
+        together={8: 26.0, 16: 30.0, 24: 40.0},
+        most=8,
+    )
+    assert not pace.even and Pace().even
+    assert pace.verify(8, 15, 8) == pytest.approx(0.030)  # not as if all rows had 15
+    assert pace.verify(8, 1) == pace.verify(8, 15, 3) == pytest.approx(0.030)
+    assert pace.verify(8, 15, 30) == pytest.approx(pace.verify(8, 15))  # no ragged forward takes so many
+    assert pace.verify(4, 4, 8) == pytest.approx(0.030 - 4 * 0.002)  # each row beside the first costs 2 ms
+    assert pace.verify(4, 0) == pytest.approx((10 + 2 * 3 / 7 + 3 * 2) / 1e3)
+    of = rows(8)
+    for _ in range(30):
+        for row in of:
+            drafted = (3,) * 8 if row is of[0] else ()
+            made = Round(
+                row.index,
+                10_000 + len(row.rounds),
+                8,
+                2,
+                drafted,
+                (5,),
+                0,
+                False,
+                None,
+                Seconds(verify=0.06, total=0.06),
+            )
+            row.rounds.append(made)
+        pace.learn(of)
+    assert pace.verify(8, 8, 8) == pytest.approx(0.060, rel=0.1)
 
 
 def test_reading_is_told_from_drafting() -> None:

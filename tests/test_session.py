@@ -5,6 +5,8 @@ The backend of most tests hashes the whole prefix it reads from its memory, so o
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import Round, SamplingParams, SlipstreamError
-from slipstream.backends import Backend
+from slipstream.backends import Backend, Piece
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.toy import ToyBackend
 from slipstream.memo import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.session import CATCH_UP, Session
 from slipstream.types import Row
-from tiny import HashBackend, fresh, prompts
+from tiny import HashBackend, RaggedHash, fresh, prompts
 
 pytestmark = pytest.mark.usefixtures("ledger")
 
 AGREEING = Shapes((4, 8, 16, 32, 64, 128, 256), 256, 512)
+RAGGED = replace(AGREEING, totals=(8, 12, 16, 24))
 SHAPES = [EXACT_FIT, AGREEING, Shapes((), 3), Shapes((4, 8, 16), 4)]
 OPTIONS = SamplingParams(max_tokens=10_000)
 CAPACITY = 400
@@ -114,12 +117,20 @@ class History:
             whole(tokens[:1, :1], starts[:1], first_slot=first_slot, logits=logits)
             raise KeyboardInterrupt
 
+        def half_ragged(tokens: torch.Tensor, pieces: Sequence[Piece], **options: Any) -> torch.Tensor:
+            return half(tokens[None], [pieces[0].start], first_slot=pieces[0].slot, logits=False)
+
+        whole_ragged = getattr(self.backend, "forward_ragged", None)
         self.backend.forward = half
+        if whole_ragged is not None:
+            self.backend.forward_ragged = half_ragged
         try:
             with pytest.raises(KeyboardInterrupt):
                 self.session.score(self.rows, *table(self.drafts()))
         finally:
             self.backend.forward = whole
+            if whole_ragged is not None:
+                self.backend.forward_ragged = whole_ragged
 
     def far_ahead(self) -> None:
         """A row gains more than a session feeds at once, as when a draft model sat out some rounds."""
@@ -166,6 +177,21 @@ def test_score_after_any_history_equals_score_from_scratch(edits: list[str], sha
         getattr(history, edit)()
     history.round()
     assert history.scored > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(EDITS), min_size=1, max_size=14),
+    st.sampled_from([EXACT_FIT, RAGGED, AGREEING, Shapes((), 3)]),
+    st.integers(0, 1 << 20),
+)
+def test_ragged_forwards_keep_the_memo_law(edits: list[str], shapes: Shapes, seed: int) -> None:
+    history = History(RaggedHash, shapes, seed)
+    for edit in ["join", "join", "round", *edits]:
+        getattr(history, edit)()
+    history.round()
+    assert isinstance(history.backend, RaggedHash)
+    assert shapes == AGREEING or history.backend.together
 
 
 @settings(max_examples=10, deadline=None)

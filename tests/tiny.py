@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
+from slipstream.backends import Piece
 from slipstream.backends.hf import HFBackend
 from slipstream.noise import Race, key
 from slipstream.sampling import Sampler
@@ -154,6 +155,30 @@ class HashBackend:
 
     def copy(self, source: int, destination: int, length: int) -> None:
         self.slots[destination, :length] = self.slots[source, :length]
+
+
+class RaggedHash(HashBackend):
+    """The same with ragged forwards; what padding leaves behind is none of any row's tokens."""
+
+    ragged = True
+
+    def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
+        super().__init__(vocab_size, max_length)
+        self.together: list[tuple[list[int], int]] = []  # tokens of each row, and of the forward
+
+    def forward_ragged(
+        self, tokens: Tensor, pieces: Sequence[Piece], *, widths: Sequence[int] | None, columns: Tensor | None = None
+    ) -> Tensor:
+        self.together.append(([piece.count for piece in pieces], len(tokens)))
+        out, at = torch.zeros(len(tokens), self.vocab_size), 0
+        assert widths is None or [piece.slot for piece in pieces] == list(range(len(pieces)))
+        for piece in pieces:
+            rest = tokens[at:] if piece is pieces[-1] else tokens[at : at + piece.count]
+            own = HashBackend.forward(self, rest[None], [piece.start], first_slot=piece.slot, logits=True)[0]
+            self.forwards.pop()
+            out[at : at + len(own)] = own
+            at += piece.count
+        return out if columns is None else out[columns]
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from slipstream import drafters
 from slipstream.acceptance import Rule, rule_for
 from slipstream.backends import Loaded, LoadOptions, is_loaded, is_toy, load
+from slipstream.calibration import Calibration
 from slipstream.config import DecoderConfig
 from slipstream.control import LONGEST, Control
 from slipstream.drafters import Drafter
@@ -52,11 +52,11 @@ def assemble(
     rule: Rule | None,
     target: Session,
     draft: Session | None,
-    measured: Mapping[int, float] | None = None,
+    found: Calibration | None = None,
 ) -> tuple[str, Engine]:
     """The drafter's name, with "auto" resolved, and the engine.
 
-    rule: one given as an object, instead of a name. measured: milliseconds of the target's forward by tokens, if known.
+    rule: one given as an object, instead of a name. found: the target's calibration, which knows what forwards take.
     """
     acceptance, device = rule or config.acceptance, target.backend.device
     coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
@@ -71,7 +71,14 @@ def assemble(
         )
     control = None
     if count == "auto" and name != "none":
-        pace = Pace(target.shapes.pad, measured or {}, timed=device.type == "cpu")
+        pace = Pace(
+            target.shapes.pad,
+            target.num_tokens,
+            {} if found is None else found.milliseconds,
+            {} if found is None else found.totals,
+            config.max_batch_size,
+            timed=device.type == "cpu",
+        )
         control = Control(pace, longest=_longest(target), reads=kind in READERS)
     setup = drafters.Setup(
         device,

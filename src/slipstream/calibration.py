@@ -8,20 +8,26 @@ token at the same position through every candidate width, alone and in a ragged 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, cycle, product
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from slipstream.backends import Backend, Frugal, read_memory
+from slipstream.backends import Backend, Frugal, Piece, Ragged, read_memory
 from slipstream.memo import PROMPT_UNIT, Shapes
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 5, 40, 2.0
+TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # tokens of ragged forwards
+RAGGED_TIMINGS = 4
+SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
+FEW = 3  # rows
 VIEWS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
@@ -39,7 +45,8 @@ class Calibration:
     together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
-    reads: what forwards may read of the memory without a difference to whole views.
+    reads: what forwards may read of the memory without a difference to whole views. totals: numbers of tokens that
+    ragged forwards may have, and the milliseconds of one of as many rows as there may be.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
@@ -49,6 +56,7 @@ class Calibration:
     prompts: bool = False
     together: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
+    totals: dict[int, float] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:
@@ -59,18 +67,20 @@ class Calibration:
     def shapes(self) -> Shapes:
         """The shapes that keep the bits; a single row is padded to widths that are not slower than a wider one."""
         several = tuple(sorted((*self.widths, *self.together)))
-        return Shapes(several, PREFILL, self.view, 1 if self.prompts else PREFILL, self._worth_having(), self.reads)
-
-    def _worth_having(self) -> tuple[int, ...]:
-        times = {width: self.milliseconds[width] for width in self.widths if width in self.milliseconds}
-        slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
-        return tuple(width for width in self.widths if width not in slow)
+        alone = _worth_having({w: ms for w, ms in self.milliseconds.items() if w in self.widths}, self.widths)
+        totals = _worth_having(self.totals, tuple(self.totals))
+        return Shapes(several, PREFILL, self.view, 1 if self.prompts else PREFILL, alone, self.reads, totals)
 
     @property
     def cost(self) -> float:
         """How much longer a plain step takes than at the fastest width, as a share."""
         plain = min((ms for width, ms in self.milliseconds.items() if width in self.widths), default=float("inf"))
         return plain / min(self.milliseconds.values()) - 1
+
+
+def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[int, ...]:
+    slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
+    return tuple(width for width in widths if width not in slow)
 
 
 def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
@@ -97,7 +107,21 @@ def _found(probe: _Probe, view: int, reads: tuple[int, ...], times: dict[int, fl
     if REFERENCE not in agreeing:
         return Calibration(tuple(agreeing), view, times)
     others = [width for width in probe.widths if width not in alone and probe.agrees_in_batches(width, STEPS)]
-    return Calibration(tuple(agreeing), view, times, probe.prompts_agree(), tuple(others), reads)
+    prompts, widths = probe.prompts_agree(), sorted((*agreeing, *others))
+    ragged = prompts and probe.prompts_agree_together()
+    totals = [total for total in TOTALS if probe.total_agrees(total, widths)] if ragged else []
+    return Calibration(
+        tuple(agreeing), view, times, prompts, tuple(others), reads, probe.ragged_milliseconds(totals, widths)
+    )
+
+
+def _shared_out(total: int, rows: int, turn: int) -> list[int]:
+    """Tokens of each row, at least one."""
+    counts = [1] * rows
+    places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
+    while (left := total - sum(counts)) > 0:
+        counts[next(places)] += min(left, next(shares) - 1)
+    return counts
 
 
 class _Probe:
@@ -187,6 +211,49 @@ class _Probe:
                 return False
         return True
 
+    def prompts_agree_together(self) -> bool:
+        """Whether prompts that share a forward do as well."""
+        backend, slot = self.backend, len(self.contexts) - 1
+        other = 1 if slot == 0 else 0
+        if not isinstance(backend, Ragged) or not backend.ragged or max(slot, other) >= len(self._starts):
+            return False
+        length = min(PREFILL // 2, backend.max_length - max(self._starts[:2]) - PROMPT_UNIT)
+        reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
+        for share, order in product((0.2, 0.5, 0.7), ((slot, other), (other, slot))):
+            counts = [max(1, int(share * length)), max(1, int((1 - share) * length) - 1)]
+            pieces = [Piece(s, self._starts[s], count) for s, count in zip(order, counts, strict=True)]
+            total = counts[0] - (-counts[1] // PROMPT_UNIT) * PROMPT_UNIT
+            tokens = self._end_to_end(pieces, -(-total // PROMPT_UNIT) * PROMPT_UNIT)
+            logits = backend.forward_ragged(tokens, pieces, widths=None)
+            first, count = (0, counts[0]) if order[0] == slot else (counts[0], counts[1])
+            if not torch.equal(logits[first : first + count], reference[:count]):
+                return False
+        return True
+
+    def total_agrees(self, total: int, widths: Sequence[int]) -> bool:
+        """Whether ragged forwards of this many tokens do, of as many rows as there may be and of few."""
+        backend, tried = self.backend, False
+        assert isinstance(backend, Ragged)
+        for rows in {min(count, len(self._starts), total - 1) for count in (len(self._starts), FEW)}:
+            done = [0] * rows
+            for turn in range(2):
+                counts = _shared_out(total - turn, rows, turn)  # the second time there is padding
+                if max(self._starts[:rows]) + max(done) + max(counts) + widths[-1] > backend.max_length:
+                    break
+                pieces = [Piece(i, self._starts[i] + done[i], counts[i]) for i in range(rows)]
+                logits = backend.forward_ragged(self._end_to_end(pieces, total), pieces, widths=widths)
+                ends = accumulate(counts)
+                for reference, end, count, at in zip(self._reference, ends, counts, done, strict=False):
+                    expected = reference[at : at + count]
+                    if not torch.equal(logits[end - count :][: len(expected)], expected):
+                        return False
+                done, tried = [at + count for at, count in zip(done, counts, strict=True)], True
+        return tried
+
+    def _end_to_end(self, pieces: Sequence[Piece], total: int) -> Tensor:
+        tokens = torch.cat([self._tokens[piece.start : piece.start + piece.count] for piece in pieces])
+        return pad(tokens, (0, total - len(tokens)))
+
     def view_agrees(self, view: int) -> bool:
         """Whether reading two or three times as far gives the same bits."""
         self.use_view(view)
@@ -209,6 +276,18 @@ class _Probe:
             for width in widths:
                 times[width].append(self._time(width))
         return {width: 1e3 * min(taken) for width, taken in times.items()}
+
+    def ragged_milliseconds(self, totals: Sequence[int], widths: Sequence[int]) -> dict[int, float]:
+        """The same of ragged forwards of as many rows as there may be; fewer turns, as they take long."""
+        backend, times = self.backend, dict[int, list[float]]()
+        for total in list(totals) * RAGGED_TIMINGS:
+            assert isinstance(backend, Ragged)
+            counts = _shared_out(total, min(total, len(self._starts)), 0)
+            pieces = [Piece(i, self._starts[i], count) for i, count in enumerate(counts)]
+            begun = perf_counter()
+            backend.forward_ragged(self._end_to_end(pieces, total), pieces, widths=widths)[-1, -1].item()
+            times.setdefault(total, []).append(perf_counter() - begun)
+        return {total: 1e3 * min(taken) for total, taken in times.items()}
 
     def _time(self, width: int) -> float:
         start = self.contexts[0]

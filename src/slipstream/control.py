@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 from slipstream.odds import Odds
-from slipstream.pace import Pace, best_length
+from slipstream.pace import Pace, best_lengths
 from slipstream.prospects import Prospects, Rest, Yield
 from slipstream.types import Draft, Row
 
@@ -70,14 +71,18 @@ class Control:
         others only. Where no draft does, a looked-up token's chance is that of its position.
         """
         hopes = self._hopes(rows, draft)
-        least = max((n for n, hope in zip(draft.lengths, hopes, strict=True) if hope is None), default=0)
-        length = best_length(
-            [hope for hope in hopes if hope is not None],
-            lambda n: self.pace.verify(len(rows), max(n, least)),
+        whole = [n for n, hope in zip(draft.lengths, hopes, strict=True) if hope is None]
+        least, beside = max(whole, default=0), sum(whole)
+        chosen, _ = best_lengths(
+            [hope or [] for hope in hopes],
+            lambda longest, drafted: self.pace.verify(len(rows), max(longest, least), drafted + beside),
             len(rows)
             + sum(self.prospects.of(row).brought for row, hope in zip(rows, hopes, strict=True) if hope is None),
-        )[0]
-        lengths = [n if hope is None else min(n, length) for n, hope in zip(draft.lengths, hopes, strict=True)]
+            even=self.pace.even,
+        )
+        lengths = [
+            n if hope is None else min(n, length) for n, hope, length in zip(draft.lengths, hopes, chosen, strict=True)
+        ]
         if draft.hopes is None:
             lengths = [self._watched(*one) for one in zip(rows, draft.lengths, hopes, lengths, strict=True)]
         return draft.cut(lengths)
@@ -88,9 +93,9 @@ class Control:
         asked: tokens each row may draft.
         """
         count, most = len(rows), [min(n, self.steps) for n in asked]
-        length, without = best_length(hopes, lambda n: self.pace.verify(count, n), count)
+        lengths, without = best_lengths(hopes, partial(self.pace.verify, count), count, even=self.pace.even)
         expected = [self.prospects.of(row).cut(n) for row, n in zip(rows, most, strict=True)]
-        better = [one.brought > sum(hope[:length]) for one, hope in zip(expected, hopes, strict=True)]
+        better = [one.brought > sum(hope[:n]) for one, hope, n in zip(expected, hopes, lengths, strict=True)]
         looked_up = [hope for hope, model in zip(hopes, better, strict=True) if not model]
         rate = self._stepping([one for one, model in zip(expected, better, strict=True) if model], count, looked_up)
         drafting = [row for row, model in zip(rows, better, strict=True) if model]
@@ -113,7 +118,12 @@ class Control:
         brought = sum(
             self.hopes(row, own)[-1] * self.prospects.hold(row, drafted) for row, own in zip(rows, chances, strict=True)
         )
-        more = self.pace.step(batch) + self.pace.verify(batch, drafted + 1) - self.pace.verify(batch, drafted)
+        verify = partial(self.pace.verify, batch)
+        more = (
+            self.pace.step(batch)
+            + verify(drafted + 1, (drafted + 1) * len(rows))
+            - verify(drafted, drafted * len(rows))
+        )
         return brought > more * self._stepping([self.prospects.of(row) for row in rows], len(rows), [])
 
     def hopes(self, row: Row, chances: Sequence[float]) -> list[float]:
@@ -171,10 +181,13 @@ class Control:
 
     def _stepping(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
         """Tokens per second of a round in which a draft model drafts for some rows, beside look-ups of others."""
-        longest = max((one.drafted for one in expected), default=0.0)
-        drafting = longest * self.pace.step(rows)
-        brought = rows + sum(one.brought for one in expected)
-        return best_length(beside, lambda n: drafting + self.pace.verify(rows, max(n, round(longest))), brought)[1]
+        longest, total = max((one.drafted for one in expected), default=0.0), sum(one.drafted for one in expected)
+
+        def seconds(looked_up: int, drafted: int) -> float:
+            verify = self.pace.verify(rows, max(looked_up, round(longest)), drafted + round(total))
+            return longest * self.pace.step(rows) + verify
+
+        return best_lengths(beside, seconds, rows + sum(one.brought for one in expected), even=self.pace.even)[1]
 
 
 def bin_of(chance: float) -> int:

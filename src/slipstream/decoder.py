@@ -147,8 +147,7 @@ class SpeculativeDecoder:
 
     def _make_engine(self) -> Engine:
         sessions = self._target_session, self._draft_session
-        measured = self.calibration.milliseconds if self.calibration else None
-        self._name, engine = assemble(self.config, self._drafter, self.rule, *sessions, measured)
+        self._name, engine = assemble(self.config, self._drafter, self.rule, *sessions, self.calibration)
         return engine
 
     @overload

@@ -19,7 +19,7 @@ from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
 
-VERSION = 10  # of what calibration tries; what an earlier one found is not used
+VERSION = 11  # of what calibration tries; what an earlier one found is not used
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -54,7 +54,8 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
         values = json.loads(file.read_text())
         times = {int(width): ms for width, ms in values["milliseconds"].items()}
         widths, together, reads = (tuple(values[name]) for name in ("widths", "together", "reads"))
-        return Calibration(widths, values["view"], times, values["prompts"], together, reads)
+        totals = {int(total): ms for total, ms in values["totals"].items()}
+        return Calibration(widths, values["view"], times, values["prompts"], together, reads, totals)
     log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
     found = calibrate(backend, max_batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ PROMPT_UNIT = 16  # prompts are padded to multiples of this where shapes are kep
 class Shapes:
     """Which forward shapes are allowed.
 
-    A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a prompt is
-    cut into `chunk`s. The memory is read up to the next of `reads` or, behind them, in units of `view`; what another
-    row left in it is used in units of `reuse`.
+    A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
+    to the next of `totals`. A prompt is cut into `chunk`s. The memory is read up to the next of `reads` or, behind
+    them, in units of `view`; what another row left in it is used in units of `reuse`.
     """
 
     widths: tuple[int, ...]
@@ -29,6 +29,7 @@ class Shapes:
     reuse: int = 1
     alone: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
 
     def pad_prompt(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
@@ -39,6 +40,18 @@ class Shapes:
         widths = self.alone if rows == 1 and self.alone else self.widths
         at = bisect_left(widths, width)
         return widths[at] if at < len(widths) else width
+
+    def pad_total(self, tokens: int) -> int | None:
+        """The smallest allowed number of tokens of a ragged forward that has `tokens`; None if there is none."""
+        if not self.widths:
+            return tokens
+        at = bisect_left(self.totals, tokens)
+        return self.totals[at] if at < len(self.totals) else None
+
+    @property
+    def shared_chunk(self) -> int:
+        """How many tokens of several prompts one forward reads; the last one's may be padded."""
+        return self.chunk - PROMPT_UNIT if self.widths else self.chunk
 
 
 EXACT_FIT = Shapes(widths=(), chunk=512, reads=tuple(range(64, 2049, 64)))
@@ -66,10 +79,10 @@ class Memo:
         if self.row is row:
             return own
         # another row's slot: reuse the common beginning, but always leave one token to feed
-        return _common_beginning(self.row.tokens, row.tokens, max(0, min(own, len(row.tokens) - 1)))
+        return common_beginning(self.row.tokens, row.tokens, max(0, min(own, len(row.tokens) - 1)))
 
 
-def _common_beginning(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+def common_beginning(one: Sequence[int], other: Sequence[int], limit: int) -> int:
     """How many of the first `limit` tokens are the same in both; found by halving, slices being compared at once."""
     low, high = 0, limit
     while low < high:

@@ -30,12 +30,17 @@ class Pace:
     of the machine lately, which all rounds tell: a shape that was last seen while the machine was busy with something
     else does not look dear for that.
 
-    pad: tokens per row, rows -> width of the forward that takes them. measured: milliseconds of a forward by its
-    tokens, from a calibration. timed: whether the parts of a round have times of their own.
+    pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
+    tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
+    by its tokens, from a calibration; together: of a ragged one of `most` rows. timed: whether the parts of a round
+    have times of their own.
     """
 
     pad: Callable[[int, int], int] = lambda width, rows: width
+    ragged: Callable[[int, int], int | None] = lambda rows, drafted: None
     measured: Mapping[int, float] = field(default_factory=dict)
+    together: Mapping[int, float] = field(default_factory=dict)
+    most: int = 1
     timed: bool = True
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
     _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
@@ -62,12 +67,15 @@ class Pace:
             self._has_read = True
         if new or read or len(done) < count or taken <= 0:
             return
-        shape = count, self.pad(longest + 1, count)
+        drafted = sum(len(one.draft) for one in done)
+        shape = count, self._tokens(count, longest, drafted)
         if self.timed:
             verifying, drafting = first.seconds.verify, first.seconds.draft
         else:  # the clock stood beside a device that had not finished: only the total is known
             verifying = (
-                min(self.verify(count, longest), taken) if self._speed is not None else taken / (1 + STEP * steps)
+                min(self.verify(count, longest, drafted), taken)
+                if self._speed is not None
+                else taken / (1 + STEP * steps)
             )
             verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
         self._take_in(shape, verifying)
@@ -85,13 +93,22 @@ class Pace:
         self._speed += SPEED * surprise
         self._known.clear()
 
-    def verify(self, rows: int, drafted: int) -> float:
-        """Seconds of a forward that verifies up to `drafted` tokens per row."""
-        shape = rows, self.pad(drafted + 1, rows)
+    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
+        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
+        return even if ragged is None else min(even, ragged)
+
+    def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
+        """Seconds of a forward that verifies up to `longest` tokens per row; `drafted` in all, if not so many each."""
+        shape = rows, self._tokens(rows, longest, rows * longest if drafted is None else drafted)
         if shape not in self._known:
             speed = log(1e-3) if self._speed is None else self._speed
             self._known[shape] = self._assumed(shape) * exp(self._shown.get(shape, 0.0) + speed)
         return self._known[shape]
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows may have as many tokens as the one that has the most."""
+        return self.ragged(2, 0) is None
 
     def step(self, rows: int) -> float:
         """Seconds of one step of the draft model."""
@@ -111,29 +128,58 @@ class Pace:
             self._each *= DOUBT
 
     def _assumed(self, shape: tuple[int, int]) -> float:
-        """Relative cost of a forward by its tokens."""
-        tokens, known = shape[0] * shape[1], sorted(self.measured)
-        if len(known) < 2:
+        """Relative cost of a forward by its rows and tokens."""
+        rows, tokens = shape
+        if len(self.measured) < 2:
             return 1 + COLUMN * (tokens - 1)
-        at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
-        low, high = known[max(at - 1, 0)], known[max(at, 1)]
-        slope = (self.measured[high] - self.measured[low]) / (high - low)
-        if tokens > high:  # beyond what was measured: the slope of its second half
-            low = known[len(known) // 2]
-            slope = max(0.0, self.measured[high] - self.measured[low]) / (high - low)
-        return self.measured[high] + slope * (tokens - high)
+        if rows == 1 or len(self.together) < 2:
+            return _between(self.measured, tokens)
+        least = min(self.together)
+        row = (self.together[least] - _between(self.measured, least)) / (self.most - 1)  # what each further row costs
+        if tokens < least:
+            return _between(self.measured, tokens) + (rows - 1) * row
+        return _between(self.together, tokens) - (self.most - rows) * row
 
 
-def best_length(hopes: Sequence[Sequence[float]], seconds: Callable[[int], float], sure: float) -> tuple[int, float]:
-    """How many tokens of the drafts to verify, and the tokens per second that this promises.
+def _between(measured: Mapping[int, float], tokens: int) -> float:
+    known = sorted(measured)
+    at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
+    low, high = known[max(at - 1, 0)], known[max(at, 1)]
+    slope = (measured[high] - measured[low]) / (high - low)
+    if tokens > high:  # beyond what was measured: the slope of its second half
+        low = known[len(known) // 2]
+        slope = max(0.0, measured[high] - measured[low]) / (high - low)
+    return measured[high] + slope * (tokens - high)
 
-    hopes[i][j]: the chance that the first j + 1 draft tokens of row i all come true. seconds: of a round by the
-    longest draft in it, which all rows wait for. sure: tokens that the round brings anyway.
+
+def best_lengths(
+    hopes: Sequence[Sequence[float]], seconds: Callable[[int, int], float], sure: float, *, even: bool = True
+) -> tuple[list[int], float]:
+    """How many tokens of each row's draft to verify, and the tokens per second that this promises.
+
+    hopes[i][j]: the chance that the first j + 1 draft tokens of row i all come true. seconds: of a round, by the
+    longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even: all rows may
+    have as many tokens, since they wait for the longest; else those tokens are taken that promise the most.
     """
-    best, brought = (0, sure / seconds(0)), sure
-    for length in range(1, max(map(len, hopes), default=0) + 1):
-        brought += sum(row[length - 1] for row in hopes if len(row) >= length)
-        rate = brought / seconds(length)
-        if rate > best[1]:
-            best = length, rate
-    return best
+    lengths = [0] * len(hopes)
+    best, rate, brought, longest, drafted = lengths, sure / seconds(0, 0), sure, 0, 0
+    for step in _by_column(hopes) if even else _by_hope(hopes):
+        lengths = lengths.copy()
+        for row in step:
+            brought += hopes[row][lengths[row]]
+            lengths[row] += 1
+            longest, drafted = max(longest, lengths[row]), drafted + 1
+        if brought / seconds(longest, drafted) > rate:
+            best, rate = lengths, brought / seconds(longest, drafted)
+    return best, rate
+
+
+def _by_column(hopes: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The rows that have a first token, a second one, ..."""
+    return [[i for i, row in enumerate(hopes) if len(row) > n] for n in range(max(map(len, hopes), default=0))]
+
+
+def _by_hope(hopes: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The row of each token, the most hopeful first; a row's tokens come in order, as hopes never rise."""
+    ordered = sorted((-hope, n, i) for i, row in enumerate(hopes) for n, hope in enumerate(row))
+    return [[i] for *_, i in ordered]

@@ -36,6 +36,7 @@ class AimedSlots(SlotCache):
         """
         self._slots, self._view, self._span = slice(0, columns.shape[0]), view, None
         self._rows, self._columns = rows, columns
+        self._cuts, self.layout = [], None
 
     @property
     def shape(self) -> tuple[int, int]:

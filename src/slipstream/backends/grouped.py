@@ -36,27 +36,54 @@ def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Columns `first` to `last` - 1 of a long forward of one row; mask: [1, 1, rows, view], all of it they read."""
+class Cut:
+    """A row's tokens in a long forward, which attend without other rows'.
 
-    first: int
-    last: int
+    They stand in the memory's row `row` from position `start` on and are `count` tokens of the forward from number
+    `token` on. Columns `column` to `column` + `width` - 1 of the mask are theirs; what the columns behind the first
+    `count` give is dropped.
+    """
+
+    row: int
+    token: int
+    column: int
+    width: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that attend together, from number `token` on; the first `count` results are kept.
+
+    mask: [1, 1, rows, view], all of it they read.
+    """
+
+    row: int
+    token: int
+    width: int
+    count: int
     mask: Tensor
 
 
-def cut_mask(mask: Tensor, width: int, start: int, reads: Sequence[int]) -> list[Block]:
-    """Cut the mask [1, 1, rows, view] of `width` columns from position `start` on into those of its blocks.
+def cut_mask(mask: Tensor, cuts: Sequence[Cut], reads: Sequence[int]) -> list[Block]:
+    """Cut the mask [1, 1, rows, view] of all columns, of which the cuts' are the last, into those of their blocks.
 
-    reads: what a block may read if it is enough, ascending; else it reads the whole view.
+    reads: what a block may read if it is enough, ascending; else it reads the whole view. Without any, a cut is one
+    block.
     """
-    repeats, view = mask.shape[2] // width, mask.shape[3]
-    table = mask[:, :, : repeats * width].unflatten(2, (repeats, width))
+    columns, view = cuts[-1].column + cuts[-1].width, mask.shape[3]
+    repeats = mask.shape[2] // columns
+    table = mask[:, :, : repeats * columns].unflatten(2, (repeats, columns))
     blocks = []
-    for first in range(0, width, BLOCK):
-        last = min(first + BLOCK, width)
-        reach = next((read for read in reads if read >= start + last), view)
-        piece = table[:, :, :, first:last, :reach].flatten(2, 3)
-        blocks.append(Block(first, last, pad(piece, (0, 0, 0, -piece.shape[2] % ROWS))))
+    for cut in cuts:
+        step = BLOCK if reads else cut.width
+        for first in range(0, cut.width, step):
+            last = min(first + step, cut.width)
+            reach = next((read for read in reads if read >= cut.start + last), view)
+            piece = table[:, :, :, cut.column + first : cut.column + last, :reach].flatten(2, 3)
+            piece = pad(piece, (0, 0, 0, -piece.shape[2] % ROWS))
+            blocks.append(Block(cut.row, cut.token + first, last - first, min(last, cut.count) - first, piece))
     return blocks
 
 
@@ -76,12 +103,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None
 ) -> Tensor:
-    """The same for a long forward of one row, block by block."""
+    """The same for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
     parts = []
     for block in blocks:
-        view = block.mask.shape[3]
-        columns = query.narrow(2, block.first, block.last - block.first)
-        parts.append(attend(columns, key.narrow(2, 0, view), value.narrow(2, 0, view), block.mask, scaling))
+        view, row = block.mask.shape[3], slice(block.row, block.row + 1)
+        columns = query.narrow(2, block.token, block.width)
+        out = attend(columns, key[row, :, :view], value[row, :, :view], block.mask, scaling)
+        parts.append(out.narrow(2, 0, block.count))
     return torch.cat(parts, 2)
 
 

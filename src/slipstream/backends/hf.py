@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from slipstream.backends import grouped
+from slipstream.backends import Piece, grouped
 from slipstream.backends.lean import lean_layers
+from slipstream.backends.ragged import lay_out
 from slipstream.backends.slots import VIEW, SlotCache
 from slipstream.memo import PROMPT_UNIT
 from slipstream.types import SlipstreamError, UsageError
@@ -47,6 +48,7 @@ class HFBackend:
         is_grouped = config._attn_implementation == grouped.NAME
         self._repeats = grouped.repeats_of(config) if is_grouped else None
         self._key_positions = torch.arange(0, device=self.device)
+        self.ragged = False
 
     def reserve(self, rows: int, length: int) -> None:
         """Grow the memory; the longest view sets the size of the mask."""
@@ -64,15 +66,29 @@ class HFBackend:
         """See `Answering.answer`."""
         return self._eager(tokens, [start], slot, columns).to(self.device)
 
+    @torch.inference_mode()
+    def forward_ragged(
+        self, tokens: Tensor, pieces: Sequence[Piece], *, widths: Sequence[int] | None, columns: Tensor | None = None
+    ) -> Tensor:
+        """See `Ragged.forward_ragged`."""
+        layout = lay_out(pieces, len(tokens), widths)
+        view = self._cache.place_ragged(layout, self.view, self.reads)
+        return self._through(
+            tokens[None], layout.positions[None], layout.queries, view, 0 if columns is None else columns
+        )[0]
+
     def _eager(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
         first = torch.tensor(starts, device=self.device)[:, None]
         positions = first + self._key_positions[: tokens.shape[1]]
         view = self._cache.place(
             first_slot, starts, positions, self.view, self.reads if self.device.type == "cpu" else ()
         )
+        return self._through(tokens, positions, positions, view, keep)
+
+    def _through(self, tokens: Tensor, positions: Tensor, queries: Tensor, view: int, keep: int | Tensor) -> Tensor:
         out = self.model(
             input_ids=tokens,
-            attention_mask=self._masks(positions, view),
+            attention_mask=self._masks(queries, view),
             # padding may stick out over the context's end, where learned positions have no row
             position_ids=positions.clamp(max=self.max_length - 1),
             past_key_values=self._cache,
@@ -114,6 +130,8 @@ class HFBackend:
         if not self._gives(expected, "the forward of its layers"):
             for layer, _ in layers:
                 del layer.forward
+            return
+        self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
 
     def _a_few_logits(self) -> Tensor:
         """Logits of a few tokens, float32: some at the start, and some that look back at them."""

@@ -17,6 +17,7 @@ from torch.nn.functional import layer_norm
 
 from slipstream.backends.fused import Part
 from slipstream.backends.grouped import attend, attend_in_blocks
+from slipstream.backends.ragged import attend_ragged
 from slipstream.backends.slots import SlotCache
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -134,8 +135,11 @@ class LeanLayer:
         turned = self._turn(turning, cos, sin).transpose(1, 2)
         fresh = heads.narrow(2, both, self._key_heads).transpose(1, 2)
         keys, values = cache.update(turned.narrow(1, self._heads, self._key_heads), fresh, self._index)
-        queries, blocks = turned.narrow(1, 0, self._heads), cache.blocks(mask, width)
-        if blocks:
+        queries, blocks = turned.narrow(1, 0, self._heads), cache.blocks(mask)
+        if (together := cache.rectangle(mask)) is not None:
+            assert cache.layout is not None
+            out = attend_ragged(queries, keys, values, together, blocks, cache.layout, self._scaling)
+        elif blocks:
             out = attend_in_blocks(queries, keys, values, blocks, self._scaling)
         else:
             out = attend(queries, keys, values, mask, self._scaling)

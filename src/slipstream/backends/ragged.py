@@ -1,0 +1,141 @@
+"""Ragged forwards: the tokens of several rows one behind the other, as many of each as there are, none for padding.
+
+All of a layer but its attention treats tokens alone, so its products see [1, T]. Only attention looks at rows: rows of
+few tokens are laid out as a rectangle for it, the others attend one by one. Where a row has fewer tokens than its place
+in that layout, the tokens behind it, which are other rows', are computed along; what comes out for them is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.backends import Piece
+from slipstream.backends.grouped import ROWS, Block, Cut, attend
+from slipstream.memo import PROMPT_UNIT
+
+ROW, CALL = 3, 12  # what a row of the rectangle, and attention of a row on its own, cost beside their columns
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of T tokens goes.
+
+    slots, positions: [T], in the memory; rows: the slots that attention reads. queries: [1, C], the positions of all
+    its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
+    into: [B * W], which token a column of the rectangle is; out_of: [T], which column a token is; None without one.
+    end: the position behind the last that is looked at.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    rows: slice
+    queries: Tensor
+    shape: tuple[int, int]
+    into: Tensor | None
+    out_of: Tensor | None
+    cuts: list[Cut]
+    end: int
+
+
+def lay_out(pieces: Sequence[Piece], total: int, widths: Sequence[int] | None) -> Layout:
+    """The layout of a forward of `total` tokens; those behind the last piece continue it.
+
+    widths: as in `Ragged.forward_ragged`.
+    """
+    counts = [piece.count for piece in pieces]
+    first = [0, *accumulate(counts)][:-1]
+    written = [*counts[:-1], total - first[-1]]
+    starts = torch.tensor([piece.start for piece in pieces])
+    row = torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(written))
+    column = torch.arange(total) - torch.tensor(first)[row]
+    slots, positions = torch.tensor([piece.slot for piece in pieces])[row], starts[row] + column
+    if widths is None:
+        cuts = _prompts(pieces, first, total)
+        end = max(cut.start + cut.width for cut in cuts)
+        return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end)
+    width = _width(counts, widths)
+    cells = torch.tensor(first)[:, None] + torch.arange(width)
+    cuts, at = [], len(pieces) * width
+    for i, (piece, begin) in enumerate(zip(pieces, first, strict=True)):
+        if piece.count > width:
+            wide = _next(piece.count, widths)
+            cuts.append(Cut(i, begin, at, wide, piece.count, piece.start))
+            at += wide
+    queries = torch.cat([(starts[:, None] + torch.arange(width)).flatten()[None], _queries(cuts)], 1)
+    end = max(int(starts.max()) + width, *(cut.start + cut.width for cut in cuts), 0)
+    out_of = row * width + column.clamp(max=width - 1)
+    rows, shape = slice(pieces[0].slot, pieces[0].slot + len(pieces)), (len(pieces), width)
+    return Layout(slots, positions, rows, queries, shape, cells.clamp(max=total - 1).flatten(), out_of, cuts, end)
+
+
+def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:
+    """Of the mask [1, 1, rows, view] of all columns that of the rectangle, [B, 1, rows, view]."""
+    rows, width = layout.shape
+    columns, view = layout.queries.shape[1], mask.shape[3]
+    repeats = mask.shape[2] // columns
+    table = mask[0, 0, : repeats * columns].view(repeats, columns, view)[:, : rows * width]
+    piece = table.unflatten(1, (rows, width)).transpose(0, 1).flatten(1, 2)[:, None]
+    return pad(piece, (0, 0, 0, -piece.shape[2] % ROWS))
+
+
+def attend_ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    blocks: Sequence[Block],
+    layout: Layout,
+    scaling: float | None,
+) -> Tensor:
+    """Attention of the rectangle, whose mask this is, and of the rows beside it. [1, heads, T, D] -> the same."""
+    assert layout.into is not None and layout.out_of is not None
+    cells = query[0].transpose(0, 1).index_select(0, layout.into)
+    table = cells.unflatten(0, layout.shape).transpose(1, 2)
+    out = attend(table, key, value, mask, scaling).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
+    for block in blocks:
+        own, view = slice(block.row, block.row + 1), block.mask.shape[3]
+        columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
+        columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
+        found = attend(columns, key[own, :, :view], value[own, :, :view], block.mask, scaling)
+        out[block.token : block.token + block.count] = found[0, :, : block.count].transpose(0, 1)
+    return out.transpose(0, 1)[None]
+
+
+def _prompts(pieces: Sequence[Piece], first: Sequence[int], total: int) -> list[Cut]:
+    """A cut for each piece, as wide as if it were read alone, and one for the padding that is left."""
+    cuts: list[Cut] = []
+    for piece, begin, end in zip(pieces, first, [*first[1:], total], strict=True):
+        wide = min(-(-piece.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
+        cuts.append(Cut(piece.slot, begin, _end(cuts), wide, min(end - begin, wide), piece.start))
+        if end - begin > wide:
+            rest = end - begin - wide
+            cuts.append(Cut(piece.slot, begin + wide, _end(cuts), rest, rest, piece.start + wide))
+    return cuts
+
+
+def _end(cuts: Sequence[Cut]) -> int:
+    """The first column of the mask behind these cuts'."""
+    return cuts[-1].column + cuts[-1].width if cuts else 0
+
+
+def _queries(cuts: Sequence[Cut]) -> Tensor:
+    return torch.cat([torch.arange(0), *(cut.start + torch.arange(cut.width) for cut in cuts)])[None]
+
+
+def _width(counts: Sequence[int], widths: Sequence[int]) -> int:
+    """The width of the rectangle: a longer row attends on its own where that is cheaper than more columns for all."""
+
+    def cost(width: int) -> int:
+        return len(counts) * (ROW + width) + sum(CALL + count for count in counts if count > width)
+
+    return min(sorted({_next(count, widths) for count in counts}), key=cost)
+
+
+def _next(count: int, widths: Sequence[int]) -> int:
+    return next((width for width in widths if width >= count), count)

@@ -1,0 +1,203 @@
+"""A memory of rows and how texts get into it: what is known is copied, what is not is read.
+
+Texts of several rows are read in the same forwards where the backend can; one that begins as another does waits until
+that one was read, and copies it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from slipstream.backends import Answering, Backend, Piece, Ragged, read_memory
+from slipstream.feed import end_to_end, portions
+from slipstream.ledger import Ledger
+from slipstream.memo import EXACT_FIT, Memo, Shapes, common_beginning
+from slipstream.types import Row
+
+CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
+
+
+@dataclass
+class Reader:
+    """Reads texts with one model into the slots of its memory; row i of a call uses slot i."""
+
+    backend: Backend
+    shapes: Shapes = EXACT_FIT
+    memos: list[Memo] = field(default_factory=list)
+    prefill_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._debug = Ledger(self.memos) if os.environ.get("SLIPSTREAM_DEBUG") == "1" else None
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` tokens; what the memory holds is kept."""
+        read_memory(self.backend, self.shapes.view, self.shapes.reads)
+        self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
+        self.memos.extend(Memo() for _ in range(rows - len(self.memos)))
+
+    @property
+    def answers(self) -> bool:
+        """Whether the forwards that read a new prompt can say what comes after it."""
+        return self.shapes.reuse == 1 and isinstance(self.backend, Answering)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a forward can take a different number of tokens of each row."""
+        can = isinstance(self.backend, Ragged) and self.backend.ragged
+        return can and (not self.shapes.widths or bool(self.shapes.totals))
+
+    def forget(self) -> None:
+        """Drop what the memory holds."""
+        self.memos[:] = [Memo() for _ in self.memos]
+
+    def with_shapes(self, shapes: Shapes) -> Self:
+        """The same model and memory under other shapes; sessions that share a memory may take turns."""
+        other = copy(self)  # shares the memos, which are the truth about the memory
+        other.shapes = shapes
+        return other
+
+    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
+        """Bring the memo of rows that lack many tokens up to their last token, in chunks.
+
+        answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
+        """
+        answer, answers = answer and self.answers, dict[int, Tensor]()
+        waiting = list(enumerate(rows))
+        while waiting:
+            needs, waiting = self._next_to_read(waiting)
+            for slot in list(needs):
+                row, base = needs[slot], self.memos[slot].base
+                if len(row.tokens) - base <= CATCH_UP and base > 0:
+                    answer = False
+                    del needs[slot]
+            ends = {slot: len(row.tokens) if answer else len(row.tokens) - 1 for slot, row in needs.items()}
+            if len(needs) > 1:
+                self._read_together(needs, ends, answers)
+            else:
+                for slot, row in needs.items():
+                    self._read(slot, row, ends[slot], answers)
+        return torch.cat([answers[i] for i in range(len(rows))]) if answer and len(answers) == len(rows) else None
+
+    def _next_to_read(self, waiting: list[tuple[int, Row]]) -> tuple[dict[int, Row], list[tuple[int, Row]]]:
+        """Rows that are read now, by slot, and those that wait: for their turn, or to copy what one of these reads."""
+        now: dict[int, Row] = {}
+        later: list[tuple[int, Row]] = []
+        for slot, row in waiting:
+            if now and (not self.ragged or self.shapes.reuse > 1 or self._would_copy(slot, row, now.values())):
+                later.append((slot, row))
+            else:
+                self._seat(slot, row)
+                now[slot] = row
+        return now, later
+
+    def _would_copy(self, slot: int, row: Row, others: Iterable[Row]) -> bool:
+        if self.memos[slot].row is row:
+            return False
+        known, most = max(self._usable(memo, row) for memo in self.memos), len(row.tokens) - 1
+        return any(common_beginning(row.tokens, other.tokens, most) > known + CATCH_UP for other in others)
+
+    def _read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
+        memo = self.memos[slot]
+        while memo.base < end:
+            chunk = row.tokens[memo.base : min(end, memo.base + self.shapes.chunk)]
+            width = self.shapes.pad_prompt(len(chunk))
+            inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
+            if self._debug:
+                self._debug.write(slot, memo.base, chunk)
+            if memo.base + len(chunk) == len(row.tokens):
+                answers[slot] = self._answer(inputs, memo.base, slot, len(chunk) - 1)
+            else:
+                self._forward(inputs, [memo.base], slot, logits=False)
+            self._has_read(slot, len(chunk))
+
+    def _read_together(self, needs: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
+        """Several rows' texts one behind the other, in forwards of a chunk."""
+        lacking = [Piece(slot, base, ends[slot] - base) for slot in needs for base in [self.memos[slot].base]]
+        for pieces in portions(lacking, self.shapes.shared_chunk):
+            texts = [needs[piece.slot].tokens[piece.start : piece.start + piece.count] for piece in pieces]
+            counts = [piece.count for piece in pieces]
+            total = sum(counts[:-1]) + self.shapes.pad_prompt(counts[-1])
+            inputs = end_to_end(texts, self.shapes.pad_prompt(total))
+            over = [i for i, piece in enumerate(pieces) if piece.start + piece.count == len(needs[piece.slot].tokens)]
+            columns = [sum(counts[: i + 1]) - 1 for i in over]
+            padding = (self.shapes.pad_total(max(1, len(over))) or len(over)) - len(over)
+            logits = self._forward_ragged(inputs, pieces, texts, None, torch.tensor(columns + [0] * padding))
+            answers.update({pieces[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
+            for piece in pieces:
+                self._has_read(piece.slot, piece.count)
+
+    def _has_read(self, slot: int, count: int) -> None:
+        memo = self.memos[slot]
+        memo.base = memo.written = memo.base + count
+        self.prefill_tokens += count
+
+    def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
+        """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
+        assert isinstance(self.backend, Answering)
+        width = self.shapes.pad(1, 1)
+        columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
+        logits = self.backend.answer(self._known(inputs), start, slot=slot, columns=columns)
+        return logits[:, min(last, width - 1), None]
+
+    def _seat(self, slot: int, row: Row) -> None:
+        """Make slot `slot` hold what is known of its row, copying from the slot that knows most.
+
+        Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
+        """
+        memo = self.memos[slot]
+        if memo.row is row:
+            if memo.round != len(row.rounds):
+                memo.base = memo.written = memo.valid(row)
+            return
+        knowledge = [self._usable(memo, row) for memo in self.memos]
+        known = max(knowledge)
+        # of several that know as much the row's own: it is never worth more to have computed something once again
+        source = max(range(len(self.memos)), key=lambda s: (knowledge[s], self.memos[s].row is row))
+        if source != slot:
+            self.memos[slot] = Memo()  # what it held is about to be overwritten
+            self.backend.copy(source, slot, known)
+        if self._debug:
+            self._debug.copy(source, slot, known)
+        self.memos[slot] = Memo(row, known, known, len(row.rounds), self.shapes)
+
+    def _usable(self, memo: Memo, row: Row) -> int:
+        """How many leading tokens of a row that enters may be copied from where `memo` says."""
+        other, known = memo.row, memo.valid(row)
+        if other is row or other is None:
+            return known
+        if memo.shapes != self.shapes:
+            return 0
+        if self.shapes.reuse > 1:
+            # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
+            known = min(known, other.prompt_length - 1)
+            if not known == row.prompt_length - 1 == other.prompt_length - 1:
+                known -= known % self.shapes.reuse
+        return known
+
+    def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
+        return self.backend.forward(self._known(inputs), starts, first_slot=first_slot, logits=logits)
+
+    def _forward_ragged(
+        self,
+        inputs: Tensor,
+        pieces: list[Piece],
+        texts: list[list[int]],
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(self.backend, Ragged)
+        if self._debug:
+            for piece, text in zip(pieces, texts, strict=True):
+                self._debug.write(piece.slot, piece.start, text)
+        return self.backend.forward_ragged(self._known(inputs), pieces, widths=widths, columns=columns)
+
+    def _known(self, inputs: Tensor) -> Tensor:
+        # a draft model with a smaller head may be shown tokens it does not know; its drafts may be poor, never wrong
+        return inputs.clamp(max=self.backend.vocab_size - 1)

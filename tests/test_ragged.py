@@ -1,0 +1,217 @@
+"""Ragged forwards against rectangular ones, what is read in one forward, and where none can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rounding import BATCH, BIT, RoundingBackend
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.backends import Backend, Piece, read_memory
+from slipstream.backends.fused import fuse
+from slipstream.backends.hf import HFBackend
+from slipstream.backends.lean import is_lean
+from slipstream.backends.packed import pack
+from slipstream.backends.ragged import lay_out
+from slipstream.calibration import TOTALS, calibrate
+from slipstream.feed import end_to_end, last_of_each, portions
+from slipstream.memo import EXACT_FIT, Shapes
+from slipstream.session import Session
+from slipstream.types import Row
+from tiny import ARCHITECTURES, VOCAB, RaggedHash, fresh, prompts, shared
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (100, 7, 33, 64)
+OPTIONS = SamplingParams(max_tokens=100)
+
+
+def backend_of(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
+    model = fresh(name, dtype=dtype)
+    backend = HFBackend(model)
+    fuse(model)
+    pack(model)
+    backend.group_queries()
+    backend.shorten_layers()
+    read_memory(backend, 256, EXACT_FIT.reads)
+    return backend
+
+
+def tokens_of(rows: int, length: int = 200) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(4))
+
+
+def one_by_one(backend: HFBackend, tokens: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """Logits of the pieces' tokens, [T, V], in forwards of one row."""
+    parts = []
+    for row, piece in zip(tokens, pieces, strict=True):
+        own = row[None, piece.start : piece.start + piece.count]
+        parts.append(backend.forward(own, [piece.start], first_slot=piece.slot, logits=True)[0])
+    return torch.cat(parts)
+
+
+def cut_out(tokens: Tensor, pieces: Sequence[Piece], padding: int = 0) -> Tensor:
+    own = [row[piece.start : piece.start + piece.count] for row, piece in zip(tokens, pieces, strict=True)]
+    return torch.cat([*own, torch.zeros(padding, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, ()], ids=["padded", "exact"])
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 1, 2, 5), (1, 16, 1, 2), (21, 1, 1, 9), (8, 8, 8, 8)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
+def test_a_round_of_rows_that_take_different_numbers_of_tokens(
+    name: str, counts: tuple[int, ...], widths: tuple[int, ...]
+) -> None:
+    backend, tokens = backend_of(name), tokens_of(4)
+    assert backend.ragged
+    backend.reserve(4, 256)
+    for slot, context in enumerate(CONTEXTS):
+        backend.forward(tokens[slot : slot + 1, :context], [0], first_slot=slot, logits=False)
+    pieces = [Piece(slot, CONTEXTS[slot], count) for slot, count in enumerate(counts)]
+    for padding in (0, 3):
+        inputs = cut_out(tokens, pieces, padding)
+        got = backend.forward_ragged(inputs, pieces, widths=widths)
+        assert got.shape == (sum(counts) + padding, VOCAB)
+        columns = torch.tensor([sum(counts) - 1, 0])
+        few = backend.forward_ragged(inputs, pieces, widths=widths, columns=columns)
+        expected = one_by_one(backend, tokens, pieces)
+        torch.testing.assert_close(got[: sum(counts)], expected, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(few, expected[columns], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 3)])
+def test_prompts_share_a_forward(name: str, slots: tuple[int, ...]) -> None:
+    backend, tokens = backend_of(name), tokens_of(3)
+    backend.reserve(4, 256)
+    pieces = [Piece(slot, 0, count) for slot, count in zip(slots, (70, 9, 97), strict=True)]
+    backend.forward_ragged(cut_out(tokens, pieces), pieces, widths=None, columns=torch.tensor([0]))
+    later = [Piece(slot, piece.count, 20) for slot, piece in zip(slots, pieces, strict=True)]
+    got = backend.forward_ragged(cut_out(tokens, later, 4), later, widths=None)[:60]
+    fresh_one = backend_of(name)
+    fresh_one.reserve(4, 256)
+    one_by_one(fresh_one, tokens, pieces)
+    torch.testing.assert_close(got, one_by_one(fresh_one, tokens, later), rtol=1e-4, atol=2e-5)
+
+
+def test_a_long_row_attends_on_its_own_where_a_wide_rectangle_would_cost_more() -> None:
+    layout = lay_out([Piece(i, 10, count) for i, count in enumerate((1, 16, 1, 1, 2, 1, 1, 1))], 24, WIDTHS)
+    assert layout.shape == (8, 2) and [(cut.row, cut.width, cut.count) for cut in layout.cuts] == [(1, 16, 16)]
+    layout = lay_out([Piece(i, 10, 5) for i in range(4)], 20, WIDTHS)
+    assert layout.shape == (4, 8) and not layout.cuts
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_models_whose_layers_keep_their_own_forward_have_no_ragged_ones(name: str) -> None:
+    plain, fast = HFBackend(shared(name)), backend_of(name)
+    assert not plain.ragged and not Session(plain).ragged
+    assert fast.ragged == any(map(is_lean, fast.model.modules())) == Session(fast).ragged
+    assert not Session(fast, Shapes((2, 4, 8), 64)).ragged  # which numbers of tokens agree is not known
+
+
+def new_row(index: int, tokens: list[int]) -> Row:
+    return Row(index, tokens, OPTIONS, seed=0)
+
+
+def test_a_rectangle_is_taken_where_it_has_no_more_tokens() -> None:
+    backend = RaggedHash()
+    session = Session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session.reserve(2, 64)
+    rows = [new_row(0, [1, 2, 3]), new_row(1, [4, 5])]
+    session.prefill(rows)
+    backend.forwards.clear(), backend.together.clear()
+    for lengths, together in (([3, 3], False), ([0, 7], False), ([3, 0], False), ([0, 8], True), ([15, 0], False)):
+        draft = torch.zeros(2, max(lengths), dtype=torch.int64)
+        session.score(rows, draft, lengths)
+        assert bool(backend.together) == together, lengths
+        backend.forwards.clear(), backend.together.clear()
+
+
+def test_texts_are_read_together_and_common_beginnings_once() -> None:
+    backend = RaggedHash()
+    session = Session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session.reserve(5, 200)
+    common = [5] * 20
+    texts = [[*common, *[i] * 30] for i in (1, 2, 3)] + [[6] * 9 + [4] * 40, [*common, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1]]
+    session.prefill([new_row(i, text) for i, text in enumerate(texts)])
+    # the first with the one that has nothing in common, then two behind the beginning, and the last knows all of its
+    assert session.prefill_tokens == (49 + 48) + (29 + 29)
+    expected = [([48], 48), ([1, 47], 64), ([1], 16), ([29, 19], 64), ([10], 16)]
+    assert backend.together == expected
+
+
+def test_what_is_read_together_is_cut_into_chunks() -> None:
+    needs = [Piece(3, 5, 30), Piece(0, 0, 4), Piece(1, 9, 50)]
+    assert [*portions(needs, 40)] == [
+        [Piece(3, 5, 30), Piece(0, 0, 4), Piece(1, 9, 6)],
+        [Piece(1, 15, 40)],
+        [Piece(1, 55, 4)],
+    ]
+    assert [*portions([], 40)] == []
+    assert end_to_end([[1, 2], [], [3]], 5).tolist() == [1, 2, 3, 0, 0]
+
+
+def test_each_row_gets_the_logits_it_wants_and_its_last_ones_again() -> None:
+    logits = torch.arange(9)[:, None].expand(9, 2)
+    got = last_of_each(logits, [2, 4, 1], [1, 3, 1], 3)
+    assert got[..., 0].tolist() == [[1, 1, 1], [3, 4, 5], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) -> None:
+    texts = prompts((40, 3, 90, 17, 200), seed=2)
+    draft = fresh("llama", seed=0) if drafter == "model" else None
+    decoder = SpeculativeDecoder(
+        fresh("llama"), draft, drafter=drafter, fast=True, reproducible=reproducible, num_draft_tokens="auto"
+    )
+    assert decoder._target_session.ragged
+    params = [SamplingParams(max_tokens=20 + i, num_draft_tokens=n) for i, n in enumerate((None, 2, 9, 0, None))]
+    together = decoder.generate(texts, params)
+    for text, own, result in zip(texts, params, together, strict=True):
+        decoder.forget()
+        assert decoder.generate(text, own).token_ids == result.token_ids
+
+
+class RaggedRounding(RoundingBackend):
+    """Off by a bit in ragged forwards of `odd` tokens, and in those of prompts if told so."""
+
+    ragged = True
+
+    def __init__(self, odd: tuple[int, ...] = (), prompts: bool = True, max_length: int = 1000) -> None:
+        super().__init__(max_length=max_length)
+        self.odd, self.prompts = odd, prompts
+
+    def forward_ragged(
+        self, tokens: Tensor, pieces: Sequence[Piece], *, widths: Sequence[int] | None, columns: Tensor | None = None
+    ) -> Tensor:
+        assert max(piece.start + piece.count for piece in pieces) <= self.max_length
+        out = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float64)
+        differs, at = (len(tokens) in self.odd) if widths is not None else not self.prompts, 0
+        for piece in pieces:
+            own = tokens[None, at : at + piece.count]
+            out[at : at + piece.count] = self.forward(own, [piece.start], first_slot=piece.slot, logits=True)[0]
+            if differs:
+                self.slots[piece.slot, piece.start + piece.count - 1] += BIT
+            at += piece.count
+        return out + BIT * differs
+
+
+@pytest.mark.parametrize("odd", [(), (8,), (24, 40), TOTALS], ids=str)
+def test_exactly_the_numbers_of_tokens_that_agree_are_kept(odd: tuple[int, ...]) -> None:
+    found = calibrate(RaggedRounding(odd), BATCH)
+    kept = tuple(total for total in TOTALS if total not in odd)
+    assert tuple(found.totals) == kept and set(found.shapes.totals) <= set(kept)
+    assert all(ms > 0 for ms in found.totals.values())
+
+
+@pytest.mark.parametrize("backend", [RaggedRounding(prompts=False), RoundingBackend()], ids=["prompts", "none"])
+def test_no_number_is_kept_where_prompts_read_together_differ_or_there_are_no_such_forwards(backend: Backend) -> None:
+    assert calibrate(backend, BATCH).totals == {}
+    assert calibrate(backend, BATCH).prompts
+
+
+def test_a_short_context_and_a_batch_of_one() -> None:
+    assert calibrate(RaggedRounding(max_length=128), BATCH).agrees
+    assert calibrate(RaggedRounding(), 1).totals == {} != calibrate(RaggedRounding(), 2).totals
