@@ -7,7 +7,7 @@ that one was read, and copies it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
@@ -69,33 +69,42 @@ class Reader:
         answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
         """
         answer, answers = answer and self.answers, dict[int, Tensor]()
-        waiting = list(enumerate(rows))
-        while waiting:
-            needs, waiting = self._next_to_read(waiting)
-            for slot in list(needs):
-                row, base = needs[slot], self.memos[slot].base
+        for turn in self._turns(rows):
+            ends = {}
+            for slot, row in turn.items():
+                base = self.memos[slot].base
                 if len(row.tokens) - base <= CATCH_UP and base > 0:
                     answer = False
-                    del needs[slot]
-            ends = {slot: len(row.tokens) if answer else len(row.tokens) - 1 for slot, row in needs.items()}
-            if len(needs) > 1:
-                self._read_together(needs, ends, answers)
+                else:
+                    ends[slot] = len(row.tokens) - 1
+            if answer:
+                ends = {slot: end + 1 for slot, end in ends.items()}
+            if len(ends) > 1:
+                self._read_together(turn, ends, answers)
             else:
-                for slot, row in needs.items():
-                    self._read(slot, row, ends[slot], answers)
+                for slot, end in ends.items():
+                    self._read(slot, turn[slot], end, answers)
         return torch.cat([answers[i] for i in range(len(rows))]) if answer and len(answers) == len(rows) else None
 
-    def _next_to_read(self, waiting: list[tuple[int, Row]]) -> tuple[dict[int, Row], list[tuple[int, Row]]]:
-        """Rows that are read now, by slot, and those that wait: for their turn, or to copy what one of these reads."""
-        now: dict[int, Row] = {}
-        later: list[tuple[int, Row]] = []
-        for slot, row in waiting:
-            if now and (not self.ragged or self.shapes.reuse > 1 or self._would_copy(slot, row, now.values())):
-                later.append((slot, row))
-            else:
+    def _turns(self, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
+        """Rows that are read together, by slot; those that would copy what others read come after them."""
+        waiting = list(enumerate(rows))
+        if not self.ragged or self.shapes.reuse > 1:
+            for slot, row in waiting:
                 self._seat(slot, row)
-                now[slot] = row
-        return now, later
+                yield {slot: row}
+            return
+        while waiting:
+            now: dict[int, Row] = {}
+            later = []
+            for slot, row in waiting:
+                if now and self._would_copy(slot, row, now.values()):
+                    later.append((slot, row))
+                else:
+                    self._seat(slot, row)
+                    now[slot] = row
+            yield now
+            waiting = later
 
     def _would_copy(self, slot: int, row: Row, others: Iterable[Row]) -> bool:
         if self.memos[slot].row is row:
@@ -117,15 +126,15 @@ class Reader:
                 self._forward(inputs, [memo.base], slot, logits=False)
             self._has_read(slot, len(chunk))
 
-    def _read_together(self, needs: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
+    def _read_together(self, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
         """Several rows' texts one behind the other, in forwards of a chunk."""
-        lacking = [Piece(slot, base, ends[slot] - base) for slot in needs for base in [self.memos[slot].base]]
+        lacking = [Piece(slot, base, ends[slot] - base) for slot in ends for base in [self.memos[slot].base]]
         for pieces in portions(lacking, self.shapes.shared_chunk):
-            texts = [needs[piece.slot].tokens[piece.start : piece.start + piece.count] for piece in pieces]
+            texts = [rows[piece.slot].tokens[piece.start : piece.start + piece.count] for piece in pieces]
             counts = [piece.count for piece in pieces]
             total = sum(counts[:-1]) + self.shapes.pad_prompt(counts[-1])
             inputs = end_to_end(texts, self.shapes.pad_prompt(total))
-            over = [i for i, piece in enumerate(pieces) if piece.start + piece.count == len(needs[piece.slot].tokens)]
+            over = [i for i, piece in enumerate(pieces) if piece.start + piece.count == len(rows[piece.slot].tokens)]
             columns = [sum(counts[: i + 1]) - 1 for i in over]
             padding = (self.shapes.pad_total(max(1, len(over))) or len(over)) - len(over)
             logits = self._forward_ragged(inputs, pieces, texts, None, torch.tensor(columns + [0] * padding))
