@@ -14,6 +14,8 @@ CORE = [
     "sampling.py",
     "acceptance.py",
     "memo.py",
+    "reader.py",
+    "feed.py",
     "session.py",
     "engine.py",
     "policy.py",
@@ -37,9 +39,20 @@ FURTHER_DRAFTERS = [
     "suffix_store.py",
 ]
 CONTROL = ["odds.py", "pace.py", "prospects.py", "control.py", "stopping.py"]  # how far to draft
-FAST_PATHS = [
-    f"backends/{name}.py" for name in ("packed", "fused", "grouped", "quantised", "graphs", "aimed", "graphed")
-]  # each has its specification in plain PyTorch
+_FAST = (
+    "shortcuts",
+    "packed",
+    "fused",
+    "grouped",
+    "lean",
+    "pieces",
+    "ragged",
+    "quantised",
+    "graphs",
+    "aimed",
+    "graphed",
+)
+FAST_PATHS = ["ragged.py", *(f"backends/{name}.py" for name in _FAST)]  # each has its specification in plain PyTorch
 
 
 def code_lines(source: str) -> int:

@@ -172,7 +172,7 @@ def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path)
 
 
 WRONG_PLANS = [
-    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, arms, bad_words, batch_sizes"),
+    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, arms, at_once, bad_words, batch_sizes"),
     ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
     ('{"repeats": 1.5}', "Invalid value for '--repeats'"),
     ('{"plan": "x.json"}', "has the unknown key 'plan'"),
@@ -193,8 +193,9 @@ def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp
     toy = ("--target", "toy", "--draft", "toy:2", "--arms", "none,model@2", "--reference", "none")
     small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--predict", "0.01", "--out", str(tmp_path))
     monkeypatch.setattr(bench, "write_report", lambda folder, tokenizer: folder / "report.html")
-    code, _, err = run(capsys, monkeypatch, "bench", "--plan", str(plan), *toy, *small)
     wanted = json.loads(plan.read_text())
+    fewer = ("--at-once", "8") if "at_once" in wanted else ()
+    code, _, err = run(capsys, monkeypatch, "bench", "--plan", str(plan), *toy, *small, *fewer)
     assert code == 0, err
     arms = parse_arms(",".join(wanted["arms"]))
     assert reference_of(arms, wanted["reference"]) == ("hf" if "hf" in wanted["arms"] else "none")
@@ -213,6 +214,8 @@ WRONG_USE = [
     (("--batch-sizes", "one"), "--batch-sizes 'one'; allowed"),
     (("--batch-sizes", "9"), "batch size 9; allowed: up to max_batch_size (8)"),
     (("--batch-sizes", "3"), "batch size 3; allowed: 1 to 2"),
+    (("--at-once", "2"), "--at-once beside batch sizes 1; allowed: max_batch_size (8)"),
+    (("--at-once", "3", "--batch-sizes", "1", "--max-batch-size", "1"), "--at-once 3; allowed: 1 to 2"),
     (("--repeats", "0"), "--repeats"),
     (("--category", "plants"), "category 'plants' is not in"),
     (("--config", "missing.json"), "cannot be read"),

@@ -49,6 +49,19 @@ def test_every_peer_says_what_plain_decoding_says(tmp_path: Path) -> None:
     assert all((run.stats is None) == run.arm.startswith("hf") for run in runs)
 
 
+def test_more_prompts_than_a_batch_are_decoded_in_batches(tmp_path: Path) -> None:
+    decoder = pair(max_batch_size=2)
+    lineup = Lineup(decoder, parse_arms("none,hf"), PARAMS)
+    start(tmp_path, Header({}, {}, {}, "now"))
+    ours, theirs = Runner(lineup, plan(lineup.arms, PROMPTS, [2], 1, at_once=3), tmp_path).run([])
+    assert [len(run.texts) for run in (ours, theirs)] == [3, 3] and ours.verdicts == ["identical"] * 3
+    assert set(theirs.verdicts) <= {"identical", "tie"}
+    assert ours.rounds is not None
+    together = [sum(done["step"] == step for done in ours.rounds) for step in {done["step"] for done in ours.rounds}]
+    assert max(together) == 2  # never three
+    assert theirs.num_forwards == 2 * max(map(len, theirs.texts))
+
+
 def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
     decoder = pair()
     texts = [reference(shared("llama"), decoder.encode(p.text), 16) for p in PROMPTS]

@@ -227,6 +227,14 @@ def test_arms_take_turns_before_the_next_repeat() -> None:
     ]
 
 
+def test_a_call_may_be_given_more_prompts_than_it_decodes_together() -> None:
+    planned = plan(parse_arms("none,hf"), PROMPTS, [2], 1, at_once=5)
+    assert [(one.batch, len(one.group.ids)) for one in planned] == [(2, 5)] * 4
+    for at_once, message in ((1, "--at-once 1; allowed: at least the batch size, 2"), (11, "--at-once 11; allowed: 1")):
+        with pytest.raises(UsageError, match=message):
+            plan(parse_arms("none"), PROMPTS, [2], 1, at_once=at_once)
+
+
 def test_a_plan_that_cannot_be_is_refused() -> None:
     arms = parse_arms("none,hf-assisted")
     for batches, repeats, message in (

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends import grouped
 from slipstream.backends.fused import fuse
-from slipstream.backends.hf import TOLERANCE, HFBackend
+from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import NotLeanError, RootMeanSquare, is_lean, lean_layers
 from slipstream.backends.packed import pack
+from slipstream.backends.shortcuts import TOLERANCE
 from tiny import VOCAB, fresh
 from tiny import ragged_logits as logits
 

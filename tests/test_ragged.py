@@ -10,15 +10,16 @@ from torch import Tensor
 
 from rounding import BATCH, BIT, RoundingBackend
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends import Backend, Piece, read_memory
+from slipstream.backends import Backend, read_memory
 from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import is_lean
 from slipstream.backends.packed import pack
+from slipstream.backends.pieces import Piece
 from slipstream.backends.ragged import lay_out
 from slipstream.calibration import TOTALS, calibrate
-from slipstream.feed import end_to_end, last_of_each, portions
 from slipstream.memo import EXACT_FIT, Shapes
+from slipstream.ragged import RaggedSession, end_to_end, last_of_each, make_session, portions
 from slipstream.session import Session
 from slipstream.types import Row
 from tiny import ARCHITECTURES, VOCAB, RaggedHash, fresh, prompts, shared
@@ -105,9 +106,11 @@ def test_a_long_row_attends_on_its_own_where_a_wide_rectangle_would_cost_more() 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_models_whose_layers_keep_their_own_forward_have_no_ragged_ones(name: str) -> None:
     plain, fast = HFBackend(shared(name)), backend_of(name)
-    assert not plain.ragged and not Session(plain).ragged
-    assert fast.ragged == any(map(is_lean, fast.model.modules())) == Session(fast).ragged
-    assert not Session(fast, Shapes((2, 4, 8), 64)).ragged  # which numbers of tokens agree is not known
+    assert type(make_session(plain)) is Session and not plain.ragged
+    made = make_session(fast)
+    assert fast.ragged == any(map(is_lean, fast.model.modules())) == isinstance(made, RaggedSession)
+    unknown = make_session(fast, Shapes((2, 4, 8), 64))  # which numbers of tokens agree is not known
+    assert made.num_tokens(2, 3) == (5 if fast.ragged else None) and unknown.num_tokens(2, 3) is None
 
 
 def new_row(index: int, tokens: list[int]) -> Row:
@@ -116,7 +119,7 @@ def new_row(index: int, tokens: list[int]) -> Row:
 
 def test_a_rectangle_is_taken_where_it_has_no_more_tokens() -> None:
     backend = RaggedHash()
-    session = Session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session = make_session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
     session.reserve(2, 64)
     rows = [new_row(0, [1, 2, 3]), new_row(1, [4, 5])]
     session.prefill(rows)
@@ -130,7 +133,7 @@ def test_a_rectangle_is_taken_where_it_has_no_more_tokens() -> None:
 
 def test_texts_are_read_together_and_common_beginnings_once() -> None:
     backend = RaggedHash()
-    session = Session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session = make_session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
     session.reserve(5, 200)
     common = [5] * 20
     texts = [[*common, *[i] * 30] for i in (1, 2, 3)] + [[6] * 9 + [4] * 40, [*common, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1]]
@@ -166,7 +169,7 @@ def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) 
     decoder = SpeculativeDecoder(
         fresh("llama"), draft, drafter=drafter, fast=True, reproducible=reproducible, num_draft_tokens="auto"
     )
-    assert decoder._target_session.ragged
+    assert isinstance(decoder._target_session, RaggedSession)
     params = [SamplingParams(max_tokens=20 + i, num_draft_tokens=n) for i, n in enumerate((None, 2, 9, 0, None))]
     together = decoder.generate(texts, params)
     for text, own, result in zip(texts, params, together, strict=True):

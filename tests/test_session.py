@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream import Round, SamplingParams, SlipstreamError
-from slipstream.backends import Backend, Piece
+from slipstream.backends import Backend
 from slipstream.backends.hf import HFBackend
+from slipstream.backends.pieces import Piece
 from slipstream.backends.toy import ToyBackend
 from slipstream.memo import EXACT_FIT, PROMPT_UNIT, Shapes
-from slipstream.session import CATCH_UP, Session
+from slipstream.ragged import make_session
+from slipstream.reader import CATCH_UP
+from slipstream.session import Session
 from slipstream.types import Row
 from tiny import HashBackend, RaggedHash, fresh, prompts
 
@@ -63,7 +66,7 @@ class History:
         self.make, self.tolerance, self.dice = make, tolerance, random.Random(seed)
         self.backend = make()
         self.vocab = self.backend.vocab_size
-        self.session = Session(self.backend, shapes)
+        self.session = make_session(self.backend, shapes)
         self.session.reserve(3, CAPACITY)
         self.rows = [self.enter()]
         self.scored = 0

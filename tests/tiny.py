@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
-from slipstream.backends import Piece
 from slipstream.backends.hf import HFBackend
+from slipstream.backends.pieces import Piece
 from slipstream.noise import Race, key
 from slipstream.sampling import Sampler
 from slipstream.types import Row

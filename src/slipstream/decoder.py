@@ -19,11 +19,11 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import Drafter, Learner
 from slipstream.engine import Engine
 from slipstream.known_shapes import choose_shapes
-from slipstream.memo import EXACT_FIT, Shapes
+from slipstream.memo import Shapes
 from slipstream.params import SamplingParams
+from slipstream.ragged import make_session
 from slipstream.requests import Message, Prompt, RequestReader, is_single
 from slipstream.results import Chunk, Result
-from slipstream.session import Session
 from slipstream.stats import Stats
 from slipstream.text import Tokenizer, VisibleText, visible_text
 from slipstream.types import Round, Row, UsageError
@@ -78,8 +78,8 @@ class SpeculativeDecoder:
         refuse_unused(load_options_of(self.config), (target, draft))
         self.target: Loaded = load(target, load_options_of(self.config), tokenizer)
         self.draft = load_draft(draft, self.config, self.target, tokenizer)
-        self._target_session = Session(self.target.backend, self._shapes())
-        self._draft_session = None if self.draft is None else Session(self.draft.backend, EXACT_FIT)
+        self._target_session = make_session(self.target.backend, self._shapes())
+        self._draft_session = None if self.draft is None else make_session(self.draft.backend)
         self._reader = RequestReader(self.target)
         self._engine = self._make_engine()
 
@@ -142,7 +142,7 @@ class SpeculativeDecoder:
         """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
         other = copy(self)
         other.draft = load_draft(draft, self.config, self.target)
-        other._draft_session = None if other.draft is None else Session(other.draft.backend, EXACT_FIT)
+        other._draft_session = None if other.draft is None else make_session(other.draft.backend)
         return other.using("auto", num_draft_tokens="auto")
 
     def _make_engine(self) -> Engine:

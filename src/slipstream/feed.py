@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from slipstream.backends import Piece
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,6 @@ class Feed:
         drafted = draft.gather(1, source.clamp(0, count - 1))
         return torch.where((source >= 0) & (source < count), drafted, inputs)
 
-    def texts(self, draft: Tensor, lengths: Sequence[int]) -> list[list[int]]:
-        """The same without padding, of row i's draft the first lengths[i] tokens."""
-        parts = zip(self.missing, draft.tolist(), self.fed, lengths, strict=True)
-        return [[*tail, *drafted[skip:length]] for tail, drafted, skip, length in parts]
-
-
-def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
-    """[total] token ids of several texts, one behind the other, then padding."""
-    tokens = [token for text in texts for token in text]
-    return torch.tensor(tokens + [0] * (total - len(tokens)), dtype=torch.int64)
-
 
 def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
     """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
@@ -65,28 +52,3 @@ def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
     first = torch.tensor([count - keep for count in counts])[:, None]
     at = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
     return logits[torch.arange(len(counts), device=logits.device)[:, None], at]
-
-
-def last_of_each(logits: Tensor, counts: Sequence[int], wanted: Sequence[int], most: int) -> Tensor:
-    """The last wanted[i] of row i's counts[i] positions, then its last one again. logits: [T, V] -> [B, most, V]."""
-    ends = torch.tensor(counts).cumsum(0)
-    own = torch.tensor(wanted)[:, None]
-    columns = torch.minimum(torch.arange(most), own - 1)
-    return logits[ends[:, None] - own + columns]
-
-
-def portions(needs: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
-    """The pieces in their order, cut and put together into forwards of `most` tokens."""
-    portion: list[Piece] = []
-    room = most
-    for need in needs:
-        start, end = need.start, need.start + need.count
-        while start < end:
-            count = min(room, end - start)
-            portion.append(Piece(need.slot, start, count))
-            start, room = start + count, room - count
-            if not room:
-                yield portion
-                portion, room = [], most
-    if portion:
-        yield portion

@@ -1,13 +1,9 @@
-"""A memory of rows and how texts get into it: what is known is copied, what is not is read.
-
-Texts of several rows are read in the same forwards where the backend can; one that begins as another does waits until
-that one was read, and copies it.
-"""
+"""A memory of rows and how texts get into it: what is known is copied, what is not is read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
@@ -15,10 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.backends import Answering, Backend, Piece, Ragged, read_memory
-from slipstream.feed import end_to_end, portions
+from slipstream.backends import Answering, Backend, read_memory
 from slipstream.ledger import Ledger
-from slipstream.memo import EXACT_FIT, Memo, Shapes, common_beginning
+from slipstream.memo import EXACT_FIT, Memo, Shapes
 from slipstream.types import Row
 
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
@@ -47,12 +42,6 @@ class Reader:
         """Whether the forwards that read a new prompt can say what comes after it."""
         return self.shapes.reuse == 1 and isinstance(self.backend, Answering)
 
-    @property
-    def ragged(self) -> bool:
-        """Whether a forward can take a different number of tokens of each row."""
-        can = isinstance(self.backend, Ragged) and self.backend.ragged
-        return can and (not self.shapes.widths or bool(self.shapes.totals))
-
     def forget(self) -> None:
         """Drop what the memory holds."""
         self.memos[:] = [Memo() for _ in self.memos]
@@ -64,53 +53,22 @@ class Reader:
         return other
 
     def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
-        """Bring the memo of rows that lack many tokens up to their last token, in chunks.
+        """Bring the memo of rows that lack many tokens up to their last token, in chunks, never two rows together.
 
         answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
         """
         answer, answers = answer and self.answers, dict[int, Tensor]()
-        for turn in self._turns(rows):
-            ends = {}
-            for slot, row in turn.items():
-                base = self.memos[slot].base
-                if len(row.tokens) - base <= CATCH_UP and base > 0:
-                    answer = False
-                else:
-                    ends[slot] = len(row.tokens) - 1
-            if answer:
-                ends = {slot: end + 1 for slot, end in ends.items()}
-            if len(ends) > 1:
-                self._read_together(turn, ends, answers)
+        for slot, row in enumerate(rows):
+            self._seat(slot, row)
+            if not self._lacks_much(slot, row):
+                answer = False
             else:
-                for slot, end in ends.items():
-                    self._read(slot, turn[slot], end, answers)
-        return torch.cat([answers[i] for i in range(len(rows))]) if answer and len(answers) == len(rows) else None
+                self._read(slot, row, len(row.tokens) - (not answer), answers)
+        return in_order(answers, len(rows)) if answer else None
 
-    def _turns(self, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
-        """Rows that are read together, by slot; those that would copy what others read come after them."""
-        waiting = list(enumerate(rows))
-        if not self.ragged or self.shapes.reuse > 1:
-            for slot, row in waiting:
-                self._seat(slot, row)
-                yield {slot: row}
-            return
-        while waiting:
-            now: dict[int, Row] = {}
-            later = []
-            for slot, row in waiting:
-                if now and self._would_copy(slot, row, now.values()):
-                    later.append((slot, row))
-                else:
-                    self._seat(slot, row)
-                    now[slot] = row
-            yield now
-            waiting = later
-
-    def _would_copy(self, slot: int, row: Row, others: Iterable[Row]) -> bool:
-        if self.memos[slot].row is row:
-            return False
-        known, most = max(self._usable(memo, row) for memo in self.memos), len(row.tokens) - 1
-        return any(common_beginning(row.tokens, other.tokens, most) > known + CATCH_UP for other in others)
+    def _lacks_much(self, slot: int, row: Row) -> bool:
+        base = self.memos[slot].base
+        return base == 0 or len(row.tokens) - base > CATCH_UP
 
     def _read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
         memo = self.memos[slot]
@@ -125,22 +83,6 @@ class Reader:
             else:
                 self._forward(inputs, [memo.base], slot, logits=False)
             self._has_read(slot, len(chunk))
-
-    def _read_together(self, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
-        """Several rows' texts one behind the other, in forwards of a chunk."""
-        lacking = [Piece(slot, base, ends[slot] - base) for slot in ends for base in [self.memos[slot].base]]
-        for pieces in portions(lacking, self.shapes.shared_chunk):
-            texts = [rows[piece.slot].tokens[piece.start : piece.start + piece.count] for piece in pieces]
-            counts = [piece.count for piece in pieces]
-            total = sum(counts[:-1]) + self.shapes.pad_prompt(counts[-1])
-            inputs = end_to_end(texts, self.shapes.pad_prompt(total))
-            over = [i for i, piece in enumerate(pieces) if piece.start + piece.count == len(rows[piece.slot].tokens)]
-            columns = [sum(counts[: i + 1]) - 1 for i in over]
-            padding = (self.shapes.pad_total(max(1, len(over))) or len(over)) - len(over)
-            logits = self._forward_ragged(inputs, pieces, texts, None, torch.tensor(columns + [0] * padding))
-            answers.update({pieces[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
-            for piece in pieces:
-                self._has_read(piece.slot, piece.count)
 
     def _has_read(self, slot: int, count: int) -> None:
         memo = self.memos[slot]
@@ -193,20 +135,11 @@ class Reader:
     def _forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         return self.backend.forward(self._known(inputs), starts, first_slot=first_slot, logits=logits)
 
-    def _forward_ragged(
-        self,
-        inputs: Tensor,
-        pieces: list[Piece],
-        texts: list[list[int]],
-        widths: Sequence[int] | None,
-        columns: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(self.backend, Ragged)
-        if self._debug:
-            for piece, text in zip(pieces, texts, strict=True):
-                self._debug.write(piece.slot, piece.start, text)
-        return self.backend.forward_ragged(self._known(inputs), pieces, widths=widths, columns=columns)
-
     def _known(self, inputs: Tensor) -> Tensor:
         # a draft model with a smaller head may be shown tokens it does not know; its drafts may be poor, never wrong
         return inputs.clamp(max=self.backend.vocab_size - 1)
+
+
+def in_order(answers: Mapping[int, Tensor], count: int) -> Tensor | None:
+    """The answers [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one lacks."""
+    return torch.cat([answers[i] for i in range(count)]) if len(answers) == count else None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.backends import Piece, Unrolled
-from slipstream.feed import Feed, end_to_end, last, last_of_each
+from slipstream.backends import Unrolled
+from slipstream.feed import Feed, last
 from slipstream.memo import Memo
 from slipstream.reader import CATCH_UP, Reader
 from slipstream.types import Row, Verdict
@@ -24,14 +24,14 @@ from slipstream.types import Row, Verdict
 class Session(Reader):
     """Scores tokens with one model for up to `rows` rows; row i of a call uses slot i of the memory."""
 
+    def num_tokens(self, rows: int, drafted: int) -> int | None:
+        """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is no such."""
+        return None
+
     @property
     def longest_draft(self) -> int | None:
         """The longest draft whose round fits the allowed widths; None for any."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
-
-    def num_tokens(self, rows: int, drafted: int) -> int | None:
-        """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is no such."""
-        return self.shapes.pad_total(rows + drafted) if self.ragged and rows > 1 else None
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
@@ -39,20 +39,14 @@ class Session(Reader):
         draft: [B, K] token ids, of which row i really has `lengths[i]`. Returns [B, K + 1, V], or only the last
         `keep` of the K + 1 positions.
         """
-        width = draft.shape[1]
-        keep = width + 1 if keep is None else keep
+        keep = draft.shape[1] + 1 if keep is None else keep
         feed = self._feed(rows, draft, keep)
-        texts = feed.texts(draft, lengths) if self.ragged and len(rows) > 1 else []
-        total = self.shapes.pad_total(sum(map(len, texts)))
-        if texts and total and total < len(rows) * feed.width and (keep > width or set(lengths) == {width}):
-            counts = [len(text) for text in texts]
-            pieces = [Piece(slot, start, len(texts[slot])) for slot, start in enumerate(feed.starts)]
-            logits = self._forward_ragged(end_to_end(texts, total), pieces, texts, self.shapes.widths)
-            logits = last_of_each(logits, counts, [keep - width + length for length in lengths], keep)
-        else:
-            logits = last(self._forward(self._inputs(feed, draft), feed.starts, 0, logits=True), feed.counts, keep)
+        logits = self._score(feed, draft, lengths, keep)
         self._remember(rows, lengths)
         return logits
+
+    def _score(self, feed: Feed, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        return last(self._forward(self._inputs(feed, draft), feed.starts, 0, logits=True), feed.counts, keep)
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
         """[B, steps] tokens of the model's own choice, each fed to the next step, in one call of the backend.

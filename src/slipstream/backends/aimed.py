@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.backends.slots import SlotCache
+from slipstream.backends.ragged import RaggedSlots
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
@@ -26,7 +26,7 @@ class Bucket:
     view: int
 
 
-class AimedSlots(SlotCache):
+class AimedSlots(RaggedSlots):
     """A slot memory that can also be aimed by tensors, so that a captured graph writes wherever they say by then."""
 
     def aim(self, rows: Tensor, columns: Tensor, view: int) -> None:
@@ -36,7 +36,7 @@ class AimedSlots(SlotCache):
         """
         self._slots, self._view, self._span = slice(0, columns.shape[0]), view, None
         self._rows, self._columns = rows, columns
-        self._cuts, self.layout = [], None
+        self._cut([], None, ())
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,9 +7,6 @@ the drop-in for `generate` are the only ones that import transformers.
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +14,15 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from slipstream.backends import Piece, grouped
-from slipstream.backends.lean import lean_layers
-from slipstream.backends.ragged import lay_out
-from slipstream.backends.slots import VIEW, SlotCache
-from slipstream.memo import PROMPT_UNIT
-from slipstream.types import SlipstreamError, UsageError
-
-log = logging.getLogger("slipstream")
-
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
+from slipstream.backends import grouped
+from slipstream.backends.ragged import RaggedSlots
+from slipstream.backends.shortcuts import Shortcuts
+from slipstream.backends.slots import VIEW
+from slipstream.types import UsageError
 
 
-class HFBackend:
+class HFBackend(Shortcuts):
     """Runs a `PreTrainedModel` on slot-addressed memory."""
-
-    reads: tuple[int, ...] = ()
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
@@ -43,12 +33,11 @@ class HFBackend:
         self.vocab_size: int = model.get_output_embeddings().out_features
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self._window, self._layer_types = _windows(config)
-        self._cache = SlotCache(config.num_hidden_layers)
+        self._cache = RaggedSlots(config.num_hidden_layers)
         self._float_mask = model.dtype if config._attn_implementation == "eager" else None
         is_grouped = config._attn_implementation == grouped.NAME
         self._repeats = grouped.repeats_of(config) if is_grouped else None
         self._key_positions = torch.arange(0, device=self.device)
-        self.ragged = False
 
     def reserve(self, rows: int, length: int) -> None:
         """Grow the memory; the longest view sets the size of the mask."""
@@ -65,17 +54,6 @@ class HFBackend:
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
         """See `Answering.answer`."""
         return self._eager(tokens, [start], slot, columns).to(self.device)
-
-    @torch.inference_mode()
-    def forward_ragged(
-        self, tokens: Tensor, pieces: Sequence[Piece], *, widths: Sequence[int] | None, columns: Tensor | None = None
-    ) -> Tensor:
-        """See `Ragged.forward_ragged`."""
-        layout = lay_out(pieces, len(tokens), widths)
-        view = self._cache.place_ragged(layout, self.view, self.reads)
-        return self._through(
-            tokens[None], layout.positions[None], layout.queries, view, 0 if columns is None else columns
-        )[0]
 
     def _eager(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
         first = torch.tensor(starts, device=self.device)[:, None]
@@ -97,57 +75,6 @@ class HFBackend:
         )
         logits: Tensor = out.logits
         return logits
-
-    @torch.inference_mode()
-    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
-        """See `Frugal.reads_agree`."""
-        shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
-        if self._repeats is None or not shapes:
-            return False
-        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
-        agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
-        return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))
-
-    def group_queries(self) -> None:
-        """Use grouped attention if it gives this model's own logits."""
-        config = self.model.config.get_text_config()
-        repeats = grouped.repeats_of(config)
-        if config._attn_implementation != "sdpa" or repeats is None:
-            return
-        expected = self._a_few_logits()
-        self.model.config._attn_implementation, self._repeats = grouped.NAME, repeats
-        if not self._gives(expected, "its own attention"):
-            self.model.config._attn_implementation, self._repeats = "sdpa", None
-
-    def shorten_layers(self) -> None:
-        """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
-        layers = lean_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
-        if self._repeats is None or not layers:
-            return
-        expected = self._a_few_logits()
-        for layer, forward in layers:
-            layer.forward = forward
-        if not self._gives(expected, "the forward of its layers"):
-            for layer, _ in layers:
-                del layer.forward
-            return
-        self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
-
-    def _a_few_logits(self) -> Tensor:
-        """Logits of a few tokens, float32: some at the start, and some that look back at them."""
-        self.reserve(1, 2 * self.view)
-        tokens = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
-        first = self.forward(tokens[:, :6], [0], first_slot=0, logits=True)
-        return torch.cat([first, self.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
-
-    def _gives(self, expected: Tensor, kept: str) -> bool:
-        """Whether the model still gives these logits; if not, `kept` says what it keeps."""
-        try:
-            got = self._a_few_logits()
-        except (SlipstreamError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.info("%s keeps %s: %s", type(self.model).__name__, kept, error)
-            return False
-        return bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
 
     @torch.inference_mode()
     def copy(self, source: int, destination: int, length: int) -> None:

@@ -17,8 +17,7 @@ from torch.nn.functional import layer_norm
 
 from slipstream.backends.fused import Part
 from slipstream.backends.grouped import attend, attend_in_blocks
-from slipstream.backends.ragged import attend_ragged
-from slipstream.backends.slots import SlotCache
+from slipstream.backends.ragged import RaggedSlots, attend_ragged
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -115,7 +114,7 @@ class LeanLayer:
         """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
         cache, turns = options.get("past_key_values"), options.get("position_embeddings")
         mask = options.get("attention_mask")
-        if inputs or turns is None or mask is None or not isinstance(cache, SlotCache):
+        if inputs or turns is None or mask is None or not isinstance(cache, RaggedSlots):
             own: Tensor = type(self._layer).forward(self._layer, hidden_states, *inputs, **options)
             return own
         x = self._attend(self._before_attention(hidden_states), mask, cache, *turns)
@@ -124,7 +123,7 @@ class LeanLayer:
         y = self._down(self._act(gate).mul_(up))
         return x.add_(y if self._after_feed_forward is None else self._after_feed_forward(y))
 
-    def _attend(self, x: Tensor, mask: Tensor, cache: SlotCache, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, mask: Tensor, cache: RaggedSlots, cos: Tensor, sin: Tensor) -> Tensor:
         batch, width = x.shape[:2]
         both = self._heads + self._key_heads
         heads = self._qkv(x).view(batch, width, -1, self._size)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.backends import Piece
-from slipstream.backends.grouped import ROWS, Block, Cut, attend
+from slipstream.backends.grouped import LONG, ROWS, Block, Cut, attend, cut_mask
+from slipstream.backends.pieces import Piece
+from slipstream.backends.slots import SlotCache
 from slipstream.memo import PROMPT_UNIT
 
 ROW, CALL = 3, 12  # what a row of the rectangle, and attention of a row on its own, cost beside their columns
@@ -72,6 +73,49 @@ def lay_out(pieces: Sequence[Piece], total: int, widths: Sequence[int] | None) -
     out_of = row * width + column.clamp(max=width - 1)
     rows, shape = slice(pieces[0].slot, pieces[0].slot + len(pieces)), (len(pieces), width)
     return Layout(slots, positions, rows, queries, shape, cells.clamp(max=total - 1).flatten(), out_of, cuts, end)
+
+
+class RaggedSlots(SlotCache):
+    """A slot memory for attention that is cut into parts: of ragged forwards by rows, of long ones into blocks."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.layout: Layout | None = None  # of the next forward, if it is ragged
+        self._reads: Sequence[int] = ()
+        self._cuts: list[Cut] = []
+        self._blocks: dict[int, list[Block]] = {}
+        self._rectangles: dict[int, Tensor] = {}
+
+    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
+        """See `SlotCache.place`."""
+        width = columns.shape[1]
+        long = width >= LONG and reads and len(starts) == 1
+        self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None, reads)
+        return super().place(first_slot, starts, columns, unit, reads)
+
+    def place_ragged(self, layout: Layout, unit: int, reads: Sequence[int]) -> int:
+        """The same for a ragged forward."""
+        self._cut(layout.cuts, layout, reads)
+        self._slots, self._span = layout.rows, None
+        self._rows, self._columns = layout.slots[None], layout.positions[None]
+        return self._look(layout.end, unit, reads)
+
+    def blocks(self, mask: Tensor) -> list[Block]:
+        """The blocks a forward's attention is cut into, by its grouped mask; none if it is computed at once."""
+        if self._cuts and id(mask) not in self._blocks:
+            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self._reads)
+        return self._blocks.get(id(mask), [])
+
+    def rectangle(self, mask: Tensor) -> Tensor | None:
+        """The mask of the rows that attend together in a ragged forward; None in another and if there are none."""
+        if self.layout is None or self.layout.into is None:
+            return None
+        if id(mask) not in self._rectangles:
+            self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
+        return self._rectangles[id(mask)]
+
+    def _cut(self, cuts: list[Cut], layout: Layout | None, reads: Sequence[int]) -> None:
+        self._reads, self._cuts, self._blocks, self._rectangles, self.layout = reads, cuts, {}, {}, layout
 
 
 def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:

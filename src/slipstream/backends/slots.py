@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from slipstream.backends.grouped import LONG, Block, Cut, cut_mask
-from slipstream.backends.ragged import Layout, rectangle_mask
 from slipstream.types import SlipstreamError
 
 VIEW = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
@@ -62,11 +60,6 @@ class SlotCache(Cache):
         self._slots = slice(0, 0)
         self._view = 0
         self._span: slice | None = None
-        self._reads: Sequence[int] = ()
-        self._cuts: list[Cut] = []
-        self._blocks: dict[int, list[Block]] = {}
-        self._rectangles: dict[int, Tensor] = {}
-        self.layout: Layout | None = None  # of the next forward, if it is ragged
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -91,18 +84,9 @@ class SlotCache(Cache):
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
             self._columns = columns
-        long = width >= LONG and reads and len(starts) == 1
-        return self._look(max(starts) + width, unit, reads, [Cut(0, 0, 0, width, width, starts[0])] if long else [])
+        return self._look(max(starts) + width, unit, reads)
 
-    def place_ragged(self, layout: Layout, unit: int, reads: Sequence[int]) -> int:
-        """The same for a ragged forward."""
-        view = self._look(layout.end, unit, reads, layout.cuts)
-        self.layout, self._slots, self._span = layout, layout.rows, None
-        self._rows, self._columns = layout.slots[None], layout.positions[None]
-        return view
-
-    def _look(self, end: int, unit: int, reads: Sequence[int], cuts: list[Cut]) -> int:
-        self._reads, self._cuts, self._blocks, self._rectangles, self.layout = reads, cuts, {}, {}, None
+    def _look(self, end: int, unit: int, reads: Sequence[int]) -> int:
         self._view = min(next((read for read in reads if read >= end), -(-end // unit) * unit), self._shape[1])
         return self._view
 
@@ -114,20 +98,6 @@ class SlotCache(Cache):
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
-
-    def blocks(self, mask: Tensor) -> list[Block]:
-        """The blocks a forward's attention is cut into, by its grouped mask; none if it is computed at once."""
-        if self._cuts and id(mask) not in self._blocks:
-            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self._reads)
-        return self._blocks.get(id(mask), [])
-
-    def rectangle(self, mask: Tensor) -> Tensor | None:
-        """The mask of the rows that attend together in a ragged forward; None in another and if there are none."""
-        if self.layout is None or self.layout.into is None:
-            return None
-        if id(mask) not in self._rectangles:
-            self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
-        return self._rectangles[id(mask)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""

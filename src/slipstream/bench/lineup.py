@@ -137,4 +137,4 @@ class Lineup:
         if assisted and self.decoder.draft is None:
             raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
         target, draft = self._plain_models
-        return Peer(arm, target, draft if assisted else None, loaded.end_ids)
+        return Peer(arm, target, draft if assisted else None, loaded.end_ids, self.decoder.config.max_batch_size)

@@ -23,12 +23,16 @@ SUPPORTED |= {"stop_token_ids", "ignore_eos", "seed"}
 
 @dataclass(frozen=True)
 class Peer:
-    """One arm of transformers. model, assistant: plain transformers objects, shared with our own unpacked arms."""
+    """One arm of transformers. model, assistant: plain transformers objects, shared with our own unpacked arms.
+
+    max_batch_size: more prompts than this are decoded one batch after the other.
+    """
 
     arm: Arm
     model: Any
     assistant: Any
     end_ids: tuple[int, ...]
+    max_batch_size: int = 8
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
         """The new token ids of each prompt, its end token included, and how many forwards of the target they took.
@@ -36,6 +40,15 @@ class Peer:
         Several prompts are padded on the left. params: one per prompt, alike but for the seed; of several the first
         seed counts.
         """
+        texts: list[list[int]] = []
+        forwards = 0
+        for at in range(0, len(prompts), self.max_batch_size):
+            some = slice(at, at + self.max_batch_size)
+            new, taken = self._batch(prompts[some], params[some])
+            texts, forwards = texts + new, forwards + taken
+        return texts, forwards
+
+    def _batch(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
         one = params[0]
         ends = [*(() if one.ignore_eos else self.end_ids), *one.stop_token_ids]
         ids, mask = self._padded(prompts)

@@ -72,14 +72,14 @@ def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
     return named
 
 
-def groups(prompts: Sequence[BenchPrompt], batch: int) -> list[Group]:
+def groups(prompts: Sequence[BenchPrompt], batch: int, name: str = "batch size") -> list[Group]:
     """Every prompt in a group of exactly `batch` different ones, of one family where that is possible.
 
     What is left over of the families is grouped together; a last group that is too small is filled up with prompts
-    from the beginning of the list, which are then measured twice at this batch size.
+    from the beginning of the list, which are then measured twice at this batch size. name: of the number, in errors.
     """
     if not 1 <= batch <= len(prompts):
-        raise UsageError(f"batch size {batch}; allowed: 1 to {len(prompts)}, the number of prompts")
+        raise UsageError(f"{name} {batch}; allowed: 1 to {len(prompts)}, the number of prompts")
     made, left = [], list[BenchPrompt]()
     for family in dict.fromkeys(prompt.family for prompt in prompts):
         own = [prompt for prompt in prompts if prompt.family == family]
@@ -94,24 +94,37 @@ def groups(prompts: Sequence[BenchPrompt], batch: int) -> list[Group]:
 
 
 def plan(
-    arms: Sequence[Arm], prompts: Sequence[BenchPrompt], batches: Sequence[int], repeats: int
+    arms: Sequence[Arm],
+    prompts: Sequence[BenchPrompt],
+    batches: Sequence[int],
+    repeats: int,
+    at_once: int | None = None,
 ) -> list[Measurement]:
-    """All measurements in order. Peers that decode one prompt at a time are left out of larger batches."""
+    """All measurements in order. Peers that decode one prompt at a time are left out of larger batches.
+
+    at_once: how many prompts a call is given; by default as many as it decodes together.
+    """
+    if at_once is not None and at_once < max(batches):
+        raise UsageError(f"--at-once {at_once}; allowed: at least the batch size, {max(batches)}")
     if repeats < 1:
         raise UsageError(f"repeats={repeats}; allowed: at least 1")
     if not batches or len(set(batches)) != len(batches):
         raise UsageError(f"batch sizes {', '.join(map(str, batches))}; allowed: different whole numbers")
-    planned = list(_in_turn(arms, prompts, batches, repeats))
+    planned = list(_in_turn(arms, prompts, batches, repeats, at_once))
     if idle := [arm.name for arm in arms if not any(one.arm is arm for one in planned)]:
         raise UsageError(f"arm {idle[0]!r} decodes one prompt at a time; allowed: batch size 1 among --batch-sizes")
     return planned
 
 
 def _in_turn(
-    arms: Sequence[Arm], prompts: Sequence[BenchPrompt], batches: Sequence[int], repeats: int
+    arms: Sequence[Arm],
+    prompts: Sequence[BenchPrompt],
+    batches: Sequence[int],
+    repeats: int,
+    at_once: int | None,
 ) -> Iterator[Measurement]:
     for batch in batches:
         able = [arm for arm in arms if batch == 1 or runs_in_batches(arm)]
-        for group in groups(prompts, batch):
+        for group in groups(prompts, batch) if at_once is None else groups(prompts, at_once, "--at-once"):
             for repeat in range(repeats):
                 yield from (Measurement(arm, group, batch, repeat) for arm in able)

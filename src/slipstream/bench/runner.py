@@ -55,8 +55,8 @@ class Runner:
     def _warm_up(self, one: Measurement, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         """A few untimed tokens before the first run of an arm at a batch size."""
         if (one.arm.name, one.batch) not in self._warm:
-            few = [_shortened(given) for given in params]
-            self.lineup.generate(one.arm, prompts, few)
+            few = [_shortened(given) for given in params[: one.batch]]
+            self.lineup.generate(one.arm, prompts[: one.batch], few)
             self._warm.add((one.arm.name, one.batch))
 
 

@@ -13,6 +13,8 @@ from slipstream.bench.records import Run
 from slipstream.bench.summary import PARTS, ArmSummary
 from slipstream.show import percent
 
+MOST_NAMES = 8  # of prompts that a line lists
+
 
 def tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Table]:
     """Speeds beside parity, speed-ups per family, where the time went, and what failed."""
@@ -36,7 +38,9 @@ def progress_line(number: int, total: int, runs: Sequence[Run]) -> str:
         different = any("different" in run.verdicts for run in own)
         state = "FAILED" if len(speeds) < len(own) else f"{speeds[len(speeds) // 2]:.1f} tok/s"
         parts.append(f"{arm} {state}{' DIFFERS' if different else ''}")
-    return f"{number}/{total} {', '.join(runs[0].prompts)}, batch {runs[0].batch}: {'; '.join(parts)}"
+    names = runs[0].prompts
+    named = ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} to {names[-1]}, {len(names)} prompts"
+    return f"{number}/{total} {named}, batch {runs[0].batch}: {'; '.join(parts)}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -68,6 +68,10 @@ def bench(
     limit: Limit = None,
     raw: Raw = False,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="prompts decoded together, e.g. 1,4")] = "1",
+    at_once: Annotated[
+        int | None,
+        typer.Option("--at-once", help="prompts of one call, where those that finish make room for the next"),
+    ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs of each arm on each prompt")] = 3,
     predict: Annotated[
         float, typer.Option("--predict", min=0, help="seconds per drafter to measure costs for predictions; 0: none")
@@ -97,8 +101,13 @@ def bench(
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
     prompts = name_prompts(prompt_set(prompt_file, category, limit))
     batches = read_batch_sizes(batch_sizes, config)
-    planned, base = plan(chosen, prompts, batches, repeats), reference_of(chosen, reference)
+    if at_once is not None and batches != [config.max_batch_size]:
+        raise UsageError(
+            f"--at-once beside batch sizes {batch_sizes}; allowed: max_batch_size ({config.max_batch_size})"
+        )
+    planned, base = plan(chosen, prompts, batches, repeats, at_once), reference_of(chosen, reference)
     settings = {"reference": base, "batch_sizes": batches, "repeats": repeats, "chat": not raw}
+    settings |= {} if at_once is None else {"at_once": at_once}
     header = make_header({"target": target, "draft": draft}, chosen, prompts, config, params, **settings)
     folder = out_folder or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     before = open_folder(folder, header)

@@ -1,0 +1,109 @@
+"""Faster forwards of a model, each tried against its own logits before it is kept, and what only they can do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream.backends import grouped
+from slipstream.backends.lean import lean_layers
+from slipstream.backends.pieces import Piece
+from slipstream.backends.ragged import RaggedSlots, lay_out
+from slipstream.memo import PROMPT_UNIT
+from slipstream.types import SlipstreamError
+
+log = logging.getLogger("slipstream")
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
+
+
+class Shortcuts:
+    """What an `HFBackend` can do beside its plain forward."""
+
+    reads: tuple[int, ...] = ()
+    ragged = False
+    model: Any
+    view: int
+    device: torch.device
+    vocab_size: int
+    _cache: RaggedSlots
+    _repeats: int | None
+
+    if TYPE_CHECKING:
+
+        def reserve(self, rows: int, length: int) -> None:
+            """See `Backend.reserve`."""
+
+        def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+            """See `Backend.forward`."""
+
+        def _through(
+            self, tokens: Tensor, positions: Tensor, queries: Tensor, view: int, keep: int | Tensor
+        ) -> Tensor: ...
+
+    def group_queries(self) -> None:
+        """Use grouped attention if it gives this model's own logits."""
+        config = self.model.config.get_text_config()
+        repeats = grouped.repeats_of(config)
+        if config._attn_implementation != "sdpa" or repeats is None:
+            return
+        expected = self._a_few_logits()
+        self.model.config._attn_implementation, self._repeats = grouped.NAME, repeats
+        if not self._gives(expected, "its own attention"):
+            self.model.config._attn_implementation, self._repeats = "sdpa", None
+
+    def shorten_layers(self) -> None:
+        """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
+        layers = lean_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
+        if self._repeats is None or not layers:
+            return
+        expected = self._a_few_logits()
+        for layer, forward in layers:
+            layer.forward = forward
+        if not self._gives(expected, "the forward of its layers"):
+            for layer, _ in layers:
+                del layer.forward
+            return
+        self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
+
+    def _a_few_logits(self) -> Tensor:
+        """Logits of a few tokens, float32: some at the start, and some that look back at them."""
+        self.reserve(1, 2 * self.view)
+        tokens = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
+        first = self.forward(tokens[:, :6], [0], first_slot=0, logits=True)
+        return torch.cat([first, self.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
+
+    def _gives(self, expected: Tensor, kept: str) -> bool:
+        """Whether the model still gives these logits; if not, `kept` says what it keeps."""
+        try:
+            got = self._a_few_logits()
+        except (SlipstreamError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.info("%s keeps %s: %s", type(self.model).__name__, kept, error)
+            return False
+        return bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
+
+    @torch.inference_mode()
+    def forward_ragged(
+        self, tokens: Tensor, pieces: Sequence[Piece], *, widths: Sequence[int] | None, columns: Tensor | None = None
+    ) -> Tensor:
+        """See `Ragged.forward_ragged`."""
+        layout = lay_out(pieces, len(tokens), widths)
+        view = self._cache.place_ragged(layout, self.view, self.reads)
+        return self._through(
+            tokens[None], layout.positions[None], layout.queries, view, 0 if columns is None else columns
+        )[0]
+
+    @torch.inference_mode()
+    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        """See `Frugal.reads_agree`."""
+        shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
+        if self._repeats is None or not shapes:
+            return False
+        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
+        agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
+        return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))
