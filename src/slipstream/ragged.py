@@ -88,8 +88,9 @@ class RaggedSession(Session):
             inputs = end_to_end(texts, self.shapes.pad_prompt(total))
             over = [i for i, piece in enumerate(pieces) if piece.start + piece.count == len(rows[piece.slot].tokens)]
             columns = [sum(counts[: i + 1]) - 1 for i in over]
-            padding = (self.shapes.pad_total(max(1, len(over))) or len(over)) - len(over)
-            logits = self._forward_ragged(inputs, pieces, texts, None, torch.tensor(columns + [0] * padding))
+            wanted = max(1, len(over))  # columns go through the output layer in numbers that agree
+            columns += [0] * ((self.shapes.pad_total(wanted) or self.shapes.pad_prompt(wanted)) - len(over))
+            logits = self._forward_ragged(inputs, pieces, texts, None, torch.tensor(columns))
             answers.update({pieces[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
             for piece in pieces:
                 self._has_read(piece.slot, piece.count)
