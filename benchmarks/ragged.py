@@ -63,7 +63,9 @@ def main(
         )
     starts = [context + slot for slot in range(rows)]  # no two alike, as in a batch
     session.reserve(rows, starts[-1] + 2 * LONGEST)
-    tokens = torch.randint(1, 1000, (rows, starts[-1] + LONGEST), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        1, loaded.backend.vocab_size, (rows, starts[-1] + LONGEST), generator=torch.Generator().manual_seed(1)
+    )
     for slot, start in enumerate(starts):
         for at in range(0, start, READ):
             chunk = tokens[slot : slot + 1, at : min(at + READ, start)]
