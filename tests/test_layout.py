@@ -9,7 +9,10 @@ import pytest
 import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
-CORE = ("types", "history", "sampling", "acceptance", "session", "engine", "policy", "stats", "noise", "params")
+CORE = (
+    *("types", "history", "sampling", "acceptance", "memo", "reader", "feed", "session", "engine", "policy", "stats"),
+    *("noise", "params"),
+)
 LIMIT = 250
 
 
@@ -97,11 +100,25 @@ FORBIDDEN = {
     "sampling": ("acceptance", "session", "policy", "stats", "engine", "drafters", "backends", "text"),
     "acceptance": ("session", "engine", "policy", "stats", "drafters", "backends", "text"),
     "session": ("acceptance", "sampling", "engine", "policy", "stats", "drafters", "text"),
+    "reader": ("acceptance", "sampling", "session", "engine", "policy", "stats", "drafters", "text"),
+    "feed": (
+        "acceptance",
+        "sampling",
+        "session",
+        "reader",
+        "engine",
+        "policy",
+        "stats",
+        "drafters",
+        "backends",
+        "text",
+    ),
+    "ragged": ("acceptance", "sampling", "engine", "policy", "stats", "drafters", "text"),
     "policy": ("acceptance", "sampling", "session", "engine", "drafters", "backends", "text"),
     "stats": ("acceptance", "sampling", "session", "engine", "drafters", "backends", "text"),
     "text": ("acceptance", "sampling", "session", "engine", "drafters", "backends", "policy", "stats"),
     "engine": ("decoder", "text", "backends", "stats"),
-    "backends": ("sampling", "acceptance", "session", "engine", "drafters", "policy", "stats", "decoder"),
+    "backends": ("sampling", "acceptance", "session", "reader", "engine", "drafters", "policy", "stats", "decoder"),
     "drafters": ("acceptance", "engine", "policy", "stats", "backends", "text"),
 }
 
