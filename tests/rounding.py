@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.calibration import WIDTHS, Calibration, calibrate
+from slipstream.calibration import Calibration, calibrate
+from slipstream.trials import WIDTHS
 
 BATCH = 8
 BIT = 2.0**-30  # far below what any comparison with a tolerance would see

@@ -13,7 +13,8 @@ from slipstream.backends import read_memory
 from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.packed import pack
-from slipstream.calibration import READS, REFERENCE, VIEWS, WIDTHS, Calibration, calibrate
+from slipstream.calibration import Calibration, calibrate
+from slipstream.trials import READS, REFERENCE, VIEWS, WIDTHS
 from tiny import VOCAB, fresh, shared
 
 

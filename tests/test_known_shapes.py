@@ -10,9 +10,10 @@ import pytest
 from rounding import BATCH, ReadsLess, RoundingBackend, without
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import Backend, Loaded
-from slipstream.calibration import VIEWS, Calibration
+from slipstream.calibration import Calibration
 from slipstream.known_shapes import remembered
 from slipstream.memo import EXACT_FIT
+from slipstream.trials import VIEWS
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:

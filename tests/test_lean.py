@@ -10,33 +10,15 @@ from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.backends import grouped
-from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import NotLeanError, RootMeanSquare, is_lean, lean_layers
-from slipstream.backends.packed import pack
 from slipstream.backends.shortcuts import TOLERANCE
-from tiny import VOCAB, fresh
+from tiny import VOCAB, fast, fresh
 from tiny import ragged_logits as logits
 
 LEAN = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 OTHERS = ("phi3", "olmo2", "gpt2")
 PROMPT, PARAMS = [1, 5, 9, 5, 9, 5], SamplingParams(max_tokens=40)
-
-
-def fast(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
-    """Packed, with grouped attention."""
-    model = fresh(name, dtype=dtype)
-    backend = HFBackend(model)
-    fuse(model)
-    pack(model)
-    backend.group_queries()
-    return backend
-
-
-def shortened(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
-    backend = fast(name, dtype)
-    backend.shorten_layers()
-    return backend
 
 
 def num_lean(backend: HFBackend) -> int:
@@ -46,7 +28,7 @@ def num_lean(backend: HFBackend) -> int:
 @pytest.mark.parametrize("name", LEAN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype) -> None:
-    own, lean = fast(name, dtype), shortened(name, dtype)
+    own, lean = fast(name, dtype, lean=False), fast(name, dtype)
     assert num_lean(own) == 0 and num_lean(lean) == lean.model.config.num_hidden_layers
     expected, got = logits(own), logits(lean)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
@@ -58,7 +40,7 @@ def test_a_prompt_read_in_blocks_gives_the_same_logits(
     name: str, width: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block of it reads the shortest allowed part of the memory that holds what it may look at."""
-    backend, read = shortened(name), list[int]()
+    backend, read = fast(name), list[int]()
     backend.reserve(2, 300)
     tokens = torch.randint(1, VOCAB, (1, start + width), generator=torch.Generator().manual_seed(5))
     whole = backend.forward(tokens, [0], first_slot=1, logits=True)[:, start:]
@@ -80,13 +62,13 @@ def test_a_prompt_read_in_blocks_gives_the_same_logits(
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_of_other_structures_keep_their_forward(name: str) -> None:
-    backend = shortened(name)
+    backend = fast(name)
     assert num_lean(backend) == 0
-    assert torch.equal(logits(backend), logits(fast(name)))
+    assert torch.equal(logits(backend), logits(fast(name, lean=False)))
 
 
 def test_layers_that_compute_something_else_keep_their_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = fast("llama")
+    backend = fast("llama", lean=False)
     expected = logits(backend)
     monkeypatch.setattr(RootMeanSquare, "__call__", lambda self, x: x)
     monkeypatch.setattr("slipstream.backends.lean.CLOSE", float("inf"))
@@ -104,7 +86,7 @@ def test_layers_that_raise_keep_their_forward(
 
     caplog.set_level("INFO", "slipstream")
     monkeypatch.setattr("slipstream.backends.lean.LeanLayer._attend", broken)
-    backend = shortened("llama")
+    backend = fast("llama")
     assert num_lean(backend) == 0
     assert "keeps the forward of its layers: not these" in caplog.text
     assert torch.isfinite(logits(backend)).all()
@@ -118,7 +100,7 @@ def test_plain_weights_keep_their_layers() -> None:
 
 
 def test_a_forward_that_someone_has_wrapped_is_kept() -> None:
-    backend = fast("llama")
+    backend = fast("llama", lean=False)
     layer = backend.model.model.layers[1]
     own, calls = layer.forward, []
 
@@ -153,7 +135,7 @@ def test_a_fast_decoder_says_what_a_plain_one_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", LEAN)
 def test_calls_from_elsewhere_run_the_models_own_code(name: str) -> None:
-    backend = shortened(name)
+    backend = fast(name)
     ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

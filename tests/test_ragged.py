@@ -15,10 +15,8 @@ from torch import Tensor
 from rounding import BATCH, BIT, RoundingBackend
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.backends import Backend, read_memory
-from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import is_lean
-from slipstream.backends.packed import pack
 from slipstream.backends.pieces import Piece
 from slipstream.backends.ragged import lay_out
 from slipstream.calibration import TOTALS, calibrate
@@ -26,20 +24,15 @@ from slipstream.memo import EXACT_FIT, Shapes
 from slipstream.ragged import RaggedSession, end_to_end, last_of_each, make_session, portions
 from slipstream.session import Session
 from slipstream.types import Row
-from tiny import ARCHITECTURES, VOCAB, RaggedHash, fresh, prompts, shared, tokenizer
+from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (100, 7, 33, 64)
 OPTIONS = SamplingParams(max_tokens=100)
 
 
-def backend_of(name: str, dtype: torch.dtype = torch.float32) -> HFBackend:
-    model = fresh(name, dtype=dtype)
-    backend = HFBackend(model)
-    fuse(model)
-    pack(model)
-    backend.group_queries()
-    backend.shorten_layers()
+def backend_of(name: str) -> HFBackend:
+    backend = fast(name)
     read_memory(backend, 256, EXACT_FIT.reads)
     return backend
 
@@ -109,12 +102,12 @@ def test_a_long_row_attends_on_its_own_where_a_wide_rectangle_would_cost_more() 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_models_whose_layers_keep_their_own_forward_have_no_ragged_ones(name: str) -> None:
-    plain, fast = HFBackend(shared(name)), backend_of(name)
+    plain, quick = HFBackend(shared(name)), backend_of(name)
     assert type(make_session(plain)) is Session and not plain.ragged
-    made = make_session(fast)
-    assert fast.ragged == any(map(is_lean, fast.model.modules())) == isinstance(made, RaggedSession)
-    unknown = make_session(fast, Shapes((2, 4, 8), 64))  # which numbers of tokens agree is not known
-    assert made.num_tokens(2, 3) == (5 if fast.ragged else None) and unknown.num_tokens(2, 3) is None
+    made = make_session(quick)
+    assert quick.ragged == any(map(is_lean, quick.model.modules())) == isinstance(made, RaggedSession)
+    unknown = make_session(quick, Shapes((2, 4, 8), 64))  # which numbers of tokens agree is not known
+    assert made.num_tokens(2, 3) == (5 if quick.ragged else None) and unknown.num_tokens(2, 3) is None
 
 
 def new_row(index: int, tokens: list[int]) -> Row:

@@ -14,7 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
+from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
+from slipstream.backends.packed import pack
 from slipstream.backends.pieces import Piece
 from slipstream.noise import Race, key
 from slipstream.sampling import Sampler
@@ -202,6 +204,18 @@ class Oracle:
                     told[j] = (told[j] + 1) % self.vocab_size
             proposals.append(told)
         return Draft.from_lists(proposals, sampler.device)
+
+
+def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True) -> HFBackend:
+    """A new model, packed, with grouped attention and, if asked for, layers in fewer operators."""
+    model = fresh(name, dtype=dtype)
+    backend = HFBackend(model)
+    fuse(model)
+    pack(model)
+    backend.group_queries()
+    if lean:
+        backend.shorten_layers()
+    return backend
 
 
 def ragged_logits(backend: HFBackend) -> Tensor:

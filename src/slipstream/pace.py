@@ -135,7 +135,8 @@ class Pace:
         if rows == 1 or len(self.together) < 2:
             return _between(self.measured, tokens)
         least = min(self.together)
-        row = (self.together[least] - _between(self.measured, least)) / (self.most - 1)  # what each further row costs
+        rest = self.together[least] - _between(self.measured, least)
+        row = max(0.0, rest) / (self.most - 1)  # what each further row costs
         if tokens < least:
             return _between(self.measured, tokens) + (rows - 1) * row
         return _between(self.together, tokens) - (self.most - rows) * row
