@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from slipstream import Draft
+from slipstream.backends.compressed import stored
 from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.packed import pack
@@ -210,8 +211,8 @@ def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True) ->
     """A new model, packed, with grouped attention and, if asked for, layers in fewer operators."""
     model = fresh(name, dtype=dtype)
     backend = HFBackend(model)
-    fuse(model)
-    pack(model)
+    fuse(model, stored)
+    pack(model, stored)
     backend.group_queries()
     if lean:
         backend.shorten_layers()

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 from slipstream.backends import Loaded, LoadOptions
+from slipstream.backends.compressed import CompressedLinear, stored
 from slipstream.backends.fused import fuse
 from slipstream.backends.graphed import GraphedBackend
 from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import is_lean
-from slipstream.backends.packed import WIDTH, PackedLinear, pack, unsupported
+from slipstream.backends.packed import pack, unsupported
 from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise, rounded
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
 from slipstream.threads import separate_threads
@@ -53,8 +54,8 @@ def _pack(backend: HFBackend, fast: bool | str) -> bool:
     model = backend.model
     reason = unsupported(model)
     if reason is None:
-        fuse(model, lambda linear: PackedLinear(linear, WIDTH))
-        pack(model)
+        fuse(model, stored)
+        pack(model, stored)
         backend.group_queries()
         backend.shorten_layers()
     elif fast is True:
@@ -111,7 +112,8 @@ def _fingerprint(backend: HFBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
+    exact = "compressed " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
     lean = "lean " if any(is_lean(module) for module in model.modules()) else ""
     layers = f"{type(model).__name__} {config.num_hidden_layers} {lean}layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
-    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {kind} {' '.join(shapes)}"
+    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {exact}{kind} {' '.join(shapes)}"

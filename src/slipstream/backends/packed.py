@@ -6,6 +6,7 @@ speed. The specification of a packed layer is the `nn.Linear` it replaces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,12 +46,17 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def pack(model: nn.Module, width: int = WIDTH) -> None:
-    """Replace every `nn.Linear` of a model in place, freeing each weight as soon as it is packed.
+def packed(linear: nn.Linear) -> nn.Module:
+    """What `pack` puts in a layer's place if not told otherwise."""
+    return PackedLinear(linear, WIDTH)
+
+
+def pack(model: nn.Module, keep: Callable[[nn.Linear], nn.Module] = packed) -> None:
+    """Replace every `nn.Linear` of a model in place by what `keep` makes of it, freeing each weight at once.
 
     A weight shared with an embedding stays for the embedding and is packed as a copy.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child, width))
+                setattr(parent, name, keep(child))

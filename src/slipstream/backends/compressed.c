@@ -1,0 +1,288 @@
+/* Products of bfloat16 weights that are kept in 12 bits each, exactly.
+ *
+ * A weight's 8 bits of exponent say little: in a panel of 32 outputs nearly all are among 15 neighbouring values. A weight
+ * is kept as a byte of sign and mantissa and 4 bits that count down from the panel's largest exponent; the few it does
+ * not reach are exceptions, kept whole and put back where a block is unfolded. A forward of few tokens waits for its
+ * weights, so a quarter less of them is a quarter less time; what it waits for is asked for ahead.
+ *
+ * A sum runs over the inputs in order, whatever the number of tokens: one token beside others gives the same bits as
+ * alone.
+ *
+ * Layout: data [panels][K / 4][192] bytes: signs and mantissas of two pairs of inputs, 64 each, and their 4-bit codes,
+ * one pair's in the low and the other's in the high halves. Byte L * 16 + z * 8 + o * 2 + i of a pair is output
+ * z * 16 + L * 4 + o and input i, so that two unpacking instructions give operands of vdpbf16ps: 16 outputs by 2 inputs.
+ * tables [panels][32]: what each code stands for, its upper 7 bits and its lowest one. Exceptions of a block of a panel
+ * follow each other: place in the unfolded block << 16 | weight; offsets [panels * blocks + 1] says where they begin.
+ */
+#include <immintrin.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    PANEL = 32,    /* outputs */
+    BLOCK = 128,   /* inputs unfolded at a time: 8 KB */
+    ROWS = 12,     /* tokens whose sums are in registers */
+    BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is unfolded: if these are all, and else */
+    CHUNK = 248,   /* tokens whose sums are kept while a panel is read */
+    QUAD = 192,    /* bytes of 4 inputs of a panel */
+    AHEAD = 6144,  /* bytes */
+    CODES = 15     /* exponents that have a code; one more code stands for 0 */
+};
+
+static long least(long a, long b) { return a < b ? a : b; }
+static int exponent(uint16_t weight) { return weight >> 7 & 0xff; }
+
+/* The weight at a byte of a pair of inputs; 0 past the last output. */
+static uint16_t at(const uint16_t *weights, long outputs, long inputs, long panel, long pair, int byte) {
+    long output = panel * PANEL + (byte >> 3 & 1) * 16 + (byte >> 4) * 4 + (byte >> 1 & 3);
+    return output < outputs ? weights[output * inputs + pair * 2 + (byte & 1)] : 0;
+}
+
+/* Place of that byte's weight in an unfolded block. */
+static int place(long pair, int byte) {
+    return (int)(pair % (BLOCK / 2)) * 64 + (byte >> 3 & 1) * 32 + (byte >> 4) * 8 + (byte & 7);
+}
+
+static int code_of(uint16_t weight, int highest) {
+    int code = highest - exponent(weight);
+    return code >= 0 && code < CODES && exponent(weight) ? code : CODES;
+}
+
+/* tables of all panels, and in counts [panels * blocks] how many exceptions each block has. */
+void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
+    long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
+    #pragma omp parallel for schedule(static)
+    for (long panel = 0; panel < panels; panel++) {
+        long seen[256] = {0}, most = -1;
+        int highest = CODES;
+        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+            for (long input = 0; input < inputs; input++) seen[exponent(weights[output * inputs + input])]++;
+        for (int top = CODES; top < 256; top++) {
+            long reached = 0;
+            for (int code = 0; code < CODES; code++) reached += seen[top - code];
+            if (reached > most) most = reached, highest = top;
+        }
+        for (int code = 0; code <= CODES; code++) {
+            int stands_for = code < CODES ? highest - code : 0;
+            tables[panel * 32 + code] = (uint8_t)(stands_for >> 1);
+            tables[panel * 32 + 16 + code] = (uint8_t)(stands_for << 7);
+        }
+        memset(counts + panel * blocks, 0, blocks * sizeof *counts);
+        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+            for (long input = 0; input < inputs; input++) {
+                uint16_t weight = weights[output * inputs + input];
+                counts[panel * blocks + input / BLOCK] += exponent(weight) && code_of(weight, highest) == CODES;
+            }
+    }
+}
+
+/* data and exceptions, where survey's tables and offsets say. */
+void fold(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
+          uint8_t *data, uint32_t *exceptions) {
+    long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
+    #pragma omp parallel for schedule(static)
+    for (long panel = 0; panel < panels; panel++) {
+        int highest = tables[panel * 32] << 1 | tables[panel * 32 + 16] >> 7;
+        uint32_t *next = exceptions + offsets[panel * blocks];
+        for (long pair = 0; pair < inputs / 2; pair++) {
+            uint8_t *quad = data + (panel * (inputs / 4) + pair / 2) * QUAD;
+            int second = pair & 1;
+            for (int byte = 0; byte < 64; byte++) {
+                uint16_t weight = at(weights, outputs, inputs, panel, pair, byte);
+                int code = code_of(weight, highest);
+                quad[second * 64 + byte] = (uint8_t)((weight >> 8 & 0x80) | (weight & 0x7f));
+                quad[128 + byte] = (uint8_t)(second ? quad[128 + byte] | code << 4 : code);
+                if (code == CODES && exponent(weight)) *next++ = (uint32_t)place(pair, byte) << 16 | weight;
+            }
+        }
+    }
+}
+
+/* A block to be unfolded, a quad at a time. */
+struct folded {
+    const uint8_t *data, *table;
+    int quads;
+    uint16_t *to; /* [pairs][2][16 outputs x 2 inputs] */
+};
+
+static inline __attribute__((always_inline)) void unfold_pair(__m512i bytes, __m512i codes, const uint8_t *table,
+                                                              uint16_t *to) {
+    __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
+    __m512i lowest = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(table + 16)));
+    __m512i sign = _mm512_set1_epi8((char)0x80);
+    upper = _mm512_ternarylogic_epi32(bytes, sign, _mm512_shuffle_epi8(upper, codes), 0xEA);   /* bytes & sign | */
+    lowest = _mm512_ternarylogic_epi32(bytes, sign, _mm512_shuffle_epi8(lowest, codes), 0xBA); /* bytes & ~sign | */
+    _mm512_store_si512(to, _mm512_unpacklo_epi8(lowest, upper));
+    _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(lowest, upper));
+}
+
+static inline __attribute__((always_inline)) void unfold_quad(const struct folded *of, int quad) {
+    const uint8_t *data = of->data + quad * QUAD;
+    _mm_prefetch((const char *)data + AHEAD, _MM_HINT_T1);
+    _mm_prefetch((const char *)data + AHEAD + 64, _MM_HINT_T1);
+    _mm_prefetch((const char *)data + AHEAD + 128, _MM_HINT_T1);
+    __m512i codes = _mm512_loadu_si512(data + 128), half = _mm512_set1_epi8(0x0f);
+    unfold_pair(_mm512_loadu_si512(data), _mm512_and_si512(codes, half), of->table, of->to + quad * 128);
+    codes = _mm512_and_si512(_mm512_srli_epi16(codes, 4), half);
+    unfold_pair(_mm512_loadu_si512(data + 64), codes, of->table, of->to + quad * 128 + 64);
+}
+
+static void unfold(const struct folded *of, int first) {
+    for (int quad = first; quad < of->quads; quad++) unfold_quad(of, quad);
+}
+
+/* Some tokens' inputs [rows][BLOCK] and their sums [rows][PANEL], from 0 if a panel begins. */
+struct tokens {
+    const uint16_t *inputs;
+    float *sums;
+    int begin;
+};
+
+/* Adds a block's products to the sums. With `next` that block is unfolded on the way, so that neither waits. */
+static inline __attribute__((always_inline)) void add(const int rows, const struct tokens *of, const uint16_t *block,
+                                                      int quads, const struct folded *next) {
+    __m512 sum[ROWS][2];
+    const uint16_t *inputs = of->inputs;
+    #pragma GCC unroll 12
+    for (int i = 0; i < rows; i++) {
+        sum[i][0] = of->begin ? _mm512_setzero_ps() : _mm512_load_ps(of->sums + i * PANEL);
+        sum[i][1] = of->begin ? _mm512_setzero_ps() : _mm512_load_ps(of->sums + i * PANEL + 16);
+    }
+    for (int quad = 0; quad < quads; quad++) {
+        if (next && quad < next->quads) unfold_quad(next, quad);
+        #pragma GCC unroll 2
+        for (int pair = 0; pair < 2; pair++) {
+            __m512bh left = (__m512bh)_mm512_load_si512(block + pair * 64);
+            __m512bh right = (__m512bh)_mm512_load_si512(block + pair * 64 + 32);
+            #pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                int both;
+                memcpy(&both, inputs + i * BLOCK + pair * 2, sizeof both);
+                __m512bh input = (__m512bh)_mm512_set1_epi32(both);
+                sum[i][0] = _mm512_dpbf16_ps(sum[i][0], input, left);
+                sum[i][1] = _mm512_dpbf16_ps(sum[i][1], input, right);
+            }
+        }
+        block += 128, inputs += 4;
+    }
+    #pragma GCC unroll 12
+    for (int i = 0; i < rows; i++) {
+        _mm512_store_ps(of->sums + i * PANEL, sum[i][0]);
+        _mm512_store_ps(of->sums + i * PANEL + 16, sum[i][1]);
+    }
+}
+
+#define BESIDE(rows) case rows: add(rows, of, block, quads, next); break
+static void add_beside(int rows, const struct tokens *of, const uint16_t *block, int quads, const struct folded *next) {
+    switch (rows) {
+        BESIDE(1); BESIDE(2); BESIDE(3); BESIDE(4); BESIDE(5); BESIDE(6); BESIDE(7); BESIDE(8); BESIDE(9); BESIDE(10);
+    }
+    unfold(next, quads);
+}
+
+#define ALONE(rows) case rows: add(rows, of, block, quads, NULL); break
+static void add_alone(int rows, const struct tokens *of, const uint16_t *block, int quads) {
+    switch (rows) {
+        ALONE(1); ALONE(2); ALONE(3); ALONE(4); ALONE(5); ALONE(6);
+        ALONE(7); ALONE(8); ALONE(9); ALONE(10); ALONE(11); ALONE(12);
+    }
+}
+
+static __m512 widened(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+/* Sums [rows][PANEL] and a bias, rounded once. */
+static void finish(const float *sums, long rows, const uint16_t *bias, long outputs, long first, uint16_t *out) {
+    __mmask32 there = (__mmask32)(outputs - first >= PANEL ? ~0u : (1u << (outputs - first)) - 1);
+    __m512 left = _mm512_setzero_ps(), right = left;
+    if (bias) {
+        __m512i both = _mm512_maskz_loadu_epi16(there, bias + first);
+        left = widened(_mm512_castsi512_si256(both));
+        right = widened(_mm512_extracti64x4_epi64(both, 1));
+    }
+    for (long i = 0; i < rows; i++) {
+        __m512 a = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL), left);
+        __m512 b = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL + 16), right);
+        _mm512_mask_storeu_epi16(out + i * outputs + first, there, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+}
+
+struct weights {
+    long inputs, outputs, blocks;
+    const uint8_t *data, *tables;
+    const int32_t *offsets;
+    const uint32_t *exceptions;
+};
+
+/* Block number `unit` of all panels, counted panel by panel. */
+static struct folded folded_block(const struct weights *w, long unit, uint16_t *to) {
+    long panel = unit / w->blocks, input = unit % w->blocks * BLOCK;
+    const uint8_t *data = w->data + (panel * w->inputs + input) / 4 * QUAD;
+    return (struct folded){data, w->tables + panel * 32, (int)least(BLOCK, w->inputs - input) / 4, to};
+}
+
+static void put_back(const struct weights *w, long unit, uint16_t *block) {
+    for (int e = w->offsets[unit]; e < w->offsets[unit + 1]; e++)
+        block[w->exceptions[e] >> 16] = (uint16_t)w->exceptions[e];
+}
+
+/* What is multiplied: x [blocks][stride][BLOCK], of which `rows` tokens from `done` on, at most CHUNK. */
+struct batch {
+    const uint16_t *x, *bias;
+    long stride, done, rows;
+    uint16_t *out;
+};
+
+/* The panels from `first` to `last`. */
+static void multiply_panels(const struct weights *w, long first, long last, const struct batch *of) {
+    _Alignas(64) uint16_t block[2][BLOCK * PANEL];
+    _Alignas(64) float sums[CHUNK * PANEL];
+    long end = last * w->blocks, rows = of->rows, beside = rows <= BESIDE_MOST ? rows : BESIDE_MANY;
+    struct folded next = folded_block(w, first * w->blocks, block[0]);
+    unfold(&next, 0);
+    put_back(w, first * w->blocks, block[0]);
+    for (long unit = first * w->blocks; unit < end; unit++) {
+        uint16_t *now = next.to;
+        int quads = next.quads, begin = unit % w->blocks == 0;
+        next = folded_block(w, least(unit + 1, end - 1), now == block[0] ? block[1] : block[0]);
+        const uint16_t *x = of->x + (unit % w->blocks * of->stride + of->done) * BLOCK;
+        struct tokens some = {x, sums, begin};
+        add_beside((int)beside, &some, now, quads, &next);
+        for (long row = beside; row < rows; row += ROWS) {
+            some.inputs = x + row * BLOCK, some.sums = sums + row * PANEL;
+            add_alone((int)least(ROWS, rows - row), &some, now, quads);
+        }
+        put_back(w, least(unit + 1, end - 1), next.to);
+        if ((unit + 1) % w->blocks == 0)
+            finish(sums, rows, of->bias, w->outputs, unit / w->blocks * PANEL, of->out + of->done * w->outputs);
+    }
+}
+
+/* A block of inputs of a token to where `batch` wants it. */
+static void gather(const uint16_t *x, long tokens, long inputs, long token, long block, uint16_t *to) {
+    long count = least(BLOCK, inputs - block * BLOCK);
+    memcpy(to + (block * tokens + token) * BLOCK, x + token * inputs + block * BLOCK, count * sizeof *x);
+}
+
+/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus bias [outputs] unless it is NULL.
+ * space: [blocks][tokens][BLOCK] to work in. */
+void multiply(const uint16_t *x, long tokens, long inputs, long outputs, const uint8_t *data, const uint8_t *tables,
+              const int32_t *offsets, const uint32_t *exceptions, const uint16_t *bias, uint16_t *out,
+              uint16_t *space) {
+    struct weights w = {inputs, outputs, (inputs + BLOCK - 1) / BLOCK, data, tables, offsets, exceptions};
+    long panels = (outputs + PANEL - 1) / PANEL;
+    #pragma omp parallel
+    {
+        long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        long first = panels * thread / threads, last = panels * (thread + 1) / threads;
+        #pragma omp for collapse(2)
+        for (long block = 0; block < w.blocks; block++)
+            for (long token = 0; token < tokens; token++) gather(x, tokens, inputs, token, block, space);
+        for (long done = 0; done < tokens && first < last; done += CHUNK) {
+            struct batch some = {space, bias, tokens, done, least(CHUNK, tokens - done), out};
+            multiply_panels(&w, first, last, &some);
+        }
+    }
+}

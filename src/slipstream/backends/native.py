@@ -1,0 +1,77 @@
+"""Kernels of our own, compiled on the user's machine the first time they are wanted, then kept in the cache folder.
+
+They need a compiler and a processor with the instructions they are written for; where either is missing, PyTorch's
+kernels are used, and why is logged once. OpenMP's functions are those that PyTorch has loaded, so that both share one
+set of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from slipstream.backends import cache_folder
+
+log = logging.getLogger("slipstream")
+
+SOURCE = Path(__file__).with_name("compressed.c")
+INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *("-m" + name.replace("_", "") for name in INSTRUCTIONS))
+_CPU = Path("/proc/cpuinfo")
+
+
+class NoKernelsError(Exception):
+    """Why there are none here."""
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The compiled functions of `compressed.c`, or None where they cannot be had."""
+    try:
+        check_processor(_CPU.read_text() if _CPU.exists() else "")
+        return ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
+    except (NoKernelsError, OSError) as error:
+        log.info("PyTorch's kernels are used, not Slipstream's own: %s", error)
+        return None
+
+
+def check_processor(description: str) -> None:
+    """Raise unless the text of /proc/cpuinfo has the instructions, and no better ones."""
+    flags = next((line.split() for line in description.splitlines() if line.startswith("flags")), [])
+    if missing := [name for name in INSTRUCTIONS if name not in flags]:
+        raise NoKernelsError(f"they need a processor with {missing[0]}")
+    if "amx_bf16" in flags:
+        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN makes use of")
+
+
+def built(folder: Path, environment: Mapping[str, str]) -> Path:
+    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
+    names = [environment["CC"]] if environment.get("CC") else ["gcc", "cc"]
+    compiler = next((found for name in names if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NoKernelsError(f"no C compiler ({' or '.join(names)})")
+    identity = "\0".join((SOURCE.read_text(), compiler, *FLAGS))
+    library = folder / f"compressed-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / "library.so"
+            _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{place}/object.o"])
+            _run([compiler, "-shared", f"{place}/object.o", "-o", str(made)])  # OpenMP is PyTorch's
+            made.rename(library)
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+        raise NoKernelsError(f"{command[0]} failed: {reason}")
