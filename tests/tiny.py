@@ -207,9 +207,9 @@ class Oracle:
         return Draft.from_lists(proposals, sampler.device)
 
 
-def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True) -> HFBackend:
+def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True, **changes: Any) -> HFBackend:
     """A new model, packed, with grouped attention and, if asked for, layers in fewer operators."""
-    model = fresh(name, dtype=dtype)
+    model = fresh(name, dtype=dtype, **changes)
     backend = HFBackend(model)
     fuse(model, stored)
     pack(model, stored)

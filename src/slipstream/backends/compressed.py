@@ -12,11 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.backends.native import kernels
+from slipstream.backends.native import address, kernels
 from slipstream.backends.packed import packed
 
 PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes, as in compressed.c
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
+
+
+class Weights(ctypes.Structure):
+    """`struct linear` of kernels.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
+    ]
 
 
 class CompressedLinear(nn.Module):
@@ -28,22 +37,20 @@ class CompressedLinear(nn.Module):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         weight = linear.weight.detach().contiguous()
         panels, blocks = -(-self.out_features // PANEL), -(-self.in_features // BLOCK)
-        sizes = ctypes.c_long(self.out_features), ctypes.c_long(self.in_features)
-        self._tables = torch.empty(panels, 32, dtype=torch.uint8)
-        counts = torch.empty(panels * blocks, dtype=torch.int32)
-        library.survey(_address(weight), *sizes, _address(self._tables), _address(counts))
-        self._offsets = torch.zeros(panels * blocks + 1, dtype=torch.int32)
-        torch.cumsum(counts, 0, dtype=torch.int32, out=self._offsets[1:])
-        self.exceptions = int(self._offsets[-1])
-        self._whole = torch.empty(self.exceptions, dtype=torch.int32)
+        tables, counts = torch.empty(panels, 32, dtype=torch.uint8), torch.empty(panels * blocks, dtype=torch.int32)
+        what = _pointer(weight), ctypes.c_long(self.out_features), ctypes.c_long(self.in_features)
+        library.survey(*what, _pointer(tables), _pointer(counts))
+        offsets = torch.zeros(panels * blocks + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
+        self.exceptions = int(offsets[-1])
         if not self.is_worth_it:
             return
-        self._data = torch.empty(panels, self.in_features // 4, QUAD, dtype=torch.uint8)
-        kept = self._data, self._tables, self._offsets, self._whole
-        library.fold(_address(weight), *sizes, *map(_address, (kept[1], kept[2], kept[0], kept[3])))
+        data = torch.empty(panels, self.in_features // 4, QUAD, dtype=torch.uint8)
+        whole = torch.empty(self.exceptions, dtype=torch.int32)
+        library.fold(*what, *map(_pointer, (tables, offsets, data, whole)))
         bias = None if self.bias is None else self.bias.detach()
-        self._multiply, self._sizes = library.multiply, (sizes[1], sizes[0])
-        self._addresses = (*map(_address, kept), None if bias is None else _address(bias))
+        self._kept, self._multiply = (data, tables, offsets, whole, bias), library.multiply
+        self.weights = Weights(self.in_features, self.out_features, *map(address, self._kept))
 
     @property
     def is_worth_it(self) -> bool:
@@ -58,9 +65,8 @@ class CompressedLinear(nn.Module):
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         count = rows.numel() // self.in_features
         space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK)
-        self._multiply(
-            _address(rows), ctypes.c_long(count), *self._sizes, *self._addresses, _address(out), _address(space)
-        )
+        weights = ctypes.byref(self.weights)
+        self._multiply(weights, _pointer(rows), ctypes.c_long(count), _pointer(out), _pointer(space))
         return out
 
 
@@ -75,5 +81,5 @@ def stored(linear: nn.Linear) -> nn.Module:
     return packed(linear)
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address(tensor))

@@ -8,7 +8,6 @@ specification: a layer that computes anything else gives other logits, and then 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class RootMeanSquare:
         if [name for name, _ in norm.named_parameters()] != ["weight"] or not isinstance(eps, float):
             raise NotLeanError
         weight = norm.weight.detach()
-        self._size, self._eps, self._signs = len(weight), eps, weight.new_tensor([[1.0], [-1.0]])
+        self._size, self.eps, self._signs = len(weight), eps, weight.new_tensor([[1.0], [-1.0]])
         x = torch.linspace(-2, 3, 3 * self._size, device=weight.device).view(1, 3, -1).to(weight.dtype)
         expected = norm(x).detach().float()
 
@@ -60,10 +59,17 @@ class RootMeanSquare:
         if error(min(forms, key=error)) > CLOSE * float(expected.abs().max()):
             raise NotLeanError
 
+    @property
+    def weight(self) -> tuple[Tensor, bool]:
+        """The factors [size], float32, and whether the norm is rounded before it is multiplied with them."""
+        factors = self._within if self._after is None else self._after
+        assert factors is not None
+        return factors[: self._size].float().contiguous(), self._after is not None
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size]."""
         both = (x.unsqueeze(-2) * self._signs).flatten(-2)
-        out = layer_norm(both, (2 * self._size,), self._within, None, self._eps).narrow(-1, 0, self._size)
+        out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size)
         return out if self._after is None else out * self._after
 
 
@@ -82,12 +88,10 @@ class Turn:
         return (x * kept[1]).add_(x.roll(half, -1).mul_(kept[2]))
 
 
-class LeanLayer:
-    """What a decoder layer's `forward` is replaced with."""
+class Parts:
+    """What a decoder layer computes around its attention."""
 
     def __init__(self, layer: Any, turn: Turn) -> None:
-        if "forward" in layer.__dict__:
-            raise NotLeanError
         names, attention, feed_forward = set(dict(layer.named_children())), layer.self_attn, layer.mlp
         norms = AROUND_BOTH if AROUND_BOTH[-1] in names else BEFORE_BOTH
         inner = set(dict(attention.named_children()))
@@ -97,18 +101,47 @@ class LeanLayer:
             or set(dict(feed_forward.named_children())) != FEED_FORWARD
         ):
             raise NotLeanError
-        self._layer, self._index, self._turn = layer, attention.layer_idx, turn
-        self._qkv, sizes = _whole(attention, ("q_proj", "k_proj", "v_proj"))
-        self._size, self._scaling = attention.head_dim, attention.scaling
-        self._heads, self._key_heads = sizes[0] // self._size, sizes[1] // self._size
-        self._head_norms = [RootMeanSquare(getattr(attention, name)) for name in ("q_norm", "k_norm") if name in inner]
-        self._out = attention.o_proj
-        self._gate_up, (self._inner, _) = _whole(feed_forward, ("gate_proj", "up_proj"))
-        self._act, self._down = feed_forward.act_fn, feed_forward.down_proj
+        self._turn, self.size = turn, attention.head_dim
+        self.qkv, sizes = _whole(attention, ("q_proj", "k_proj", "v_proj"))
+        self.heads, self.key_heads = sizes[0] // self.size, sizes[1] // self.size
+        self.head_norms = [RootMeanSquare(getattr(attention, name)) for name in ("q_norm", "k_norm") if name in inner]
+        self.out = attention.o_proj
+        self.gate_up, (self.inner, _) = _whole(feed_forward, ("gate_proj", "up_proj"))
+        self.act, self.down = feed_forward.act_fn, feed_forward.down_proj
         found = [RootMeanSquare(getattr(layer, name)) for name in norms]
-        self._before_attention, self._before_feed_forward = found[0], found[len(found) // 2]
-        after: list[Any] = found[1::2] if len(found) == 4 else [None, None]
-        self._after_attention, self._after_feed_forward = after
+        self.before_attention, self.before_feed_forward = found[0], found[len(found) // 2]
+        after: list[RootMeanSquare | None] = [*found[1::2]] if len(found) == 4 else [None, None]
+        self.after_attention, self.after_feed_forward = after
+
+    def enter(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """From hidden states [B, W, H] to turned queries and keys, and values, [B, heads, W, D]."""
+        batch, width = hidden.shape[:2]
+        both = self.heads + self.key_heads
+        heads = self.qkv(self.before_attention(hidden)).view(batch, width, -1, self.size)
+        turning = heads.narrow(2, 0, both)
+        if self.head_norms:
+            parts = turning.split((self.heads, self.key_heads), 2)
+            turning = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], 2)
+        turned = self._turn(turning, cos, sin).transpose(1, 2)
+        return turned, heads.narrow(2, both, self.key_heads).transpose(1, 2)
+
+    def leave(self, hidden: Tensor, found: Tensor) -> Tensor:
+        """From the same and what attention found [B, W, heads * D] to the next layer's hidden states."""
+        x = self.out(found)
+        x = hidden + (x if self.after_attention is None else self.after_attention(x))
+        gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)
+        y = self.down(self.act(gate).mul_(up))
+        return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
+
+
+class LeanLayer:
+    """What a decoder layer's `forward` is replaced with."""
+
+    def __init__(self, layer: Any, turn: Turn) -> None:
+        if "forward" in layer.__dict__:
+            raise NotLeanError
+        self.parts: Any = Parts(layer, turn)
+        self._layer, self._index, self._scaling = layer, layer.self_attn.layer_idx, layer.self_attn.scaling
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
@@ -117,33 +150,21 @@ class LeanLayer:
         if inputs or turns is None or mask is None or not isinstance(cache, RaggedSlots):
             own: Tensor = type(self._layer).forward(self._layer, hidden_states, *inputs, **options)
             return own
-        x = self._attend(self._before_attention(hidden_states), mask, cache, *turns)
-        x = hidden_states + (x if self._after_attention is None else self._after_attention(x))
-        gate, up = self._gate_up(self._before_feed_forward(x)).split(self._inner, -1)
-        y = self._down(self._act(gate).mul_(up))
-        return x.add_(y if self._after_feed_forward is None else self._after_feed_forward(y))
+        turned, fresh = self.parts.enter(hidden_states, *turns)
+        found = self._attend(turned, fresh, mask, cache)
+        return self.parts.leave(hidden_states, found.transpose(1, 2).flatten(2))
 
-    def _attend(self, x: Tensor, mask: Tensor, cache: RaggedSlots, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, width = x.shape[:2]
-        both = self._heads + self._key_heads
-        heads = self._qkv(x).view(batch, width, -1, self._size)
-        turning = heads.narrow(2, 0, both)
-        if self._head_norms:
-            parts = turning.split((self._heads, self._key_heads), 2)
-            turning = torch.cat([norm(part) for norm, part in zip(self._head_norms, parts, strict=True)], 2)
-        turned = self._turn(turning, cos, sin).transpose(1, 2)
-        fresh = heads.narrow(2, both, self._key_heads).transpose(1, 2)
-        keys, values = cache.update(turned.narrow(1, self._heads, self._key_heads), fresh, self._index)
-        queries, blocks = turned.narrow(1, 0, self._heads), cache.blocks(mask)
+    def _attend(self, turned: Tensor, fresh: Tensor, mask: Tensor, cache: RaggedSlots) -> Tensor:
+        """turned: queries and keys [B, heads, W, D]; fresh: values."""
+        queries, keys = turned.split((self.parts.heads, self.parts.key_heads), 1)
+        keys, values = cache.update(keys, fresh, self._index)
+        blocks = cache.blocks(mask)
         if (together := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            out = attend_ragged(queries, keys, values, together, blocks, cache.layout, self._scaling)
-        elif blocks:
-            out = attend_in_blocks(queries, keys, values, blocks, self._scaling)
-        else:
-            out = attend(queries, keys, values, mask, self._scaling)
-        result: Tensor = self._out(out.transpose(1, 2).flatten(2))
-        return result
+            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self._scaling)
+        if blocks:
+            return attend_in_blocks(queries, keys, values, blocks, self._scaling)
+        return attend(queries, keys, values, mask, self._scaling)
 
 
 def lean_layers(model: nn.Module, count: int) -> list[tuple[nn.Module, LeanLayer]]:
@@ -161,7 +182,7 @@ def is_lean(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), LeanLayer)
 
 
-def _whole(parent: Any, names: tuple[str, ...]) -> tuple[Callable[[Tensor], Tensor], list[int]]:
+def _whole(parent: Any, names: tuple[str, ...]) -> tuple[Any, list[int]]:
     """The common product of fused layers, and the sizes of their outputs."""
     parts = [getattr(parent, name) for name in names]
     if not all(isinstance(part, Part) for part in parts):

@@ -12,6 +12,7 @@ from slipstream.backends.graphed import GraphedBackend
 from slipstream.backends.graphs import unsupported as not_captured
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import is_lean
+from slipstream.backends.native import version
 from slipstream.backends.packed import pack, unsupported
 from slipstream.backends.quantised import BITS, SMALLEST, num_weights, quantise, rounded
 from slipstream.backends.tokenizers import HFTokenizer, load_tokenizer
@@ -112,7 +113,7 @@ def _fingerprint(backend: HFBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    exact = "compressed " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
     lean = "lean " if any(is_lean(module) for module in model.modules()) else ""
     layers = f"{type(model).__name__} {config.num_hidden_layers} {lean}layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"

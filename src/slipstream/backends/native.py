@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from torch import Tensor
+
 from slipstream.backends import cache_folder
 
 log = logging.getLogger("slipstream")
 
-SOURCE = Path(__file__).with_name("compressed.c")
+SOURCES = Path(__file__).with_name("kernels")
 INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *("-m" + name.replace("_", "") for name in INSTRUCTIONS))
 _CPU = Path("/proc/cpuinfo")
@@ -34,13 +36,20 @@ class NoKernelsError(Exception):
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions of `compressed.c`, or None where they cannot be had."""
+    """The compiled functions of `kernels/`, or None where they cannot be had."""
     try:
         check_processor(_CPU.read_text() if _CPU.exists() else "")
-        return ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
+        library = ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
     except (NoKernelsError, OSError) as error:
         log.info("PyTorch's kernels are used, not Slipstream's own: %s", error)
         return None
+    library.space_for.restype = ctypes.c_long
+    return library
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def check_processor(description: str) -> None:
@@ -58,16 +67,24 @@ def built(folder: Path, environment: Mapping[str, str]) -> Path:
     compiler = next((found for name in names if (found := shutil.which(name))), None)
     if compiler is None:
         raise NoKernelsError(f"no C compiler ({' or '.join(names)})")
-    identity = "\0".join((SOURCE.read_text(), compiler, *FLAGS))
-    library = folder / f"compressed-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    sources = sorted(SOURCES.glob("*.c"))
+    library = folder / f"{version(compiler)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / "library.so"
-            _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{place}/object.o"])
-            _run([compiler, "-shared", f"{place}/object.o", "-o", str(made)])  # OpenMP is PyTorch's
+            for source in sources:
+                _run([compiler, *FLAGS, "-c", str(source), "-o", f"{place}/{source.stem}.o"])
+            objects = [f"{place}/{source.stem}.o" for source in sources]
+            _run([compiler, "-shared", *objects, "-o", str(made)])  # OpenMP is PyTorch's
             made.rename(library)
     return library
+
+
+def version(compiler: str = "") -> str:
+    """What tells these kernels from other ones: by their source and the way they are compiled."""
+    texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
+    return "kernels-" + hashlib.sha256("\0".join((*texts, compiler, *FLAGS)).encode()).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.backends import grouped
-from slipstream.backends.lean import lean_layers
+from slipstream.backends.lean import LeanLayer, lean_layers
+from slipstream.backends.native_parts import native_parts
 from slipstream.backends.pieces import Piece
 from slipstream.backends.ragged import RaggedSlots, lay_out
 from slipstream.memo import PROMPT_UNIT
@@ -69,7 +70,18 @@ class Shortcuts:
             for layer, _ in layers:
                 del layer.forward
             return
+        self._hasten([forward for _, forward in layers], expected)
         self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
+
+    def _hasten(self, layers: Sequence[LeanLayer], expected: Tensor) -> None:
+        """Compiled parts for these layers if all have them and they give these logits."""
+        own = [layer.parts for layer in layers]
+        made = [native_parts(layer.parts) for layer in layers]
+        for layer, parts in zip(layers, made, strict=True):
+            layer.parts = parts or layer.parts
+        if any(made) and not (all(made) and self._gives(expected, "the operators of its layers")):
+            for layer, parts in zip(layers, own, strict=True):
+                layer.parts = parts
 
     def _a_few_logits(self) -> Tensor:
         """Logits of a few tokens, float32: some at the start, and some that look back at them."""

@@ -14,9 +14,9 @@
  * tables [panels][32]: what each code stands for, its upper 7 bits and its lowest one. Exceptions of a block of a panel
  * follow each other: place in the unfolded block << 16 | weight; offsets [panels * blocks + 1] says where they begin.
  */
-#include <immintrin.h>
+#include "kernels.h"
+
 #include <omp.h>
-#include <stdint.h>
 #include <string.h>
 
 enum {
@@ -30,7 +30,6 @@ enum {
     CODES = 15     /* exponents that have a code; one more code stands for 0 */
 };
 
-static long least(long a, long b) { return a < b ? a : b; }
 static int exponent(uint16_t weight) { return weight >> 7 & 0xff; }
 
 /* The weight at a byte of a pair of inputs; 0 past the last output. */
@@ -189,10 +188,6 @@ static void add_alone(int rows, const struct tokens *of, const uint16_t *block, 
     }
 }
 
-static __m512 widened(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
 /* Sums [rows][PANEL] and a bias, rounded once. */
 static void finish(const float *sums, long rows, const uint16_t *bias, long outputs, long first, uint16_t *out) {
     __mmask32 there = (__mmask32)(outputs - first >= PANEL ? ~0u : (1u << (outputs - first)) - 1);
@@ -209,45 +204,40 @@ static void finish(const float *sums, long rows, const uint16_t *bias, long outp
     }
 }
 
-struct weights {
-    long inputs, outputs, blocks;
-    const uint8_t *data, *tables;
-    const int32_t *offsets;
-    const uint32_t *exceptions;
-};
+static long blocks_of(const struct linear *w) { return (w->inputs + BLOCK - 1) / BLOCK; }
 
 /* Block number `unit` of all panels, counted panel by panel. */
-static struct folded folded_block(const struct weights *w, long unit, uint16_t *to) {
-    long panel = unit / w->blocks, input = unit % w->blocks * BLOCK;
+static struct folded folded_block(const struct linear *w, long unit, uint16_t *to) {
+    long panel = unit / blocks_of(w), input = unit % blocks_of(w) * BLOCK;
     const uint8_t *data = w->data + (panel * w->inputs + input) / 4 * QUAD;
     return (struct folded){data, w->tables + panel * 32, (int)least(BLOCK, w->inputs - input) / 4, to};
 }
 
-static void put_back(const struct weights *w, long unit, uint16_t *block) {
+static void put_back(const struct linear *w, long unit, uint16_t *block) {
     for (int e = w->offsets[unit]; e < w->offsets[unit + 1]; e++)
         block[w->exceptions[e] >> 16] = (uint16_t)w->exceptions[e];
 }
 
 /* What is multiplied: x [blocks][stride][BLOCK], of which `rows` tokens from `done` on, at most CHUNK. */
 struct batch {
-    const uint16_t *x, *bias;
+    const uint16_t *x;
     long stride, done, rows;
     uint16_t *out;
 };
 
 /* The panels from `first` to `last`. */
-static void multiply_panels(const struct weights *w, long first, long last, const struct batch *of) {
+static void multiply_panels(const struct linear *w, long first, long last, const struct batch *of) {
     _Alignas(64) uint16_t block[2][BLOCK * PANEL];
     _Alignas(64) float sums[CHUNK * PANEL];
-    long end = last * w->blocks, rows = of->rows, beside = rows <= BESIDE_MOST ? rows : BESIDE_MANY;
-    struct folded next = folded_block(w, first * w->blocks, block[0]);
+    long blocks = blocks_of(w), end = last * blocks, rows = of->rows, beside = rows <= BESIDE_MOST ? rows : BESIDE_MANY;
+    struct folded next = folded_block(w, first * blocks, block[0]);
     unfold(&next, 0);
-    put_back(w, first * w->blocks, block[0]);
-    for (long unit = first * w->blocks; unit < end; unit++) {
+    put_back(w, first * blocks, block[0]);
+    for (long unit = first * blocks; unit < end; unit++) {
         uint16_t *now = next.to;
-        int quads = next.quads, begin = unit % w->blocks == 0;
+        int quads = next.quads, begin = unit % blocks == 0;
         next = folded_block(w, least(unit + 1, end - 1), now == block[0] ? block[1] : block[0]);
-        const uint16_t *x = of->x + (unit % w->blocks * of->stride + of->done) * BLOCK;
+        const uint16_t *x = of->x + (unit % blocks * of->stride + of->done) * BLOCK;
         struct tokens some = {x, sums, begin};
         add_beside((int)beside, &some, now, quads, &next);
         for (long row = beside; row < rows; row += ROWS) {
@@ -255,8 +245,8 @@ static void multiply_panels(const struct weights *w, long first, long last, cons
             add_alone((int)least(ROWS, rows - row), &some, now, quads);
         }
         put_back(w, least(unit + 1, end - 1), next.to);
-        if ((unit + 1) % w->blocks == 0)
-            finish(sums, rows, of->bias, w->outputs, unit / w->blocks * PANEL, of->out + of->done * w->outputs);
+        if ((unit + 1) % blocks == 0)
+            finish(sums, rows, w->bias, w->outputs, unit / blocks * PANEL, of->out + of->done * w->outputs);
     }
 }
 
@@ -266,23 +256,19 @@ static void gather(const uint16_t *x, long tokens, long inputs, long token, long
     memcpy(to + (block * tokens + token) * BLOCK, x + token * inputs + block * BLOCK, count * sizeof *x);
 }
 
-/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus bias [outputs] unless it is NULL.
- * space: [blocks][tokens][BLOCK] to work in. */
-void multiply(const uint16_t *x, long tokens, long inputs, long outputs, const uint8_t *data, const uint8_t *tables,
-              const int32_t *offsets, const uint32_t *exceptions, const uint16_t *bias, uint16_t *out,
-              uint16_t *space) {
-    struct weights w = {inputs, outputs, (inputs + BLOCK - 1) / BLOCK, data, tables, offsets, exceptions};
-    long panels = (outputs + PANEL - 1) / PANEL;
+/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: [blocks][tokens][BLOCK]. */
+void multiply(const struct linear *w, const uint16_t *x, long tokens, uint16_t *out, uint16_t *space) {
+    long panels = (w->outputs + PANEL - 1) / PANEL, blocks = blocks_of(w);
     #pragma omp parallel
     {
         long threads = omp_get_num_threads(), thread = omp_get_thread_num();
         long first = panels * thread / threads, last = panels * (thread + 1) / threads;
         #pragma omp for collapse(2)
-        for (long block = 0; block < w.blocks; block++)
-            for (long token = 0; token < tokens; token++) gather(x, tokens, inputs, token, block, space);
+        for (long block = 0; block < blocks; block++)
+            for (long token = 0; token < tokens; token++) gather(x, tokens, w->inputs, token, block, space);
         for (long done = 0; done < tokens && first < last; done += CHUNK) {
-            struct batch some = {space, bias, tokens, done, least(CHUNK, tokens - done), out};
-            multiply_panels(&w, first, last, &some);
+            struct batch some = {space, tokens, done, least(CHUNK, tokens - done), out};
+            multiply_panels(w, first, last, &some);
         }
     }
 }

@@ -1,0 +1,108 @@
+"""The parts of a decoder layer around its attention in two calls of `kernels/layer.c`, where all of them allow it.
+
+The specification is `lean.Parts`, operator by operator; what a layer gives is compared with the model's own logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.backends.compressed import CompressedLinear, Weights
+from slipstream.backends.lean import Parts, RootMeanSquare
+from slipstream.backends.native import address, kernels
+
+LANES = 16  # numbers that the kernels take at a time
+SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))  # slope and cubic, see layer.c
+CLOSE = 0.01  # of an activation to one of these; its outputs are bfloat16
+
+
+class Norm(ctypes.Structure):
+    """`struct norm` of layer.c."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int)]
+
+
+class Layer(ctypes.Structure):
+    """`struct layer` of layer.c."""
+
+    _fields_ = [
+        *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Norm) for name in ("before_attention", "queries", "keys", "after_attention")),
+        *((name, Norm) for name in ("before_feed_forward", "after_feed_forward")),
+        *((name, ctypes.c_long) for name in ("hidden", "inner", "heads", "key_heads", "size")),
+        *((name, ctypes.c_float) for name in ("slope", "cubic")),
+    ]
+
+
+class NativeParts:
+    """What `Parts` computes, compiled."""
+
+    def __init__(self, parts: Parts, library: Any, activation: tuple[float, float]) -> None:
+        """parts: such that `fits` gives this activation."""
+        self._parts, self._library = parts, library  # holds the weights
+        self.heads, self.key_heads, self._size = parts.heads, parts.key_heads, parts.size
+        head_norms = parts.head_norms or (None, None)
+        norms = (parts.before_attention, *head_norms, parts.after_attention)
+        self._weights: list[Tensor] = []
+        kept = [self._norm(norm) for norm in (*norms, parts.before_feed_forward, parts.after_feed_forward)]
+        linears = [linear.weights for linear in (parts.qkv, parts.out, parts.gate_up, parts.down)]
+        sizes = parts.qkv.in_features, parts.inner, self.heads, self.key_heads, self._size
+        self._layer = Layer(*linears, *kept, *sizes, *activation)
+        self._this, self._space = ctypes.byref(self._layer), library.space_for(ctypes.byref(self._layer))
+
+    def _norm(self, norm: RootMeanSquare | None) -> Norm:
+        if norm is None:
+            return Norm(None, 0.0, 0)
+        weight, rounds_first = norm.weight
+        self._weights.append(weight)
+        return Norm(address(weight), norm.eps, rounds_first)
+
+    def enter(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Parts.enter`."""
+        batch, width = hidden.shape[:2]
+        turns = [turn.expand(batch, width, self._size).contiguous() for turn in (cos, sin)]
+        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
+        self._call(self._library.enter, (hidden.contiguous(),), (*turns, out))
+        heads = out.transpose(1, 2)
+        both = self.heads + self.key_heads
+        return heads[:, :both], heads[:, both:]
+
+    def leave(self, hidden: Tensor, found: Tensor) -> Tensor:
+        """See `Parts.leave`."""
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self._call(self._library.leave, (hidden.contiguous(), found.contiguous()), (out,))
+        return out
+
+    def _call(self, function: Any, before: tuple[Tensor, ...], behind: tuple[Tensor, ...]) -> None:
+        """Call a function of layer.c on tensors, between which stands the number of tokens."""
+        tokens = before[0].numel() // before[0].shape[-1]
+        space = before[0].new_empty(tokens * self._space)
+        first, last = ([ctypes.c_void_p(tensor.data_ptr()) for tensor in some] for some in (before, (*behind, space)))
+        function(self._this, *first, ctypes.c_long(tokens), *last)
+
+
+def native_parts(parts: Parts) -> NativeParts | None:
+    """The compiled form, or None where there is none for these parts."""
+    library, activation = kernels(), fits(parts)
+    return None if library is None or activation is None else NativeParts(parts, library, activation)
+
+
+def fits(parts: Parts) -> tuple[float, float] | None:
+    """The slope and cubic term of the activation if the kernels can compute this layer, else None."""
+    linears = parts.qkv, parts.out, parts.gate_up, parts.down
+    if not all(isinstance(linear, CompressedLinear) for linear in linears):
+        return None
+    if parts.qkv.in_features % LANES or parts.inner % LANES or parts.size % (2 * LANES):
+        return None
+    x = torch.linspace(-9, 9, 1001).to(torch.bfloat16)
+    expected, exact = parts.act(x.clone()).float(), x.float()
+    for slope, cubic in (SILU, GELU):
+        found = exact * torch.sigmoid(slope * exact + cubic * exact**3)
+        if torch.allclose(found, expected, rtol=CLOSE, atol=1e-3):
+            return slope, cubic
+    return None
