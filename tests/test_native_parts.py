@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from slipstream.backends import native
+from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import LeanLayer, Parts
 from slipstream.backends.native_parts import GELU, SILU, NativeParts, fits
+from slipstream.backends.quantised import OWN, quantise, rounded
 from slipstream.backends.shortcuts import TOLERANCE
-from tiny import fast
+from tiny import fast, fresh
 from tiny import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
@@ -98,3 +100,20 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.Mo
     monkeypatch.undo()
     expected = logits(fast("llama", torch.bfloat16, lean=False, head_dim=32))
     assert (expected - logits(backend)).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+
+
+def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_for_many() -> None:
+    model = fresh("llama", dtype=torch.bfloat16, head_dim=32, intermediate_size=64)
+    backend = HFBackend(model)
+    fuse(model, lambda linear: rounded(linear, "int4"))
+    quantise(model, "int4")
+    backend.group_queries()
+    backend.shorten_layers()
+    assert all(type(layer.parts) is NativeParts for layer in layers(backend))
+    made = layers(backend)[0].parts
+    for tokens in (1, OWN, OWN + 1):
+        hidden, found = numbers(1, tokens, 32), numbers(1, tokens, made.heads * 32, seed=1)
+        with torch.inference_mode():
+            expected, got = made._parts.leave(hidden, found).float(), made.leave(hidden, found).float()
+        assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
+        assert tokens <= OWN or torch.equal(expected, got)

@@ -23,12 +23,36 @@ class Weights(ctypes.Structure):
     """`struct linear` of kernels.h."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("inputs", "outputs")),
+        *((name, ctypes.c_long) for name in ("bits", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
     ]
 
 
-class CompressedLinear(nn.Module):
+class NativeLinear(nn.Module):
+    """A linear layer that `multiply` of the kernels computes. Subclasses keep its weights."""
+
+    in_features: int
+    out_features: int
+
+    def _keep(self, library: Any, bits: int, kept: tuple[Tensor | None, ...]) -> None:
+        """kept: data, tables, offsets, exceptions and bias, as kernels.h has them."""
+        self._kept, self._multiply = kept, library.multiply
+        self.weights = Weights(bits, self.in_features, self.out_features, *map(address, kept))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] bfloat16 -> [..., out_features]."""
+        if x.dtype != torch.bfloat16 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: bfloat16 [..., {self.in_features}]")
+        rows = x.contiguous()
+        out = rows.new_empty(*x.shape[:-1], self.out_features)
+        count = rows.numel() // self.in_features
+        space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK)
+        weights = ctypes.byref(self.weights)
+        self._multiply(weights, _pointer(rows), ctypes.c_long(count), _pointer(out), _pointer(space))
+        return out
+
+
+class CompressedLinear(NativeLinear):
     """An `nn.Linear` of bfloat16 weights in 12 bits each. The same bits for a token whatever tokens are beside it."""
 
     def __init__(self, linear: nn.Linear, library: Any) -> None:
@@ -49,25 +73,12 @@ class CompressedLinear(nn.Module):
         whole = torch.empty(self.exceptions, dtype=torch.int32)
         library.fold(*what, *map(_pointer, (tables, offsets, data, whole)))
         bias = None if self.bias is None else self.bias.detach()
-        self._kept, self._multiply = (data, tables, offsets, whole, bias), library.multiply
-        self.weights = Weights(self.in_features, self.out_features, *map(address, self._kept))
+        self._keep(library, 12, (data, tables, offsets, whole, bias))
 
     @property
     def is_worth_it(self) -> bool:
         """Whether exceptions are few."""
         return self.exceptions <= WORTH * self.in_features * self.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] bfloat16 -> [..., out_features]."""
-        if x.dtype != torch.bfloat16 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: bfloat16 [..., {self.in_features}]")
-        rows = x.contiguous()
-        out = rows.new_empty(*x.shape[:-1], self.out_features)
-        count = rows.numel() // self.in_features
-        space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK)
-        weights = ctypes.byref(self.weights)
-        self._multiply(weights, _pointer(rows), ctypes.c_long(count), _pointer(out), _pointer(space))
-        return out
 
 
 def stored(linear: nn.Linear) -> nn.Module:

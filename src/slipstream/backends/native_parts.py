@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.backends.compressed import CompressedLinear, Weights
+from slipstream.backends.compressed import NativeLinear, Weights
 from slipstream.backends.lean import Parts, RootMeanSquare
 from slipstream.backends.native import address, kernels
+from slipstream.backends.quantised import QuantisedLinear
 
 LANES = 16  # numbers that the kernels take at a time
 SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))  # slope and cubic, see layer.c
+MANY = 1 << 40  # tokens
 CLOSE = 0.01  # of an activation to one of these; its outputs are bfloat16
 
 
@@ -50,9 +52,12 @@ class NativeParts:
         norms = (parts.before_attention, *head_norms, parts.after_attention)
         self._weights: list[Tensor] = []
         kept = [self._norm(norm) for norm in (*norms, parts.before_feed_forward, parts.after_feed_forward)]
-        linears = [linear.weights for linear in (parts.qkv, parts.out, parts.gate_up, parts.down)]
+        linears = [_kernel(linear) for linear in _linears(parts)]
+        self._most = min(
+            (linear.narrow for linear in _linears(parts) if isinstance(linear, QuantisedLinear)), default=MANY
+        )
         sizes = parts.qkv.in_features, parts.inner, self.heads, self.key_heads, self._size
-        self._layer = Layer(*linears, *kept, *sizes, *activation)
+        self._layer = Layer(*(linear.weights for linear in linears if linear is not None), *kept, *sizes, *activation)
         self._this, self._space = ctypes.byref(self._layer), library.space_for(ctypes.byref(self._layer))
 
     def _norm(self, norm: RootMeanSquare | None) -> Norm:
@@ -65,6 +70,8 @@ class NativeParts:
     def enter(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Parts.enter`."""
         batch, width = hidden.shape[:2]
+        if batch * width > self._most:
+            return self._parts.enter(hidden, cos, sin)
         turns = [turn.expand(batch, width, self._size).contiguous() for turn in (cos, sin)]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
         self._call(self._library.enter, (hidden.contiguous(),), (*turns, out))
@@ -74,6 +81,8 @@ class NativeParts:
 
     def leave(self, hidden: Tensor, found: Tensor) -> Tensor:
         """See `Parts.leave`."""
+        if hidden.shape[0] * hidden.shape[1] > self._most:
+            return self._parts.leave(hidden, found)
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         self._call(self._library.leave, (hidden.contiguous(), found.contiguous()), (out,))
         return out
@@ -94,8 +103,7 @@ def native_parts(parts: Parts) -> NativeParts | None:
 
 def fits(parts: Parts) -> tuple[float, float] | None:
     """The slope and cubic term of the activation if the kernels can compute this layer, else None."""
-    linears = parts.qkv, parts.out, parts.gate_up, parts.down
-    if not all(isinstance(linear, CompressedLinear) for linear in linears):
+    if any(_kernel(linear) is None for linear in _linears(parts)):
         return None
     if parts.qkv.in_features % LANES or parts.inner % LANES or parts.size % (2 * LANES):
         return None
@@ -106,3 +114,13 @@ def fits(parts: Parts) -> tuple[float, float] | None:
         if torch.allclose(found, expected, rtol=CLOSE, atol=1e-3):
             return slope, cubic
     return None
+
+
+def _linears(parts: Parts) -> tuple[Any, Any, Any, Any]:
+    return parts.qkv, parts.out, parts.gate_up, parts.down
+
+
+def _kernel(linear: Any) -> NativeLinear | None:
+    """The layer for few tokens, if our own kernels compute it."""
+    few = linear.few if isinstance(linear, QuantisedLinear) else linear
+    return few if isinstance(few, NativeLinear) else None

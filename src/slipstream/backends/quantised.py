@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.backends.native import kernels
 from slipstream.backends.packed import WIDTH, PackedLinear
+from slipstream.backends.rounded import RoundedLinear
 
 BITS = ("int4", "int8")
 GROUP = 32  # inputs that share a scale at 4 bits
+OWN = 16  # tokens up to which our own kernel is
 NARROW = 4, 8  # tokens up to which the kernels for few are the fastest, beside integer products and packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
 ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
@@ -55,11 +58,9 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, bits: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight = linear.weight.detach()
-        self._is_int4 = bits == "int4"
-        self._weight, self._scales = (_int4 if self._is_int4 else _int8)(weight)
+        self.few = _few(linear, bits)
         integers = multiplies_integers()
-        self.narrow = NARROW[0] if integers else NARROW[1]
+        self.narrow = OWN if isinstance(self.few, RoundedLinear) else NARROW[0] if integers else NARROW[1]
         self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,26 +69,57 @@ class QuantisedLinear(nn.Module):
         if rows.shape[0] > self.narrow:
             wide: Tensor = self._wide(rows)
             return wide.view(*x.shape[:-1], self.out_features)
+        few: Tensor = self.few(rows)
+        return few.view(*x.shape[:-1], self.out_features)
+
+
+class FewLinear(nn.Module):
+    """An `nn.Linear` in 4 or 8 bits by PyTorch's kernels for few tokens."""
+
+    def __init__(self, linear: nn.Linear, bits: str) -> None:
+        super().__init__()
+        self.bias, self._is_int4, weight = linear.bias, bits == "int4", linear.weight.detach()
         if self._is_int4:
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._weight, GROUP, self._scales)
+            codes, steps = _int4(weight)
+            packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(c.int(), 1) for c in codes.split(_ROWS)]
+            low = steps[..., 1] + 8 * steps[..., 0]  # PyTorch's codes count from -8
+            self._weight = torch.cat(packed)
+            self._scales = torch.stack([steps[..., 0], low], -1).transpose(0, 1).contiguous().to(weight.dtype)
         else:
-            out = torch.ops.aten._weight_int8pack_mm(rows, self._weight, self._scales)
+            self._weight, self._scales = _int8(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, in_features] -> [tokens, out_features]."""
+        if self._is_int4:
+            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+        else:
+            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
         if self.bias is not None:
             out += self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return out
+
+
+def _few(linear: nn.Linear, bits: str) -> nn.Module:
+    """The layer for few tokens: by our own kernels where they can be had and take it."""
+    library = kernels() if bits == "int4" and linear.weight.dtype == torch.bfloat16 else None
+    return (
+        FewLinear(linear, bits)
+        if library is None
+        else RoundedLinear(*_int4(linear.weight.detach()), linear.bias, library)
+    )
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed weights, and [in / GROUP, out, 2] scales and offsets: weight = (q - 8) * scale + offset, 0 <= q < 16."""
-    packed, scales = [], []
+    """[out, in] uint8 codes and [out, in / GROUP, 2] float32 scales and offsets: weight = code * scale + offset."""
+    all_codes, all_steps = [], []
     for rows in weight.split(_ROWS):
         groups = rows.float().view(len(rows), -1, GROUP)
         low, high = groups.amin(-1), groups.amax(-1)
         scale = ((high - low) / 15).clamp(min=torch.finfo(torch.bfloat16).tiny)
-        steps = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
-        packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.int().flatten(1), 1))
-        scales.append(torch.stack([scale, low + 8 * scale], dim=-1))
-    return torch.cat(packed), torch.cat(scales).transpose(0, 1).contiguous().to(weight.dtype)
+        codes = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
+        all_codes.append(codes.to(torch.uint8).flatten(1))
+        all_steps.append(torch.stack([scale, low], -1))
+    return torch.cat(all_codes), torch.cat(all_steps)
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:

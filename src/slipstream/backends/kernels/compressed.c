@@ -20,7 +20,6 @@
 #include <string.h>
 
 enum {
-    PANEL = 32,    /* outputs */
     BLOCK = 128,   /* inputs unfolded at a time: 8 KB */
     ROWS = 12,     /* tokens whose sums are in registers */
     BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is unfolded: if these are all, and else */
@@ -188,22 +187,6 @@ static void add_alone(int rows, const struct tokens *of, const uint16_t *block, 
     }
 }
 
-/* Sums [rows][PANEL] and a bias, rounded once. */
-static void finish(const float *sums, long rows, const uint16_t *bias, long outputs, long first, uint16_t *out) {
-    __mmask32 there = (__mmask32)(outputs - first >= PANEL ? ~0u : (1u << (outputs - first)) - 1);
-    __m512 left = _mm512_setzero_ps(), right = left;
-    if (bias) {
-        __m512i both = _mm512_maskz_loadu_epi16(there, bias + first);
-        left = widened(_mm512_castsi512_si256(both));
-        right = widened(_mm512_extracti64x4_epi64(both, 1));
-    }
-    for (long i = 0; i < rows; i++) {
-        __m512 a = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL), left);
-        __m512 b = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL + 16), right);
-        _mm512_mask_storeu_epi16(out + i * outputs + first, there, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    }
-}
-
 static long blocks_of(const struct linear *w) { return (w->inputs + BLOCK - 1) / BLOCK; }
 
 /* Block number `unit` of all panels, counted panel by panel. */
@@ -246,7 +229,7 @@ static void multiply_panels(const struct linear *w, long first, long last, const
         }
         put_back(w, least(unit + 1, end - 1), next.to);
         if ((unit + 1) % blocks == 0)
-            finish(sums, rows, w->bias, w->outputs, unit / blocks * PANEL, of->out + of->done * w->outputs);
+            finish(w, sums, rows, unit / blocks, of->out + of->done * w->outputs);
     }
 }
 
@@ -256,8 +239,11 @@ static void gather(const uint16_t *x, long tokens, long inputs, long token, long
     memcpy(to + (block * tokens + token) * BLOCK, x + token * inputs + block * BLOCK, count * sizeof *x);
 }
 
-/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: [blocks][tokens][BLOCK]. */
 void multiply(const struct linear *w, const uint16_t *x, long tokens, uint16_t *out, uint16_t *space) {
+    if (w->bits == 4) {
+        multiply_rounded(w, x, tokens, out, space);
+        return;
+    }
     long panels = (w->outputs + PANEL - 1) / PANEL, blocks = blocks_of(w);
     #pragma omp parallel
     {
