@@ -20,7 +20,7 @@ class RoundedLinear(NativeLinear):
     """An `nn.Linear` whose weights are 4-bit steps with a bfloat16 scale and offset per group of inputs."""
 
     def __init__(self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any) -> None:
-        """codes: uint8 [out, in], 0 to 15; steps: [out, in / 32, 2], scale and offset of weight = code * scale + offset.
+        """codes: uint8 [out, in], 0 to 15; steps: [out, in / 32, 2], scale and offset: code * scale + offset.
 
         bias: bfloat16 or None. out_features and in_features must be multiples of 16 and 32.
         """
