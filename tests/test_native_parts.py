@@ -1,16 +1,20 @@
 """Compiled layers against the operators they stand for, and when there are none."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.backends import native
+from slipstream.backends.compressed import Weights
 from slipstream.backends.fused import fuse
 from slipstream.backends.hf import HFBackend
 from slipstream.backends.lean import LeanLayer, Parts
-from slipstream.backends.native_parts import GELU, SILU, NativeParts, fits
+from slipstream.backends.native_parts import GELU, SILU, Layer, Memory, NativeParts, Norm, fits
 from slipstream.backends.quantised import OWN, quantise, rounded
 from slipstream.backends.shortcuts import TOLERANCE
+from slipstream.types import SlipstreamError
 from tiny import fast, fresh
 from tiny import ragged_logits as logits
 
@@ -117,3 +121,81 @@ def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_f
             expected, got = made._parts.leave(hidden, found).float(), made.leave(hidden, found).float()
         assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
         assert tokens <= OWN or torch.equal(expected, got)
+
+
+def reference(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
+    """Attention by its definition, float32. heads: [tokens, 4 + 2 * 2, D]; memory: with the new tokens in it."""
+    out = torch.empty(len(places), 4, heads.shape[2])
+    for i, (slot, position) in enumerate(places):
+        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        for head in range(4):
+            keys, values = (part[slot, head // 2, seen].float() for part in memory)
+            out[i, head] = torch.softmax(keys @ heads[i, head].float() / 8, 0) @ values
+    return out
+
+
+def attended(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
+    """The same by the kernel, which also writes the memory."""
+    library, tokens, size = native.kernels(), len(places), heads.shape[2]
+    assert library is not None
+    none, no_norm = Weights(), Norm()
+    layer = Layer(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
+    slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
+    where = Memory(
+        *map(native.address, memory), memory[0].shape[2], window, 1 / 8, *map(native.address, (slots, positions))
+    )
+    out, groups = heads.new_empty(tokens, 4, size), torch.empty(2 * tokens, dtype=torch.int64)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, groups)]
+    library.attend(ctypes.byref(layer), ctypes.byref(where), pointers[0], ctypes.c_long(tokens), *pointers[1:])
+    return out
+
+
+PLACES = {
+    "a prompt": [(1, position) for position in range(100)],
+    "one token each": [(slot, 17 * slot + 3) for slot in range(6)],
+    "ragged": [(0, 63), (0, 64), (0, 65), (1, 0), (2, 200), (2, 201), (4, 31), (4, 32)],
+}
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("window", [0, 7, 50])
+@pytest.mark.parametrize("name", PLACES)
+def test_attention_is_what_it_is_defined_as(name: str, window: int, size: int) -> None:
+    places = PLACES[name]
+    heads, memory = numbers(len(places), 8, size), (numbers(6, 2, 256, size, seed=1), numbers(6, 2, 256, size, seed=2))
+    found = attended(heads, memory, places, window)
+    for i, (slot, position) in enumerate(places):
+        assert torch.equal(memory[0][slot, :, position], heads[i, 4:6])
+        assert torch.equal(memory[1][slot, :, position], heads[i, 6:])
+    expected = reference(heads, memory, places, window)
+    assert (found.float() - expected).abs().max() <= 0.01 * expected.abs().max()
+    if window == 7 and name == "a prompt":
+        assert (found.float() - reference(heads, memory, places, 8)).abs().max() > 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -> None:
+    places = PLACES["a prompt"]
+    heads, memory = numbers(100, 8, 64), (numbers(3, 2, 256, 64, seed=1), numbers(3, 2, 256, 64, seed=2))
+    whole = attended(heads, memory, places, window)
+    for first, last in ((0, 1), (40, 41), (90, 100), (63, 80)):
+        assert torch.equal(attended(heads[first:last], memory, places[first:last], window), whole[first:last])
+    longer = tuple(torch.cat([part, numbers(3, 2, 256, 64, seed=5)], 2) for part in memory)
+    assert torch.equal(attended(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_layers_give_the_models_own_logits(name: str) -> None:
+    own, made = fast(name, torch.bfloat16, lean=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
+    expected = logits(own)
+    assert all(layer.parts._attends for layer in layers(made))
+    assert (expected - logits(made)).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_a_forward_past_the_reserved_memory_is_refused() -> None:
+    backend = fast("llama", torch.bfloat16, head_dim=64)
+    backend.reserve(1, 128)
+    end = backend._cache._shape[1]
+    backend.forward(torch.ones(1, 4, dtype=torch.int64), [end - 4], first_slot=0, logits=False)
+    with pytest.raises(SlipstreamError, match=f"position {end + 3}"):
+        backend.forward(torch.ones(1, 4, dtype=torch.int64), [end], first_slot=0, logits=False)

@@ -8,6 +8,8 @@ specification: a layer that computes anything else gives other logits, and then 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,6 +90,15 @@ class Turn:
         return (x * kept[1]).add_(x.roll(half, -1).mul_(kept[2]))
 
 
+@dataclass(frozen=True)
+class Spot:
+    """A layer's place in the model. window: positions a token sees, itself included, None for all."""
+
+    index: int
+    window: int | None
+    scaling: float
+
+
 class Parts:
     """What a decoder layer computes around its attention."""
 
@@ -125,6 +136,10 @@ class Parts:
         turned = self._turn(turning, cos, sin).transpose(1, 2)
         return turned, heads.narrow(2, both, self.key_heads).transpose(1, 2)
 
+    def through(self, hidden: Tensor, turns: tuple[Tensor, Tensor], cache: RaggedSlots, spot: Spot) -> Tensor | None:
+        """The whole layer at once, attention included; None where it is computed in parts, as here."""
+        return None
+
     def leave(self, hidden: Tensor, found: Tensor) -> Tensor:
         """From the same and what attention found [B, W, heads * D] to the next layer's hidden states."""
         x = self.out(found)
@@ -137,11 +152,11 @@ class Parts:
 class LeanLayer:
     """What a decoder layer's `forward` is replaced with."""
 
-    def __init__(self, layer: Any, turn: Turn) -> None:
+    def __init__(self, layer: Any, turn: Turn, window: int | None) -> None:
         if "forward" in layer.__dict__:
             raise NotLeanError
         self.parts: Any = Parts(layer, turn)
-        self._layer, self._index, self._scaling = layer, layer.self_attn.layer_idx, layer.self_attn.scaling
+        self._layer, self._spot = layer, Spot(layer.self_attn.layer_idx, window, layer.self_attn.scaling)
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
@@ -150,6 +165,9 @@ class LeanLayer:
         if inputs or turns is None or mask is None or not isinstance(cache, RaggedSlots):
             own: Tensor = type(self._layer).forward(self._layer, hidden_states, *inputs, **options)
             return own
+        whole: Tensor | None = self.parts.through(hidden_states, turns, cache, self._spot)
+        if whole is not None:
+            return whole
         turned, fresh = self.parts.enter(hidden_states, *turns)
         found = self._attend(turned, fresh, mask, cache)
         return self.parts.leave(hidden_states, found.transpose(1, 2).flatten(2))
@@ -157,22 +175,26 @@ class LeanLayer:
     def _attend(self, turned: Tensor, fresh: Tensor, mask: Tensor, cache: RaggedSlots) -> Tensor:
         """turned: queries and keys [B, heads, W, D]; fresh: values."""
         queries, keys = turned.split((self.parts.heads, self.parts.key_heads), 1)
-        keys, values = cache.update(keys, fresh, self._index)
+        keys, values = cache.update(keys, fresh, self._spot.index)
         blocks = cache.blocks(mask)
         if (together := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self._scaling)
+            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self._spot.scaling)
         if blocks:
-            return attend_in_blocks(queries, keys, values, blocks, self._scaling)
-        return attend(queries, keys, values, mask, self._scaling)
+            return attend_in_blocks(queries, keys, values, blocks, self._spot.scaling)
+        return attend(queries, keys, values, mask, self._spot.scaling)
 
 
-def lean_layers(model: nn.Module, count: int) -> list[tuple[nn.Module, LeanLayer]]:
-    """The model's decoder layers and a forward for each; empty if any is built otherwise or has been given one."""
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+def lean_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[nn.Module, LeanLayer]]:
+    """The model's decoder layers and a forward for each; empty if any is built otherwise or has been given one.
+
+    windows: of each layer's attention, as in `Spot`.
+    """
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(windows)]
     turn = Turn()
     try:
-        return [(layer, LeanLayer(layer, turn)) for layer in found[0]] if len(found) == 1 else []
+        layers = zip(found[0], windows, strict=True) if len(found) == 1 else ()
+        return [(layer, LeanLayer(layer, turn, window)) for layer, window in layers]
     except (NotLeanError, AttributeError):
         return []
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.backends.compressed import NativeLinear, Weights
-from slipstream.backends.lean import Parts, RootMeanSquare
+from slipstream.backends.lean import Parts, RootMeanSquare, Spot
 from slipstream.backends.native import address, kernels
 from slipstream.backends.quantised import QuantisedLinear
+from slipstream.backends.ragged import RaggedSlots
 
 LANES = 16  # numbers that the kernels take at a time
 SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))  # slope and cubic, see layer.c
 MANY = 1 << 40  # tokens
+LARGEST, HEADS = 256, 64  # size of a head, and query heads that share a key head, in attention.c
 CLOSE = 0.01  # of an activation to one of these; its outputs are bfloat16
 
 
@@ -41,6 +44,17 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Memory(ctypes.Structure):
+    """`struct memory` of attention.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_long) for name in ("length", "window")),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions")),
+    ]
+
+
 class NativeParts:
     """What `Parts` computes, compiled."""
 
@@ -58,6 +72,7 @@ class NativeParts:
         )
         sizes = parts.qkv.in_features, parts.inner, self.heads, self.key_heads, self._size
         self._layer = Layer(*(linear.weights for linear in linears if linear is not None), *kept, *sizes, *activation)
+        self._attends = self._size % 64 == 0 and self._size <= LARGEST and self.heads <= HEADS * self.key_heads
         self._this, self._space = ctypes.byref(self._layer), library.space_for(ctypes.byref(self._layer))
 
     def _norm(self, norm: RootMeanSquare | None) -> Norm:
@@ -72,9 +87,8 @@ class NativeParts:
         batch, width = hidden.shape[:2]
         if batch * width > self._most:
             return self._parts.enter(hidden, cos, sin)
-        turns = [turn.expand(batch, width, self._size).contiguous() for turn in (cos, sin)]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
-        self._call(self._library.enter, (hidden.contiguous(),), (*turns, out))
+        self._call(self._library.enter, hidden, (*self._turns(hidden, cos, sin), out))
         heads = out.transpose(1, 2)
         both = self.heads + self.key_heads
         return heads[:, :both], heads[:, both:]
@@ -84,15 +98,40 @@ class NativeParts:
         if hidden.shape[0] * hidden.shape[1] > self._most:
             return self._parts.leave(hidden, found)
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._call(self._library.leave, (hidden.contiguous(), found.contiguous()), (out,))
+        self._call(self._library.leave, hidden, (out,), found.contiguous())
         return out
 
-    def _call(self, function: Any, before: tuple[Tensor, ...], behind: tuple[Tensor, ...]) -> None:
-        """Call a function of layer.c on tensors, between which stands the number of tokens."""
-        tokens = before[0].numel() // before[0].shape[-1]
-        space = before[0].new_empty(tokens * self._space)
-        first, last = ([ctypes.c_void_p(tensor.data_ptr()) for tensor in some] for some in (before, (*behind, space)))
-        function(self._this, *first, ctypes.c_long(tokens), *last)
+    def through(self, hidden: Tensor, turns: tuple[Tensor, Tensor], cache: RaggedSlots, spot: Spot) -> Tensor | None:
+        """See `Parts.through`."""
+        if not self._attends or hidden.shape[0] * hidden.shape[1] > self._most:
+            return None
+        keys, values = cache.memory(spot.index, hidden.new_empty(0, self.key_heads, 0, self._size))
+        slots, positions = cache.places()
+        where = address(slots), address(positions)
+        memory = Memory(address(keys), address(values), keys.shape[2], spot.window or 0, spot.scaling, *where)
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self._call(self._library.through, hidden, (*self._turns(hidden, *turns), out), memory=memory)
+        return out
+
+    def _turns(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        return [turn.expand(*hidden.shape[:2], self._size).contiguous() for turn in (cos, sin)]
+
+    def _call(
+        self,
+        function: Any,
+        hidden: Tensor,
+        behind: Sequence[Tensor],
+        found: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        """Call a function of layer.c: the layer, the memory, hidden states, what attention found, their number, ..."""
+        rows = hidden.contiguous()
+        tokens = rows.numel() // rows.shape[-1]
+        space = rows.new_empty(tokens * self._space)
+        first = [] if memory is None else [ctypes.byref(memory)]
+        given = [rows] if found is None else [rows, found]
+        before, last = ([ctypes.c_void_p(x.data_ptr()) for x in some] for some in (given, (*behind, space)))
+        function(self._this, *first, *before, ctypes.c_long(tokens), *last)
 
 
 def native_parts(parts: Parts) -> NativeParts | None:

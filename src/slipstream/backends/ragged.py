@@ -96,7 +96,7 @@ class RaggedSlots(SlotCache):
     def place_ragged(self, layout: Layout, unit: int, reads: Sequence[int]) -> int:
         """The same for a ragged forward."""
         self._cut(layout.cuts, layout, reads)
-        self._slots, self._span = layout.rows, None
+        self._slots, self._span, self._places = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
         return self._look(layout.end, unit, reads)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.backends import grouped
 from slipstream.backends.lean import LeanLayer, lean_layers
-from slipstream.backends.native_parts import native_parts
+from slipstream.backends.native_parts import NativeParts, native_parts
 from slipstream.backends.pieces import Piece
 from slipstream.backends.ragged import RaggedSlots, lay_out
 from slipstream.memo import PROMPT_UNIT
@@ -21,6 +21,25 @@ from slipstream.types import SlipstreamError
 log = logging.getLogger("slipstream")
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
+
+
+class Trial:
+    """A layer's forward that also computes what other parts would give, and notes the largest difference."""
+
+    def __init__(self, forward: LeanLayer, parts: NativeParts) -> None:
+        self._forward, self.parts = forward, parts
+        self.error = 0.0  # relative to the largest of the layer's outputs
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        """The layer's own output."""
+        own = self._forward.parts
+        self._forward.parts = self.parts
+        found = self._forward(*inputs, **options)
+        self._forward.parts = own
+        expected = self._forward(*inputs, **options)
+        error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+        self.error = max(self.error, error)
+        return expected
 
 
 class Shortcuts:
@@ -32,6 +51,7 @@ class Shortcuts:
     view: int
     device: torch.device
     vocab_size: int
+    layer_windows: list[int | None]
     _cache: RaggedSlots
     _repeats: int | None
 
@@ -60,7 +80,7 @@ class Shortcuts:
 
     def shorten_layers(self) -> None:
         """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
-        layers = lean_layers(self.model, self.model.config.get_text_config().num_hidden_layers)
+        layers = lean_layers(self.model, self.layer_windows)
         if self._repeats is None or not layers:
             return
         expected = self._a_few_logits()
@@ -70,18 +90,24 @@ class Shortcuts:
             for layer, _ in layers:
                 del layer.forward
             return
-        self._hasten([forward for _, forward in layers], expected)
+        self._hasten(layers)
         self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
 
-    def _hasten(self, layers: Sequence[LeanLayer], expected: Tensor) -> None:
-        """Compiled parts for these layers if all have them and they give these logits."""
-        own = [layer.parts for layer in layers]
-        made = [native_parts(layer.parts) for layer in layers]
-        for layer, parts in zip(layers, made, strict=True):
-            layer.parts = parts or layer.parts
-        if any(made) and not (all(made) and self._gives(expected, "the operators of its layers")):
-            for layer, parts in zip(layers, own, strict=True):
-                layer.parts = parts
+    def _hasten(self, layers: Sequence[tuple[Any, LeanLayer]]) -> None:
+        """Give these layers compiled parts if all have them and they compute the same from the same input."""
+        made = [native_parts(forward.parts) for _, forward in layers]
+        trials = [Trial(forward, parts) for (_, forward), parts in zip(layers, made, strict=True) if parts is not None]
+        if len(trials) < len(layers):
+            return
+        for (layer, _), trial in zip(layers, trials, strict=True):
+            layer.forward = trial
+        self._a_few_logits()
+        agree = max(trial.error for trial in trials) <= TOLERANCE[self.model.dtype]
+        if not agree:
+            log.info("%s keeps the operators of its layers: compiled ones compute another", type(self.model).__name__)
+        for (layer, forward), trial in zip(layers, trials, strict=True):
+            layer.forward = forward
+            forward.parts = trial.parts if agree else forward.parts
 
     def _a_few_logits(self) -> Tensor:
         """Logits of a few tokens, float32: some at the start, and some that look back at them."""

@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-enum { PANEL = 32 }; /* outputs computed together */
+enum { PANEL = 32 /* outputs computed together */, LANES = 16 /* numbers in a register */ };
 
 /* A linear layer as compressed.c keeps it (12 bits) or rounded.c (4 bits: data only). bias: [outputs] or NULL. */
 struct linear {
@@ -42,3 +42,50 @@ static inline void finish(const struct linear *w, const float *sums, long rows, 
         _mm512_mask_storeu_epi16(out + i * w->outputs + first, there, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
 }
+
+static inline __m512 load(const uint16_t *from) { return widened(_mm256_loadu_si256((const void *)from)); }
+static inline __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+static inline void store(uint16_t *to, __m512 x) { _mm256_storeu_si256((void *)to, narrowed(x)); }
+static inline __m512 rounded(__m512 x) { return widened(narrowed(x)); }
+
+/* e to the x, for x from -88 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. */
+static inline __m512 exponential(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 y = _mm512_set1_ps(1.0f / 720);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 120));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 24));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+/* Root mean square norm. weight: [size], NULL where there is no norm. rounds_first: before the weight, not behind. */
+struct norm {
+    const float *weight;
+    float eps;
+    int rounds_first;
+};
+
+/* heads: of queries; behind theirs come key_heads each of keys and values. The gate's activation is
+ * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. */
+struct layer {
+    struct linear qkv, out, gate_up, down;
+    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    long hidden, inner, heads, key_heads, size;
+    float slope, cubic;
+};
+
+/* Keys and values [slots][key_heads][length][size] of a layer, and where its new tokens stand in them. */
+struct memory {
+    uint16_t *keys, *values;
+    long length, window; /* window: positions a token sees, itself included; 0 for all */
+    float scaling;
+    const int64_t *slots, *positions;
+};
+
+void attend(const struct layer *layer, const struct memory *m, const uint16_t *heads, long tokens, uint16_t *out,
+            int64_t *groups);

@@ -5,28 +5,7 @@
  */
 #include "kernels.h"
 
-enum { LANES = 16, FEW = 8 /* tokens that one thread is done with before a second one has begun */ };
-
-/* Root mean square norm. weight: [size], NULL where there is no norm. rounds_first: before the weight, not behind. */
-struct norm {
-    const float *weight;
-    float eps;
-    int rounds_first;
-};
-
-/* heads: of queries; behind theirs come key_heads each of keys and values. The gate's activation is
- * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. */
-struct layer {
-    struct linear qkv, out, gate_up, down;
-    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
-    long hidden, inner, heads, key_heads, size;
-    float slope, cubic;
-};
-
-static __m512 load(const uint16_t *from) { return widened(_mm256_loadu_si256((const void *)from)); }
-static __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-static void store(uint16_t *to, __m512 x) { _mm256_storeu_si256((void *)to, narrowed(x)); }
-static __m512 rounded(__m512 x) { return widened(narrowed(x)); }
+enum { FEW = 8 /* tokens that one thread is done with before a second one has begun */ };
 
 static void normalise(const struct norm *norm, const uint16_t *x, long size, uint16_t *out) {
     __m512 squares = _mm512_setzero_ps();
@@ -51,21 +30,6 @@ static void turn(uint16_t *head, long size, const uint16_t *cosines, const uint1
         store(head + i, _mm512_sub_ps(a, b));
         store(head + half + i, _mm512_add_ps(c, d));
     }
-}
-
-/* e to the x, for x from -88 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. */
-static __m512 exponential(__m512 x) {
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 y = _mm512_set1_ps(1.0f / 720);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 120));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 24));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, n);
 }
 
 /* The activation of the gate [inner] times what is behind it [inner]. */
@@ -126,9 +90,21 @@ void leave(const struct layer *layer, const uint16_t *hidden, const uint16_t *fo
         add_up(&layer->after_feed_forward, out + t * width, normed + t * width, width, out + t * width);
 }
 
-/* How many bfloat16 numbers of space `enter` and `leave` need per token. */
+/* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's. */
+void through(const struct layer *layer, const struct memory *memory, const uint16_t *hidden, long tokens,
+             const uint16_t *cosines, const uint16_t *sines, uint16_t *out, uint16_t *space) {
+    int64_t *groups = (int64_t *)space;
+    uint16_t *heads = space + tokens * 8, *found = heads + tokens * (layer->heads + 2 * layer->key_heads) * layer->size;
+    uint16_t *rest = found + tokens * layer->heads * layer->size;
+    enter(layer, hidden, tokens, cosines, sines, heads, rest);
+    attend(layer, memory, heads, tokens, found, groups);
+    leave(layer, hidden, found, tokens, out, rest);
+}
+
+/* How many bfloat16 numbers of space these functions need per token. */
 long space_for(const struct layer *layer) {
-    long widest = layer->inner > layer->heads * layer->size ? layer->inner : layer->heads * layer->size;
+    long heads = layer->heads * layer->size, widest = layer->inner > heads ? layer->inner : heads;
     if (layer->hidden > widest) widest = layer->hidden;
-    return layer->hidden + 3 * layer->inner + widest + 128; /* the last two: a padded copy of a product's inputs */
+    long attention = 8 + (2 * layer->heads + 2 * layer->key_heads) * layer->size;
+    return attention + layer->hidden + 3 * layer->inner + widest + 128; /* the last two: a padded copy of inputs */
 }
