@@ -3,17 +3,18 @@
     python benchmarks/fast_paths.py smollm2
     python benchmarks/fast_paths.py TARGET --ways plain,packed,int4
 
-plain: the model as transformers loads it, over the same memory; packed: layers of one input fused, weights in the
-kernels' layout, query heads grouped, decoder layers in fewer operators, memory read as far as needed; own-layers: all
-but the layers; whole-views: all but the last; int4, int8: as packed, in few bits, as draft models are kept. The tokens
-come behind --context others. The ways take turns; medians of many turns count. Beside them the
-largest difference of a logit from the plain model's, relative to the largest logit, and how often the most likely token
-is the same.
+plain: the model as transformers loads it, over the same memory. packed: by PyTorch's kernels, that is layers of one
+input fused, weights in oneDNN's layout, query heads grouped, decoder layers in fewer operators, memory read as far as
+needed; own-layers: all of this but the layers; whole-views: all but the last. compiled: by Slipstream's own kernels.
+int4, int8: in few bits, as draft models are kept, by its own kernels where it has them. The tokens come behind
+--context others. The ways take turns; medians of many turns count. Beside them the largest difference of a logit from
+the plain model's, relative to the largest logit, and how often the most likely token is the same.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from statistics import median
 from time import perf_counter
 
@@ -26,9 +27,10 @@ from terminal import JsonFile, console, run
 from slipstream.backends import Loaded, LoadOptions, load, read_memory
 from slipstream.backends.files import quiet
 from slipstream.backends.lean import is_lean
+from slipstream.backends.native import SWITCH, kernels
 from slipstream.memo import EXACT_FIT
 
-WAYS = ("plain", "own-layers", "whole-views", "packed", "int4", "int8")
+WAYS = ("plain", "own-layers", "whole-views", "packed", "compiled", "int4", "int8")
 VIEW = 512
 
 
@@ -48,6 +50,9 @@ def main(
         raise typer.BadParameter(f"--ways {unknown[0]!r}; allowed: {', '.join(WAYS)}")
     if context < 0:
         raise typer.BadParameter(f"--context {context}; allowed: from 0")
+    if "compiled" in chosen and kernels() is None:
+        chosen.remove("compiled")
+        console.print("no compiled kernels here: they need a C compiler and a processor with AVX-512 and bfloat16")
     models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
     tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for way, loaded in models.items():
@@ -77,6 +82,7 @@ def main(
 
 def _load(target: str, way: str, dtype: str) -> Loaded:
     quantise = way if way in ("int4", "int8") else None
+    os.environ[SWITCH] = "on" if way in ("compiled", "int4", "int8") else "off"
     loaded = load(target, LoadOptions(dtype, fast=way != "plain", quantise=quantise))
     if way == "own-layers":
         for layer in filter(is_lean, loaded.model.modules()):

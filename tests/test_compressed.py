@@ -13,6 +13,7 @@ from slipstream.backends import native
 from slipstream.backends.compressed import CompressedLinear, stored
 from slipstream.backends.native import FLAGS, INSTRUCTIONS, NoKernelsError, built, check_processor
 from slipstream.backends.packed import PackedLinear, pack
+from slipstream.types import UsageError
 from tiny import fresh
 
 needs_kernels = pytest.mark.skipif(
@@ -170,5 +171,13 @@ def test_where_there_are_no_kernels_the_log_says_why(
 ) -> None:
     monkeypatch.setattr(native, "_CPU", tmp_path / "nothing")
     with caplog.at_level(logging.INFO, "slipstream"):
-        assert native.kernels.__wrapped__() is None
+        assert native._library.__wrapped__() is None
     assert "PyTorch's kernels are used, not Slipstream's own: they need a processor with avx512f" in caplog.text
+
+
+def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "off")
+    assert native.kernels() is None and type(stored(layer(64, 64))) is PackedLinear
+    monkeypatch.setenv(native.SWITCH, "maybe")
+    with pytest.raises(UsageError, match="SLIPSTREAM_KERNELS='maybe'; allowed: 'on' or 'off'"):
+        native.kernels()

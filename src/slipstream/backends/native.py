@@ -1,8 +1,8 @@
 """Kernels of our own, compiled on the user's machine the first time they are wanted, then kept in the cache folder.
 
 They need a compiler and a processor with the instructions they are written for; where either is missing, PyTorch's
-kernels are used, and why is logged once. OpenMP's functions are those that PyTorch has loaded, so that both share one
-set of threads.
+kernels are used, and why is logged once. So they are with SLIPSTREAM_KERNELS=off in the environment. OpenMP's functions
+are those that PyTorch has loaded, so that both share one set of threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from pathlib import Path
 from torch import Tensor
 
 from slipstream.backends import cache_folder
+from slipstream.types import UsageError
 
 log = logging.getLogger("slipstream")
 
 SOURCES = Path(__file__).with_name("kernels")
 INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *("-m" + name.replace("_", "") for name in INSTRUCTIONS))
+SWITCH = "SLIPSTREAM_KERNELS"
 _CPU = Path("/proc/cpuinfo")
 
 
@@ -34,9 +36,16 @@ class NoKernelsError(Exception):
     """Why there are none here."""
 
 
-@cache
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions of `kernels/`, or None where they cannot be had."""
+    """The compiled functions of `kernels/`, or None where they cannot be had or are switched off."""
+    wanted = os.environ.get(SWITCH) or "on"
+    if wanted not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={wanted!r}; allowed: 'on' or 'off'")
+    return _library() if wanted == "on" else None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
     try:
         check_processor(_CPU.read_text() if _CPU.exists() else "")
         library = ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
