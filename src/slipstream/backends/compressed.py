@@ -1,7 +1,7 @@
 """Linear layers whose bfloat16 weights are kept in 12 bits each, exactly, for processors with AVX-512 and bfloat16.
 
 A forward of few tokens takes as long as reading its weights, so a quarter less to read is a quarter less time. No
-weight changes: `compressed.c` says how. The specification of a compressed layer is the `nn.Linear` it replaces.
+weight changes: `kernels/folding.c` says how. The specification of a compressed layer is the `nn.Linear` it replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.backends.native import address, kernels
 from slipstream.backends.packed import packed
 
-PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes, as in compressed.c
+PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes, as in kernels.h
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
 
 

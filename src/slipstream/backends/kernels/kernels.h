@@ -4,7 +4,12 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-enum { PANEL = 32 /* outputs computed together */, LANES = 16 /* numbers in a register */ };
+enum {
+    LANES = 16,   /* numbers in a register */
+    PANEL = 32,   /* outputs computed together */
+    BLOCK = 128,  /* inputs of a panel unfolded at a time: 8 KB */
+    QUAD = 192    /* bytes of 4 inputs of a panel */
+};
 
 /* A linear layer as compressed.c keeps it (12 bits) or rounded.c (4 bits: data only). bias: [outputs] or NULL. */
 struct linear {
