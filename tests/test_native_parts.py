@@ -184,6 +184,29 @@ def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -
     assert torch.equal(attended(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
 
 
+def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
+    places = PLACES["ragged"]
+    heads, clean = numbers(len(places), 8, 64), (numbers(6, 2, 256, 64, seed=1), numbers(6, 2, 256, 64, seed=2))
+    left = tuple(part.clone() for part in clean)
+    for slot, end in ((0, 66), (1, 1), (2, 202), (4, 33)):
+        for part in left:
+            part[slot, :, end:] = float("nan")
+    assert torch.equal(attended(heads, (left[0], left[1]), places, 0), attended(heads, clean, places, 0))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
+def test_layers_that_give_something_else_fail_their_trial(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeParts, "through", lambda self, hidden, *rest: torch.full_like(hidden, broken))
+    backend = fast("llama", torch.bfloat16, head_dim=64)
+    assert layers(backend) and all(type(layer.parts) is Parts for layer in layers(backend))
+
+
+def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
+    parts = layers(compiled("gemma3"))[0].parts._parts
+    parts.act = torch.nn.GELU()
+    assert fits(parts) is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_layers_give_the_models_own_logits(name: str) -> None:
     own, made = fast(name, torch.bfloat16, lean=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)

@@ -106,6 +106,8 @@ class NativeParts:
         if not self._attends or hidden.shape[0] * hidden.shape[1] > self._most:
             return None
         keys, values = cache.memory(spot.index, hidden.new_empty(0, self.key_heads, 0, self._size))
+        if keys.dtype != hidden.dtype:
+            return None
         slots, positions = cache.places()
         where = address(slots), address(positions)
         memory = Memory(address(keys), address(values), keys.shape[2], spot.window or 0, spot.scaling, *where)
@@ -114,7 +116,7 @@ class NativeParts:
         return out
 
     def _turns(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        return [turn.expand(*hidden.shape[:2], self._size).contiguous() for turn in (cos, sin)]
+        return [turn.to(hidden.dtype).expand(*hidden.shape[:2], self._size).contiguous() for turn in (cos, sin)]
 
     def _call(
         self,
@@ -150,7 +152,7 @@ def fits(parts: Parts) -> tuple[float, float] | None:
     expected, exact = parts.act(x.clone()).float(), x.float()
     for slope, cubic in (SILU, GELU):
         found = exact * torch.sigmoid(slope * exact + cubic * exact**3)
-        if torch.allclose(found, expected, rtol=CLOSE, atol=1e-3):
+        if torch.allclose(found, expected, rtol=CLOSE, atol=1e-4):
             return slope, cubic
     return None
 

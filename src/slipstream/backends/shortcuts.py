@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class Trial:
         self._forward.parts = own
         expected = self._forward(*inputs, **options)
         error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-        self.error = max(self.error, error)
+        self.error = max(self.error, error if math.isfinite(error) else math.inf)
         return expected
 
 
@@ -101,13 +102,16 @@ class Shortcuts:
             return
         for (layer, _), trial in zip(layers, trials, strict=True):
             layer.forward = trial
-        self._a_few_logits()
-        agree = max(trial.error for trial in trials) <= TOLERANCE[self.model.dtype]
-        if not agree:
+        try:
+            self._a_few_logits()
+        finally:
+            for layer, forward in layers:
+                layer.forward = forward
+        if max(trial.error for trial in trials) > TOLERANCE[self.model.dtype]:
             log.info("%s keeps the operators of its layers: compiled ones compute another", type(self.model).__name__)
-        for (layer, forward), trial in zip(layers, trials, strict=True):
-            layer.forward = forward
-            forward.parts = trial.parts if agree else forward.parts
+            return
+        for (_, forward), trial in zip(layers, trials, strict=True):
+            forward.parts = trial.parts
 
     def _a_few_logits(self) -> Tensor:
         """Logits of a few tokens, float32: some at the start, and some that look back at them."""

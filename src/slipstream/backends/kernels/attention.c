@@ -65,12 +65,14 @@ static void transpose(const uint16_t *keys, long size, uint32_t *to) {
         }
 }
 
-/* Values [KEYS][size] to [KEYS / 2][size] pairs of positions, in the order that unpacking leaves. */
-static void interleave(const uint16_t *values, long size, uint16_t *to) {
+/* Values [KEYS][size] to [KEYS / 2][size] pairs of positions, in the order that unpacking leaves. From number `there`
+ * on they are taken as 0: what an earlier text left may be infinite, and 0 times that is not 0. */
+static void interleave(const uint16_t *values, long there, long size, uint16_t *to) {
+    __m512i none = _mm512_setzero_si512();
     for (long pair = 0; pair < KEYS / 2; pair++)
         for (long i = 0; i < size; i += 32) {
-            __m512i a = _mm512_loadu_si512(values + pair * 2 * size + i);
-            __m512i b = _mm512_loadu_si512(values + (pair * 2 + 1) * size + i);
+            __m512i a = pair * 2 < there ? _mm512_loadu_si512(values + pair * 2 * size + i) : none;
+            __m512i b = pair * 2 + 1 < there ? _mm512_loadu_si512(values + (pair * 2 + 1) * size + i) : none;
             _mm512_store_si512(to + (pair * size + i) * 2, _mm512_unpacklo_epi16(a, b));
             _mm512_store_si512(to + (pair * size + i) * 2 + 32, _mm512_unpackhi_epi16(a, b));
         }
@@ -161,7 +163,7 @@ static void pass(struct query *group, int count, const uint16_t *keys, const uin
     long first = group[0].first, last = group[count - 1].last;
     for (long begin = first / KEYS * KEYS; begin <= last; begin += KEYS) {
         transpose(keys + begin * size, size, turned);
-        interleave(values + begin * size, size, paired);
+        interleave(values + begin * size, last + 1 - begin, size, paired);
         for (int i = 0; i < count; i += TOGETHER) {
             switch (count - i) {
                 case 1: score(1, group + i, begin, size, turned, _mm512_set1_ps(scaling)); break;
@@ -179,7 +181,7 @@ static void pass(struct query *group, int count, const uint16_t *keys, const uin
     }
 }
 
-/* A head's result in its own order, rounded. Unpacking left lanes 4 by 4: of 32 numbers, 0-3, 8-11, ... before 4-7, ... */
+/* A head's result in its own order, rounded. Of 32 numbers unpacking left 0-3, 8-11, ... before 4-7, 12-15, ... */
 static void hand_out(const struct query *q, long size, uint16_t *to) {
     __m512 sum = _mm512_set1_ps(q->sum);
     __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);

@@ -1,14 +1,12 @@
 /* Products of bfloat16 weights that are kept in 12 bits each, exactly.
  *
- * A weight's 8 bits of exponent say little: in a panel of 32 outputs nearly all are among 15 neighbouring values. A weight
- * is kept as a byte of sign and mantissa and 4 bits that count down from the panel's largest exponent; the few it does
- * not reach are exceptions, kept whole and put back where a block is unfolded. A forward of few tokens waits for its
- * weights, so a quarter less of them is a quarter less time; what it waits for is asked for ahead.
+ * A weight's 8 bits of exponent say little: in a panel of 32 outputs nearly all are among 15 neighbouring values. A
+ * weight is kept as a byte of sign and mantissa and 4 bits that count down from the panel's largest exponent; the few
+ * it does not reach are exceptions, kept whole and put back where a block is unfolded. A forward of few tokens waits
+ * for its weights, so a quarter less of them is a quarter less time; what it waits for is asked for ahead.
  *
  * A sum runs over the inputs in order, whatever the number of tokens: one token beside others gives the same bits as
- * alone.
- *
- * folding.c says how they lie in memory.
+ * alone. folding.c says how the weights lie in memory.
  */
 #include "kernels.h"
 

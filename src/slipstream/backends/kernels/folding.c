@@ -2,7 +2,7 @@
  *
  * Layout: data [panels][K / 4][192] bytes: signs and mantissas of two pairs of inputs, 64 each, and their 4-bit codes,
  * one pair's in the low and the other's in the high halves. Byte L * 16 + z * 8 + o * 2 + i of a pair is output
- * z * 16 + L * 4 + o and input i, so that two unpacking instructions give operands of vdpbf16ps: 16 outputs by 2 inputs.
+ * z * 16 + L * 4 + o and input i: two unpacking instructions then give operands of vdpbf16ps, 16 outputs by 2 inputs.
  * tables [panels][32]: what each code stands for, its upper 7 bits and its lowest one. Exceptions of a block of a panel
  * follow each other: place in the unfolded block << 16 | weight; offsets [panels * blocks + 1] says where they begin.
  */

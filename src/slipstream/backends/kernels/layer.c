@@ -1,7 +1,7 @@
 /* A decoder layer around its attention: pre-norm, rotary positions, a gated feed-forward part.
  *
- * Everything here treats tokens one by one, so a token gets the same bits whatever tokens are beside it. Results are
- * rounded to bfloat16 where the model's own operators round.
+ * Everything here treats tokens one by one, so with 12-bit weights a token gets the same bits whatever is beside it.
+ * Results are rounded to bfloat16 where the model's own operators round.
  */
 #include "kernels.h"
 

@@ -1,9 +1,11 @@
-/* Products of weights rounded to 4 bits, for few tokens: weight = code * scale + offset, both per 32 inputs of an output.
+/* Products of weights rounded to 4 bits, for few tokens: weight = code * scale + offset, per 32 inputs of an output.
  *
  * The codes of a group are multiplied as the numbers 128 to 143, whose bfloat16 form is 0x4300 + code, and its sum is
  * scaled once: sum of x * weight = scale * (sum of x * (128 + code) - 128 * sum of x) + offset * sum of x.
  *
- * Layout: data [panels][groups][640] bytes: 8 quads of 64 bytes, then 32 scales and 32 offsets, bfloat16. Word o * 2 + i
+ * One or two tokens are summed in two chains, more in one, so bits depend on how many there are; a draft's may.
+ *
+ * Layout: data [panels][groups][640] bytes: 8 quads of 64 bytes, then 32 scales and 32 offsets. Word o * 2 + i
  * of a quad has 4 codes: bits 4 * (pair * 2 + side) belong to output side * 16 + o and input pair * 2 + i.
  */
 #include "kernels.h"
