@@ -33,7 +33,6 @@ class HFBackend(Shortcuts):
         self.vocab_size: int = model.get_output_embeddings().out_features
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self._window, self._layer_types = _windows(config)
-        self.layer_windows = _layer_windows(config)
         self._cache = RaggedSlots(config.num_hidden_layers)
         self._float_mask = model.dtype if config._attn_implementation == "eager" else None
         is_grouped = config._attn_implementation == grouped.NAME
@@ -108,13 +107,6 @@ def _windows(config: Any) -> tuple[int | None, frozenset[str]]:
         types = ["sliding_attention" if window else "full_attention"]
     kinds = frozenset(types)
     return (window if "sliding_attention" in kinds else None), kinds
-
-
-def _layer_windows(config: Any) -> list[int | None]:
-    """The window of each layer's attention, None where it sees everything."""
-    window, kinds = _windows(config)
-    types = getattr(config, "layer_types", None) or list(kinds) * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def check_supported(model: Any) -> None:

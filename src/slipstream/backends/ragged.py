@@ -19,6 +19,7 @@ from slipstream.backends.grouped import LONG, ROWS, Block, Cut, attend, cut_mask
 from slipstream.backends.pieces import Piece
 from slipstream.backends.slots import SlotCache
 from slipstream.memo import PROMPT_UNIT
+from slipstream.types import SlipstreamError
 
 ROW, CALL = 3, 12  # what a row of the rectangle, and attention of a row on its own, cost beside their columns
 
@@ -85,12 +86,15 @@ class RaggedSlots(SlotCache):
         self._cuts: list[Cut] = []
         self._blocks: dict[int, list[Block]] = {}
         self._rectangles: dict[int, Tensor] = {}
+        self._written = torch.empty(0, dtype=torch.int64)
+        self._places: tuple[Tensor, Tensor] | None = None
 
     def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
         """See `SlotCache.place`."""
         width = columns.shape[1]
         long = width >= LONG and reads and len(starts) == 1
         self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None, reads)
+        self._places, self._written = None, columns
         return super().place(first_slot, starts, columns, unit, reads)
 
     def place_ragged(self, layout: Layout, unit: int, reads: Sequence[int]) -> int:
@@ -99,6 +103,23 @@ class RaggedSlots(SlotCache):
         self._slots, self._span, self._places = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
         return self._look(layout.end, unit, reads)
+
+    def memory(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [slots, heads, positions, size], for states of this kind [_, heads, _, size]."""
+        layer = self.layers[layer_idx]
+        if layer.keys is None:
+            layer.keys, layer.values = self._allocate(states), self._allocate(states)
+        return layer.keys, layer.values
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions [tokens] of the next forward's tokens, row by row."""
+        if self._places is None:
+            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
+            self._places = slots, self._written.flatten()
+        slots, positions = self._places
+        if int(slots.max()) >= self._shape[0] or int(positions.max()) >= self._shape[1]:
+            raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self._shape}")
+        return self._places
 
     def blocks(self, mask: Tensor) -> list[Block]:
         """The blocks a forward's attention is cut into, by its grouped mask; none if it is computed at once."""

@@ -52,7 +52,8 @@ class Shortcuts:
     view: int
     device: torch.device
     vocab_size: int
-    layer_windows: list[int | None]
+    _window: int | None
+    _layer_types: frozenset[str]
     _cache: RaggedSlots
     _repeats: int | None
 
@@ -81,7 +82,7 @@ class Shortcuts:
 
     def shorten_layers(self) -> None:
         """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
-        layers = lean_layers(self.model, self.layer_windows)
+        layers = lean_layers(self.model, self._layer_windows())
         if self._repeats is None or not layers:
             return
         expected = self._a_few_logits()
@@ -93,6 +94,12 @@ class Shortcuts:
             return
         self._hasten(layers)
         self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
+
+    def _layer_windows(self) -> list[int | None]:
+        """The window of each layer's attention, None where it sees everything."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or list(self._layer_types) * config.num_hidden_layers
+        return [self._window if kind == "sliding_attention" else None for kind in kinds]
 
     def _hasten(self, layers: Sequence[tuple[Any, LeanLayer]]) -> None:
         """Give these layers compiled parts if all have them and they compute the same from the same input."""

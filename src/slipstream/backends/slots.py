@@ -60,8 +60,7 @@ class SlotCache(Cache):
         self._slots = slice(0, 0)
         self._view = 0
         self._span: slice | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
-        self._rows = self._columns = self._written = torch.empty(0, dtype=torch.int64)
+        self._rows = self._columns = torch.empty(0, dtype=torch.int64)
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; existing content stays."""
@@ -80,7 +79,6 @@ class SlotCache(Cache):
         that is enough, else a multiple of `unit`, if there is room for it.
         """
         width = columns.shape[1]
-        self._places, self._written = None, columns
         self._slots = slice(first_slot, first_slot + len(starts))
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
@@ -96,25 +94,10 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values [rows, heads, width, size] and return the views attention reads."""
-        keys, values = self.memory(layer_idx, key_states)
-        return self._write(keys, key_states), self._write(values, value_states)
-
-    def memory(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [slots, heads, positions, size], for states of this kind [_, heads, _, size]."""
         layer = self.layers[layer_idx]
         if layer.keys is None:
-            layer.keys, layer.values = self._allocate(states), self._allocate(states)
-        return layer.keys, layer.values
-
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions [tokens] of the next forward's tokens, row by row."""
-        if self._places is None:
-            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
-            self._places = slots, self._written.flatten()
-        slots, positions = self._places
-        if int(slots.max()) >= self._shape[0] or int(positions.max()) >= self._shape[1]:
-            raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self._shape}")
-        return self._places
+            layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
+        return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""
