@@ -147,6 +147,11 @@ def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
         built(tmp_path, {"CC": "no-such-compiler"})
 
 
+@needs_kernels
+def test_a_compiler_may_have_options(tmp_path: Path) -> None:
+    assert built(tmp_path, {"CC": "gcc -g0"}).exists()
+
+
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'cannot compile this' >&2\nexit 3\n")

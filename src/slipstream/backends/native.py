@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,7 +28,15 @@ log = logging.getLogger("slipstream")
 
 SOURCES = Path(__file__).with_name("kernels")
 INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", *("-m" + name.replace("_", "") for name in INSTRUCTIONS))
+# no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fopenmp",
+    *("-m" + name.replace("_", "") for name in INSTRUCTIONS),
+)
 SWITCH = "SLIPSTREAM_KERNELS"
 _CPU = Path("/proc/cpuinfo")
 
@@ -72,28 +81,28 @@ def check_processor(description: str) -> None:
 
 def built(folder: Path, environment: Mapping[str, str]) -> Path:
     """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
-    names = [environment["CC"]] if environment.get("CC") else ["gcc", "cc"]
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
+    wanted = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
+    compiler = next((command for command in wanted if shutil.which(command[0])), None)
     if compiler is None:
-        raise NoKernelsError(f"no C compiler ({' or '.join(names)})")
+        raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in wanted)})")
     sources = sorted(SOURCES.glob("*.c"))
-    library = folder / f"{version(compiler)}.so"
+    library = folder / f"{version(*compiler)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / "library.so"
             for source in sources:
-                _run([compiler, *FLAGS, "-c", str(source), "-o", f"{place}/{source.stem}.o"])
+                _run([*compiler, *FLAGS, "-c", str(source), "-o", f"{place}/{source.stem}.o"])
             objects = [f"{place}/{source.stem}.o" for source in sources]
-            _run([compiler, "-shared", *objects, "-o", str(made)])  # OpenMP is PyTorch's
+            _run([*compiler, "-shared", *objects, "-o", str(made)])  # OpenMP is PyTorch's
             made.rename(library)
     return library
 
 
-def version(compiler: str = "") -> str:
+def version(*compiler: str) -> str:
     """What tells these kernels from other ones: by their source and the way they are compiled."""
     texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-    return "kernels-" + hashlib.sha256("\0".join((*texts, compiler, *FLAGS)).encode()).hexdigest()[:16]
+    return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *FLAGS)).encode()).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:

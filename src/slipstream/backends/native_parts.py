@@ -1,6 +1,6 @@
-"""The parts of a decoder layer around its attention in two calls of `kernels/layer.c`, where all of them allow it.
+"""A decoder layer in one call of `kernels/layer.c`, or in two around an attention that the kernels do not take.
 
-The specification is `lean.Parts`, operator by operator; what a layer gives is compared with the model's own logits.
+The specification is `lean.Parts`, operator by operator, with which each layer is compared before it is used.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A draft cannot change what is generated, only how much of it is accepted. Weight
 bits with a scale and an offset per 32 inputs, 8 bits with a scale per output. The specification of a quantised layer is
 the `nn.Linear` it replaces.
 
-The products are PyTorch's own CPU kernels for few tokens. For more of them, batches and prompts above all, others
-are faster, whose weights are kept beside: products of 8-bit integers where the processor has instructions for them
-(VNNI), else packed weights.
+The products for few tokens are our own kernel's at 4 bits, where it can be had (`rounded.py`), else PyTorch's. For more
+of them, batches and prompts above all, others are faster, whose weights are kept beside: products of 8-bit integers
+where the processor has instructions for them (VNNI), else packed weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slipstream.backends.rounded import RoundedLinear
 
 BITS = ("int4", "int8")
 GROUP = 32  # inputs that share a scale at 4 bits
-OWN = 16  # tokens up to which our own kernel is
-NARROW = 4, 8  # tokens up to which the kernels for few are the fastest, beside integer products and packed weights
+OWN = 16  # tokens up to which our own kernel for few is the fastest
+NARROW = 4, 8  # the same of PyTorch's, beside integer products and beside packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
 ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
 _ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small

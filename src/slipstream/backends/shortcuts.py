@@ -115,7 +115,9 @@ class Shortcuts:
             for layer, forward in layers:
                 layer.forward = forward
         if max(trial.error for trial in trials) > TOLERANCE[self.model.dtype]:
-            log.info("%s keeps the operators of its layers: compiled ones compute another", type(self.model).__name__)
+            log.info(
+                "%s keeps the operators of its layers: compiled ones give other numbers", type(self.model).__name__
+            )
             return
         for (_, forward), trial in zip(layers, trials, strict=True):
             forward.parts = trial.parts
