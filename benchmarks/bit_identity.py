@@ -24,10 +24,10 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import quiet
-from slipstream.compare import Referee, count_differences
-from slipstream.parity import Difference
-from slipstream.prompts import read_prompts, spread
+from slipstream.bench.comparison import Referee, count_differences
+from slipstream.certificate.parity import Difference
+from slipstream.models.hf.model_files import quiet
+from slipstream.text.prompts import read_prompts, spread
 
 Line = dict[str, Any]
 COLUMNS = (

@@ -32,22 +32,22 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import Drafter, SamplingParams, SlipstreamError, UsageError
-from slipstream.backends.files import quiet, resolve
-from slipstream.backends.tokenizers import load_tokenizer
-from slipstream.backends.toy import ToyTokenizer
 from slipstream.bench.plan import name_prompts
 from slipstream.bench.records import FILE, read_records
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
 from slipstream.drafters import Setup, load
 from slipstream.drafters.suffix import SuffixDrafter
-from slipstream.noise import Race
-from slipstream.prompts import builtin_prompts, read_prompts
-from slipstream.sampling import Sampler
-from slipstream.text import Tokenizer
-from slipstream.types import Row
+from slipstream.models.hf.hf_tokenizer import load_tokenizer
+from slipstream.models.hf.model_files import quiet, resolve
+from slipstream.models.toy import ToyTokenizer
+from slipstream.sampling.sampler import Sampler
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.prompts import builtin_prompts, read_prompts
 
 CPU = torch.device("cpu")
 ROUNDS = 2000  # of the second table
-DRAFTERS = ["ngram", "table", "suffix:outputs=0", "suffix"]
+DRAFTERS = ["ngram", "ngram_table", "suffix:outputs=0", "suffix"]
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -156,10 +156,10 @@ def _report(texts: list[Recorded], drafters: list[str], num_draft_tokens: int, h
         table.add_section()
     console.print(table)
     if history:
-        _history(texts, drafters, setup, num_draft_tokens, history)
+        _processors(texts, drafters, setup, num_draft_tokens, history)
 
 
-def _history(texts: list[Recorded], drafters: list[str], setup: Setup, num_draft_tokens: int, history: int) -> None:
+def _processors(texts: list[Recorded], drafters: list[str], setup: Setup, num_draft_tokens: int, history: int) -> None:
     tokens = [*islice(cycle(token for text in texts for token in (*text.prompt, *text.output)), history + ROUNDS)]
     unique = sum(len(text.prompt) + len(text.output) for text in texts)
     table = _table("drafter", f"first {history:,} tokens, us each", "then us per token and draft", "bytes per token")

@@ -24,11 +24,13 @@ from rich import box
 from rich.table import Table
 from terminal import JsonFile, console, run
 
-from slipstream.backends import Loaded, LoadOptions, load, read_memory
-from slipstream.backends.files import quiet
-from slipstream.backends.lean import is_lean
-from slipstream.backends.native import SWITCH, kernels
-from slipstream.memo import EXACT_FIT
+from slipstream.core.cache_state import EXACT_FIT
+from slipstream.core.interfaces import read_memory
+from slipstream.models.cpu.kernel_build import SWITCH, kernels
+from slipstream.models.hf.fused_layer import is_fused
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loading import load
 
 WAYS = ("plain", "own-layers", "whole-views", "packed", "compiled", "int4", "int8")
 VIEW = 512
@@ -85,7 +87,7 @@ def _load(target: str, way: str, dtype: str) -> Loaded:
     os.environ[SWITCH] = "on" if way in ("compiled", "int4", "int8") else "off"
     loaded = load(target, LoadOptions(dtype, fast=way != "plain", quantise=quantise))
     if way == "own-layers":
-        for layer in filter(is_lean, loaded.model.modules()):
+        for layer in filter(is_fused, loaded.model.modules()):
             del layer.forward
     return loaded
 

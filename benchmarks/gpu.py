@@ -41,11 +41,11 @@ from gpu_arms import (
     wait_for,
 )
 
-from slipstream.backends.files import quiet
-from slipstream.backends.graphed import GraphedBackend
-from slipstream.backends.hf import HFBackend
-from slipstream.backends.reference import last_logits
-from slipstream.parity import first_difference
+from slipstream.bench.hf_reference import last_logits
+from slipstream.certificate.parity import first_difference
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.model_files import quiet
 
 TIE = 0.02  # of the largest logit
 STAGES = ("draft", "verify", "accept", "overhead")

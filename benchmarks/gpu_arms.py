@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream import SamplingParams
-from slipstream.drafters import Drafter
+from slipstream.core.interfaces import Drafter
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Draft, Round, Row, Verdict
+from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
-from slipstream.engine import Engine
-from slipstream.policy import Fixed
-from slipstream.sampling import Sampler
-from slipstream.session import Session
-from slipstream.types import Draft, Round, Row, Verdict
+from slipstream.sampling.sampler import Sampler
 
 SPREAD = 16.0  # of embeddings: the last token outweighs what random layers add to it
 FAINT = 2.0**-10  # a factor that makes it the other way round
@@ -222,6 +222,6 @@ def _compare(setting: Setting, pair: Sequence[Any]) -> dict[str, float]:
         agree, positions = agree + int((one.argmax(-1) == other.argmax(-1)).sum()), positions + rows * width
     tokens, starts = torch.zeros(1, 1, dtype=torch.int64, device=setting.device), [len(setting.prompts[0]) - 2]
     own, other = (pair[0].forward(tokens, starts, first_slot=slot, logits=True).float() for slot in (0, 1))
-    control = float((own - other).abs().max() / own.abs().max())
+    controller = float((own - other).abs().max() / own.abs().max())
     share = agree / positions
-    return {"largest_relative_difference": worst, "share_of_equal_argmax": share, "of_other_contexts": control}
+    return {"largest_relative_difference": worst, "share_of_equal_argmax": share, "of_other_contexts": controller}

@@ -19,10 +19,11 @@ import torch
 import typer
 from terminal import JsonFile, console, run
 
-from slipstream.backends import LoadOptions, load
-from slipstream.backends.files import quiet, resolve
-from slipstream.backends.quantised import BITS
-from slipstream.types import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.cpu.quantised_linear import BITS
+from slipstream.models.hf.model_files import quiet, resolve
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 EVERY_S = 0.005

@@ -24,12 +24,13 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends import LoadOptions, reference
-from slipstream.backends.files import quiet
+from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.peers import Peer
-from slipstream.prompts import builtin_prompts, read_prompts
-from slipstream.types import UsageError
+from slipstream.bench.baselines import Peer
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.loaded import LoadOptions
+from slipstream.text.prompts import builtin_prompts, read_prompts
 
 SIMILAR = Path(__file__).with_name("similar.jsonl")
 LEARNED_FROM = 2  # requests of a series that come before the measured ones

@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 from policy_replay import CPU, Replay, pace_of
 from terminal import Count, console, run
 
-from slipstream.control import Control
+from slipstream.bench.prediction.formula import Costs
+from slipstream.core.types import Round
+from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.policies import Auto
 from slipstream.drafters import Setup, load
-from slipstream.policy import Auto
-from slipstream.prediction.predict import Costs
-from slipstream.types import Round, UsageError
+from slipstream.errors import UsageError
 
 
 def main(
@@ -75,9 +76,9 @@ def simple_costs(ms: float, more: float) -> Costs:
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     """The rounds of `suffix` with lengths that pay, over a known text."""
-    control = Control(pace_of(costs))
-    drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
-    one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(control, 7))
+    controller = DraftController(pace_of(costs))
+    drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
+    one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(controller, 7))
     row = one._row(0)
     while row.finish_reason is None:
         one._step([row])

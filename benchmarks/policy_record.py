@@ -18,10 +18,11 @@ import typer
 from terminal import console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import quiet
-from slipstream.prediction.predict import measure_costs
-from slipstream.prompts import read_prompts
-from slipstream.types import Row, UsageError
+from slipstream.bench.prediction.formula import measure_costs
+from slipstream.core.types import Row
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
+from slipstream.text.prompts import read_prompts
 
 STEPS = 8  # tokens of the draft model at each position
 
@@ -71,8 +72,10 @@ def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[int
     session.reserve(1, len(tokens) + STEPS)
     drafted, chances = torch.zeros(1, STEPS, dtype=torch.int64), []
     for j in range(STEPS):
-        law = session.score([row], drafted[:, :j], [j], keep=1)[0, 0, : decoder.target.backend.vocab_size].float()
-        chance, drafted[0, j] = law.softmax(-1).max(-1)
+        distribution = session.score([row], drafted[:, :j], [j], keep=1)[
+            0, 0, : decoder.target.backend.vocab_size
+        ].float()
+        chance, drafted[0, j] = distribution.softmax(-1).max(-1)
         chances.append(round(float(chance), 4))
     return drafted[0].tolist(), chances
 

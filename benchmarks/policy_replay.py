@@ -24,16 +24,19 @@ from rich.table import Table
 from terminal import Count, console, run
 
 from slipstream import Draft, SamplingParams
-from slipstream.control import Control
-from slipstream.drafters import Drafter, Setup, load
+from slipstream.bench.prediction.formula import Costs
+from slipstream.core.interfaces import Drafter, Policy
+from slipstream.core.loop import lengths_for
+from slipstream.core.rng import Race
+from slipstream.core.types import Round, Row, Seconds
+from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.early_stop import PathBelow, Stop, WhilePays
+from slipstream.draft_length.policies import Auto, Fixed, Heuristic
+from slipstream.drafters import Setup, load
 from slipstream.drafters.hybrid import HybridDrafter
-from slipstream.noise import Race
-from slipstream.pace import Pace
-from slipstream.policy import Auto, Fixed, Heuristic, Policy, lengths_for
-from slipstream.prediction.predict import Costs
-from slipstream.sampling import Sampler
-from slipstream.stopping import PathBelow, Stop, WhilePays
-from slipstream.types import Round, Row, Seconds, UsageError
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]
@@ -68,8 +71,10 @@ class Recorded:
                 break
         draft = Draft.from_lists([row[:end] for row, end in zip(tokens, ends, strict=True)], CPU)
         stop = self.stop
-        hopes = stop and tuple(stop.hopes(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True))
-        return Draft(draft.tokens, draft.lengths, None, hopes, steps)
+        acceptance_probs = stop and tuple(
+            stop.acceptance_probs(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True)
+        )
+        return Draft(draft.tokens, draft.lengths, None, acceptance_probs, steps)
 
 
 @dataclass
@@ -127,14 +132,14 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
     """Name and replay of everything that is compared; each has learned nothing yet."""
     with_model = bool(records[0]["model"])
 
-    def made(name: str, length: int, control: Control | None = None) -> Drafter:
-        stop = None if control is None else WhilePays(control)
+    def made(name: str, length: int, controller: DraftController | None = None) -> Drafter:
+        stop = None if controller is None else WhilePays(controller)
         if name.startswith("model"):
             return Recorded(records, PathBelow(int(name[8:]) / 100) if ":" in name else stop)
         if name == "hybrid":
-            first = load("suffix:outputs=0", Setup(CPU, 1 << 20, control=control, hopes=True))
-            return HybridDrafter(first, Recorded(records, stop or PathBelow(0.4)), control=control, drawn=True)
-        return load(name, Setup(CPU, 1 << 20, control=control, hopes=control is not None))
+            first = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
+            return HybridDrafter(first, Recorded(records, stop or PathBelow(0.4)), controller=controller, drawn=True)
+        return load(name, Setup(CPU, 1 << 20, controller=controller, acceptance_probs=controller is not None))
 
     yield "none", Replay(records, costs, load("none", Setup(CPU, 1 << 20)), Fixed(0))
     for name, length in [(n, k) for n in ("ngram", "suffix:outputs=0") for k in (3, 7, 15)]:
@@ -145,13 +150,16 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
         yield "model heuristic", Replay(records, costs, made("model", 8), Heuristic(8))
         yield "hybrid@7", Replay(records, costs, made("hybrid", 7), Fixed(7))
     for name in ["ngram", "suffix:outputs=0", *(["model", "hybrid"] if with_model else [])]:
-        control = Control(pace_of(costs))
-        yield f"{name} auto", Replay(records, costs, made(name, 0, control), Auto(control, 7, stepwise=name == "model"))
+        controller = DraftController(pace_of(costs))
+        yield (
+            f"{name} auto",
+            Replay(records, costs, made(name, 0, controller), Auto(controller, 7, stepwise=name == "model")),
+        )
 
 
-def pace_of(costs: Costs) -> Pace:
+def pace_of(costs: Costs) -> CostModel:
     """What a decoder would know of these costs beforehand."""
-    return Pace(lambda width, rows: costs.pad(width), measured=costs.target[1])
+    return CostModel(lambda width, rows: costs.pad(width), measured=costs.target[1])
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -14,8 +14,8 @@ from policy_change import show
 from terminal import Count, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import quiet
-from slipstream.types import SlipstreamError
+from slipstream.errors import SlipstreamError
+from slipstream.models.hf.model_files import quiet
 
 PASSAGE = (
     "The harbour office opens at half past six. Boats longer than twelve metres tie up at the north quay, all others "

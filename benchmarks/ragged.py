@@ -21,12 +21,13 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 from torch import Tensor
 
-from slipstream.backends import LoadOptions, load
-from slipstream.backends.files import quiet
-from slipstream.backends.pieces import Piece, Ragged
-from slipstream.known_shapes import choose_shapes
-from slipstream.ragged import RaggedSession, end_to_end, make_session
-from slipstream.types import UsageError
+from slipstream.core.interfaces import RaggedForwards, RowSegment
+from slipstream.core.ragged_session import RaggedSession, end_to_end, make_session
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
+from slipstream.reproducibility.calibration_cache import choose_shapes
 
 COUNTS = "1,1,1,1,1,1,1,8/1,1,1,16,1,1,1,2/4,1,4,4,1,4,2,4/2,2,2,2,2,2,2,2/4,4,4,4,4,4,4,4"
 LONGEST = 32  # tokens of a row in a round
@@ -93,18 +94,18 @@ def _counts(text: str) -> list[int]:
 
 def _line(session: RaggedSession, tokens: Tensor, counts: list[int], contexts: list[int], turns: int) -> Line:
     backend, rows, starts = session.backend, len(counts), contexts[: len(counts)]
-    assert isinstance(backend, Ragged)
+    assert isinstance(backend, RaggedForwards)
     width = session.shapes.pad(max(counts), rows)
     wide = torch.stack([row[start : start + width] for row, start in zip(tokens, starts, strict=False)])
     texts = [row[:count].tolist() for row, count in zip(wide, counts, strict=True)]
     inputs = end_to_end(texts, session.shapes.pad_total(sum(counts)) or sum(counts))
-    pieces = [Piece(slot, start, count) for slot, (start, count) in enumerate(zip(starts, counts, strict=True))]
+    segments = [RowSegment(slot, start, count) for slot, (start, count) in enumerate(zip(starts, counts, strict=True))]
     seconds: tuple[list[float], list[float]] = [], []
     for turn in range(turns + 1):
         begun = perf_counter()
         rectangle = backend.forward(wide, starts, first_slot=0, logits=True)
         between = perf_counter()
-        ragged = backend.forward_ragged(inputs, pieces, widths=session.shapes.widths)
+        ragged = backend.forward_ragged(inputs, segments, widths=session.shapes.widths)
         if turn:  # the first warms up
             seconds[0].append(between - begun)
             seconds[1].append(perf_counter() - between)

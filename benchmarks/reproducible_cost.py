@@ -26,12 +26,12 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.backends.files import quiet
-from slipstream.calibration import Calibration, calibrate
-from slipstream.compare import Referee, count_differences
-from slipstream.parity import Difference
-from slipstream.prompts import read_prompts, spread
-from slipstream.types import UsageError
+from slipstream.bench.comparison import Referee, count_differences
+from slipstream.certificate.parity import Difference
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
+from slipstream.reproducibility.calibration import Calibration, calibrate
+from slipstream.text.prompts import read_prompts, spread
 
 WARM_UP = SamplingParams(max_tokens=8)
 

@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.backends import Backend
-from slipstream.backends.files import quiet
-from slipstream.drafters import Drafter, Setup, load
-from slipstream.engine import Engine
-from slipstream.memo import EXACT_FIT
-from slipstream.policy import Fixed
-from slipstream.session import Session
-from slipstream.types import Round, Row
+from slipstream.core.cache_state import EXACT_FIT
+from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Round, Row
+from slipstream.draft_length.policies import Fixed
+from slipstream.drafters import Setup, load
+from slipstream.models.hf.model_files import quiet
 
 WARM_UP = 2  # rounds of each line and turn that are not counted
 PARTS = ("draft", "verify", "accept", "overhead")

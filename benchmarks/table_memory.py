@@ -22,10 +22,10 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends.files import quiet
-from slipstream.drafters import table as drafter
-from slipstream.prompts import read_prompts, spread
-from slipstream.types import Row
+from slipstream.core.types import Row
+from slipstream.drafters import ngram_table as drafter
+from slipstream.models.hf.model_files import quiet
+from slipstream.text.prompts import read_prompts, spread
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def main(
     for row in rows:
         shown.add_row(str(row.tokens), str(row.output), f"{row.per_token:.0f}", f"{row.per_output:.0f}")
     console.print(shown)
-    console.print(f"table: {_range([row.per_token for row in rows])} bytes per token of the row")
+    console.print(f"ngram_table: {_range([row.per_token for row in rows])} bytes per token of the row")
     console.print(f"fill:  {_range([row.per_output for row in rows])} bytes more per output token")
     size = worst_case(worst_tokens)
     per_gram = size / worst_tokens / drafter.LONGEST
@@ -81,8 +81,8 @@ def main(
 
 def measure(decoder: SpeculativeDecoder, tokens: list[int], params: SamplingParams) -> Memory:
     """Decode one prompt with both forms of the drafter."""
-    plain, row = _decode(decoder.using("table"), tokens, params)
-    filled, _ = _decode(decoder.using("table:fill"), tokens, params)
+    plain, row = _decode(decoder.using("ngram_table"), tokens, params)
+    filled, _ = _decode(decoder.using("ngram_table:fill"), tokens, params)
     return Memory(len(row.tokens), row.num_output_tokens, plain, filled)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from slipstream.types import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 Count = Annotated[int, typer.Option(min=1)]

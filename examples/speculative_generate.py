@@ -21,8 +21,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.backends.files import resolve
-from slipstream.reference import GreedyProcessor, NucleusProcessor, TopKNucleusProcessor, speculative_generate
+from slipstream.integrations.reference import (
+    GreedyProcessor,
+    NucleusProcessor,
+    TopKNucleusProcessor,
+    speculative_generate,
+)
+from slipstream.models.hf.model_files import resolve
 
 Generate = Callable[[list[int]], tuple[list[int], float]]  # a prompt -> new token ids, acceptance rate
 TARGET, DRAFT = "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"

@@ -33,7 +33,7 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.fixture
-def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions compare the ids their slots hold with committed tokens at every use."""
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")
 

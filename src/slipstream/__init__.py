@@ -3,17 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from slipstream.version import __version__
-
 if TYPE_CHECKING:
+    from slipstream.core.interfaces import Drafter, Policy
+    from slipstream.core.stats import Stats
+    from slipstream.core.types import Draft, Round, Row, Verdict
     from slipstream.decoder import SpeculativeDecoder
-    from slipstream.drafters import Drafter
-    from slipstream.drop_in.generate import CustomGenerate, custom_generate
-    from slipstream.params import SamplingParams
-    from slipstream.policy import Policy
-    from slipstream.results import Chunk, Result
-    from slipstream.stats import Stats
-    from slipstream.types import Draft, Round, Row, SlipstreamError, UsageError, Verdict
+    from slipstream.errors import SlipstreamError, UsageError
+    from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
+    from slipstream.sampling.params import SamplingParams
+    from slipstream.text.results import Chunk, Result
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Chunk",
@@ -36,14 +36,14 @@ __all__ = [
 
 
 _HOMES = {
+    "core.interfaces": ("Drafter", "Policy"),
+    "core.stats": ("Stats",),
+    "core.types": ("Draft", "Round", "Row", "Verdict"),
     "decoder": ("SpeculativeDecoder",),
-    "drafters": ("Drafter",),
-    "drop_in.generate": ("CustomGenerate", "custom_generate"),
-    "params": ("SamplingParams",),
-    "policy": ("Policy",),
-    "results": ("Chunk", "Result"),
-    "stats": ("Stats",),
-    "types": ("Draft", "Round", "Row", "SlipstreamError", "UsageError", "Verdict"),
+    "errors": ("SlipstreamError", "UsageError"),
+    "integrations.transformers.custom_generate": ("CustomGenerate", "custom_generate"),
+    "sampling.params": ("SamplingParams",),
+    "text.results": ("Chunk", "Result"),
 }
 
 

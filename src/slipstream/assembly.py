@@ -5,25 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream import drafters
-from slipstream.acceptance import Rule, rule_for
-from slipstream.backends import Loaded, LoadOptions, is_loaded, is_toy, load
-from slipstream.calibration import Calibration
 from slipstream.config import DecoderConfig
-from slipstream.control import LONGEST, Control
-from slipstream.drafters import Drafter
-from slipstream.engine import Engine
-from slipstream.pace import Pace
-from slipstream.policy import Auto, Fixed, Heuristic, Policy
-from slipstream.session import Session
-from slipstream.types import MAX_DRAFT_TOKENS, Draft, UsageError
-from slipstream.vocabulary import check_same
+from slipstream.core.acceptance import Rule, rule_for
+from slipstream.core.interfaces import Drafter, Policy
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Draft
+from slipstream.draft_length.controller import LONGEST, DraftController
+from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.policies import Auto, Fixed, Heuristic
+from slipstream.errors import UsageError
+from slipstream.models.hf.vocabulary import check_same
+from slipstream.models.loaded import Loaded, LoadOptions, is_loaded, is_toy
+from slipstream.models.loading import load
+from slipstream.reproducibility.calibration import Calibration
 
-DEFAULT_DRAFT_TOKENS = {"none": 0, "model": 6, "exit": 4}
-DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "table", "suffix", "recycle", "lookup", "hybrid"), 7)
+DEFAULT_DRAFT_TOKENS = {"none": 0, "model": 6, "layer_skip": 4}
+DEFAULT_DRAFT_TOKENS |= dict.fromkeys(("ngram", "ngram_table", "suffix", "token_recycling", "retrieval", "hybrid"), 7)
 OTHER_DRAFT_TOKENS = 5  # of drafters not listed
-LOOK_UPS = ("ngram", "table", "suffix", "recycle", "lookup")  # their drafts take no time and are never drawn
+LOOK_UPS = (
+    "ngram",
+    "ngram_table",
+    "suffix",
+    "token_recycling",
+    "retrieval",
+)  # their drafts take no time and are never drawn
 READERS = ("model", "hybrid")  # their draft model reads a text before it drafts
-UNSURE = (*READERS, "exit")  # they know a probability of each token
+UNSURE = (*READERS, "layer_skip")  # they know a probability of each token
 
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
@@ -69,9 +78,9 @@ def assemble(
         raise UsageError(
             f"num_draft_tokens={count!r} with drafter={name!r}; allowed: drafters {', '.join(UNSURE)} without p=PERCENT"
         )
-    control = None
+    controller = None
     if count == "auto" and name != "none":
-        pace = Pace(
+        cost_model = CostModel(
             target.shapes.pad,
             target.num_tokens,
             {} if found is None else found.milliseconds,
@@ -79,26 +88,26 @@ def assemble(
             config.max_batch_size,
             timed=device.type == "cpu",
         )
-        control = Control(pace, longest=_longest(target), reads=kind in READERS)
+        controller = DraftController(cost_model, longest=_longest(target), reads=kind in READERS)
     setup = drafters.Setup(
         device,
         target.backend.vocab_size,
         draft,
         coupled,
-        control,
+        controller,
         _confidence(count),
-        hopes=control is not None,
+        acceptance_probs=controller is not None,
         target=target,
     )
     built = drafters.load(drafter, setup) if isinstance(drafter, str) else drafter
     if not isinstance(built, Drafter):
         raise UsageError(f"drafter={drafter!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy: Policy
-    if control is None:
+    if controller is None:
         policy = _policy(count, _default(kind), target.longest_draft)
     else:
         drawn = not coupled and kind not in LOOK_UPS
-        policy = Auto(control, _default(kind), drawn, stepwise=kind not in (*LOOK_UPS, "hybrid"))
+        policy = Auto(controller, _default(kind), drawn, stepwise=kind not in (*LOOK_UPS, "hybrid"))
     return name, Engine(target, built, policy, acceptance, config.max_batch_size, draft)
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slipstream.params import setting
-from slipstream.types import UsageError
+from slipstream.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 POLICY = re.compile(r"auto|heuristic(:[1-9]\d?)?|confidence:0?\.(0[1-9]|[1-9]\d?)")
 SWITCH = (True, False, "auto")
+
+
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with the help text that flags and documentation show."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +30,9 @@ class DecoderConfig:
     drafter: str = setting(
         "auto",
         "auto (hybrid if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
-        "table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | recycle[:WIDTH] | "
-        "lookup[:SUFFIX] | "
-        "exit[:LAYERS][+p=PERCENT] | none",
+        "ngram_table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | token_recycling[:WIDTH] | "
+        "retrieval[:SUFFIX] | "
+        "layer_skip[:LAYERS][+p=PERCENT] | none",
     )
     num_draft_tokens: int | str = setting(
         "auto", "tokens drafted per round: auto (as many as pay) | a number | heuristic[:MOST] | confidence:CHANCE"

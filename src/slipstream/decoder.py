@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from slipstream import drafters
-from slipstream.acceptance import Rule, load_rule
 from slipstream.assembly import assemble, load_draft, load_options_of, name_of
-from slipstream.backends import Loaded, load, refuse_unused
 from slipstream.config import DecoderConfig
-from slipstream.drafters import Drafter, Learner
-from slipstream.engine import Engine
-from slipstream.known_shapes import choose_shapes
-from slipstream.memo import Shapes
-from slipstream.params import SamplingParams
-from slipstream.ragged import make_session
-from slipstream.requests import Message, Prompt, RequestReader, is_single
-from slipstream.results import Chunk, Result
-from slipstream.stats import Stats
-from slipstream.text import Tokenizer, VisibleText, visible_text
-from slipstream.types import Round, Row, UsageError
+from slipstream.core.acceptance import Rule, load_rule
+from slipstream.core.cache_state import Shapes
+from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.loop import Engine
+from slipstream.core.ragged_session import make_session
+from slipstream.core.stats import Stats
+from slipstream.core.types import Round, Row
+from slipstream.errors import UsageError
+from slipstream.models.loaded import Loaded, refuse_unused
+from slipstream.models.loading import load
+from slipstream.reproducibility.calibration_cache import choose_shapes
+from slipstream.sampling.params import SamplingParams
+from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
+from slipstream.text.requests import Message, Prompt, RequestReader, is_single
+from slipstream.text.results import Chunk, Result
 
 log = logging.getLogger("slipstream")
 
@@ -210,7 +212,7 @@ class SpeculativeDecoder:
     def tokens_in_memory(self) -> tuple[int, int]:
         """How many tokens the memories hold in all their slots: the target's and the draft model's."""
         sessions = (self._target_session, self._draft_session)
-        target, draft = (sum(m.valid(m.row) for m in s.memos if m.row is not None) if s else 0 for s in sessions)
+        target, draft = (sum(m.valid(m.row) for m in s.slot_states if m.row is not None) if s else 0 for s in sessions)
         return target, draft
 
     def next_logits(self, token_ids: list[int]) -> Tensor:

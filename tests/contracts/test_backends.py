@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import ARCHITECTURES, HashBackend, prompts, shared
 from torch import Tensor
 
-from slipstream.backends import Backend
-from slipstream.backends.hf import VIEW, HFBackend
-from slipstream.backends.toy import ToyBackend
-from tiny import ARCHITECTURES, HashBackend, prompts, shared
+from slipstream.core.interfaces import Backend
+from slipstream.models.hf.backend import VIEW, HFBackend
+from slipstream.models.toy import ToyBackend
 
 MAKERS: dict[str, Callable[[], Any]] = {"toy": ToyBackend, "hash": HashBackend} | {
     name: (lambda name=name: HFBackend(shared(name))) for name in ARCHITECTURES

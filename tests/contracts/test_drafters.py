@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tiny import HashBackend
 
 from slipstream import Draft, Drafter, SamplingParams, drafters
-from slipstream.backends.toy import VOCAB_SIZE, ToyBackend
-from slipstream.noise import Race
-from slipstream.sampling import Sampler
-from slipstream.session import Session
-from slipstream.types import Row
-from tiny import HashBackend
+from slipstream.core.rng import Race
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.models.toy import VOCAB_SIZE, ToyBackend
+from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 RACE = Race(VOCAB_SIZE, CPU)
@@ -80,10 +80,10 @@ def test_the_law_of_a_draft_is_a_law_and_could_have_drawn_it(
         assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
         assert draft.probs.device == draft.tokens.device and draft.probs.dtype == torch.float32
         for row, length in enumerate(draft.lengths):
-            law = draft.probs[row, :length]
-            assert bool((law >= 0).all())
-            torch.testing.assert_close(law.sum(-1), torch.ones(length), rtol=0, atol=1e-5)
-            assert bool((law.gather(-1, draft.tokens[row, :length, None]) > 0).all())
+            distribution = draft.probs[row, :length]
+            assert bool((distribution >= 0).all())
+            torch.testing.assert_close(distribution.sum(-1), torch.ones(length), rtol=0, atol=1e-5)
+            assert bool((distribution.gather(-1, draft.tokens[row, :length, None]) > 0).all())
 
 
 @contract

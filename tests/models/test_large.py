@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends import cache_folder
+from slipstream.models.cache_folder import cache_folder
 
 pytestmark = pytest.mark.models
 

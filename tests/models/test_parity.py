@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from slipstream import SamplingParams, SpeculativeDecoder
 from tiny import ARCHITECTURES, VOCAB, fresh, perturbed, prompts, reference, shared, tokenizer
 
-pytestmark = pytest.mark.usefixtures("ledger")
+from slipstream import SamplingParams, SpeculativeDecoder
+
+pytestmark = pytest.mark.usefixtures("cache_audit")
 
 COUNT = 20
 GREEDY = SamplingParams(max_tokens=COUNT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.backends import cache_folder
+from slipstream.models.cache_folder import cache_folder
 
 pytestmark = pytest.mark.smollm2
 

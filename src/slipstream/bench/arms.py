@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 
 from slipstream import drafters
-from slipstream.acceptance import load_rule
 from slipstream.bench.records import Arm
-from slipstream.params import SamplingParams
-from slipstream.types import MAX_DRAFT_TOKENS, UsageError
+from slipstream.core.acceptance import load_rule
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.errors import UsageError
+from slipstream.sampling.params import SamplingParams
 
 PLAIN = "none"
 HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-lookup"

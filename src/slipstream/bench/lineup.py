@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from slipstream.acceptance import load_rule
-from slipstream.backends import LoadOptions, reference
+from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
-from slipstream.bench.drawn import draws
-from slipstream.bench.peers import Peer, check_params
+from slipstream.bench.baselines import Peer, check_params
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
+from slipstream.bench.sampled_drafts import draws
+from slipstream.core.acceptance import load_rule
+from slipstream.core.stats import Stats
+from slipstream.core.types import Round
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.params import SamplingParams
-from slipstream.stats import Stats
-from slipstream.types import Round, UsageError
+from slipstream.errors import UsageError
+from slipstream.models.loaded import LoadOptions
+from slipstream.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

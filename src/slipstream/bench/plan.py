@@ -8,8 +8,8 @@ from hashlib import sha256
 
 from slipstream.bench.arms import runs_in_batches
 from slipstream.bench.records import Arm, Key
-from slipstream.prompts import NamedPrompt
-from slipstream.types import UsageError
+from slipstream.errors import UsageError
+from slipstream.text.prompts import NamedPrompt
 
 MIXED = "mixed"
 

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.types import Round, SlipstreamError, UsageError
+from slipstream.core.types import Round
+from slipstream.errors import SlipstreamError, UsageError
 
 FILE = "runs.jsonl"
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]

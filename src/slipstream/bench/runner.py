@@ -13,7 +13,7 @@ from slipstream.bench.lineup import Lineup, Output
 from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run, append, compact, finished
 from slipstream.bench.verdicts import Judge
-from slipstream.params import SamplingParams
+from slipstream.sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 8
 

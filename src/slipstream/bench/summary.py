@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.bench.bootstrap import Estimate, speed, speed_up
 from slipstream.bench.records import Run, VerdictName
-from slipstream.stats import Stats
+from slipstream.core.stats import Stats
 
 # of several repeats the verdict that says least in favour counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
@@ -37,7 +37,7 @@ class ArmSummary:
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
     Both are None for peers. tokens_per_forward: of peers, where a forward serves one row; else None.
-    prediction: what `slipstream.prediction.predict` makes of the arm, where it was asked.
+    prediction: what `slipstream.bench.prediction.formula` makes of the arm, where it was asked.
     """
 
     arm: str

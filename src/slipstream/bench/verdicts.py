@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.bench.arms import PLAIN
+from slipstream.bench.comparison import Referee
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import BenchPrompt, Group
 from slipstream.bench.records import Arm, Run, VerdictName
-from slipstream.compare import Referee
-from slipstream.params import SamplingParams
+from slipstream.sampling.params import SamplingParams
 
 _CHANGE_LOGITS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

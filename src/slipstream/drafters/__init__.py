@@ -8,59 +8,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from slipstream.control import Control
-from slipstream.sampling import Sampler
-from slipstream.session import Session
-from slipstream.types import Draft, Row, UsageError, Verdict
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Proposes how the rows go on."""
-
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """Up to lengths[i] tokens for row i, as a `Draft` on the target's device.
-
-        Fewer are always allowed. The target's output law rests on one promise: `Draft.probs` is the law the tokens
-        were drawn from, or None if they were not drawn at all.
-        """
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """What a drafter is besides if it wants to see what the target made of its drafts."""
-
-    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """Called after every verdict, before its tokens are committed. logits: [B, K + 1, V], the target's.
-
-        Position j of a row follows its first j draft tokens. Everything is still on the device: reading it waits.
-        """
-
-
-@runtime_checkable
-class Continuation(Protocol):
-    """What a drafter is besides if it can go on behind another one's draft."""
-
-    def goes_on(self, row: Row, tokens: Sequence[int], length: int, hope: float) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens behind `tokens`, and the chances that all up to each come true.
-
-        hope: the chance that `tokens` do. Asked in a round in which `propose` was asked before.
-        """
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """What a drafter is besides if it keeps what it learned from earlier requests."""
-
-    def forget(self) -> None:
-        """Drop it."""
+from slipstream.core.interfaces import Drafter
+from slipstream.core.session import Session
+from slipstream.draft_length.controller import DraftController
+from slipstream.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -78,9 +34,9 @@ class Setup:
     vocab_size: int
     session: Session | None = None
     coupled: bool = False
-    control: Control | None = None
+    controller: DraftController | None = None
     confidence: float = 0.0
-    hopes: bool = False
+    acceptance_probs: bool = False
     target: Session | None = None
 
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from slipstream.control import Control
-from slipstream.drafters import Continuation, Drafter, Learner, Setup, model, suffix
-from slipstream.sampling import Sampler
-from slipstream.types import Draft, Row, UsageError
+from slipstream.core.interfaces import Continuation, Drafter, Learner
+from slipstream.core.types import Draft, Row
+from slipstream.draft_length.controller import DraftController
+from slipstream.drafters import Setup, model, suffix
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
 
 STEPS = 6  # tokens the draft model drafts at most, where costs are not known
 WORTH = 1.2  # tokens a looked-up draft must then be expected to add, or
@@ -41,27 +43,33 @@ class HybridDrafter:
     first: Drafter
     second: Drafter
     steps: int = STEPS
-    control: Control | None = None
+    controller: DraftController | None = None
     drawn: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the draft of one of the two."""
         known = self.first.propose(rows, lengths, sampler)
-        if known.probs is not None or known.hopes is None:
+        if known.probs is not None or known.acceptance_probs is None:
             what = "draws its drafts" if known.probs is not None else "does not say what to hope for"
             raise UsageError(f"hybrid: {type(self.first).__name__} {what}; allowed: a drafter that looks them up")
-        hopes = [hope or () for hope in known.hopes]
-        control = None if self._steady(rows) else self.control
-        if control is None:
-            known = replace(known.cut([sum(one >= LEAST for one in hope) for hope in hopes]), hopes=None)
-            use = [n == 0 or sum(hope[:n]) >= min(WORTH, SHARE * n) for hope, n in zip(hopes, lengths, strict=True)]
+        acceptance_probs = [acceptance_prob or () for acceptance_prob in known.acceptance_probs]
+        controller = None if self._steady(rows) else self.controller
+        if controller is None:
+            known = replace(
+                known.cut([sum(one >= LEAST for one in acceptance_prob) for acceptance_prob in acceptance_probs]),
+                acceptance_probs=None,
+            )
+            use = [
+                n == 0 or sum(acceptance_prob[:n]) >= min(WORTH, SHARE * n)
+                for acceptance_prob, n in zip(acceptance_probs, lengths, strict=True)
+            ]
         else:
-            use = [not model for model in control.prefer_model(rows, hopes, lengths)]
+            use = [not model for model in controller.prefer_model(rows, acceptance_probs, lengths)]
         if all(use):
             return known
         wanted = [0 if looked_up else min(length, self.steps) for looked_up, length in zip(use, lengths, strict=True)]
         drafted = self.second.propose(rows, wanted, sampler)
-        if isinstance(self.first, Continuation) and drafted.hopes is not None and drafted.probs is None:
+        if isinstance(self.first, Continuation) and drafted.acceptance_probs is not None and drafted.probs is None:
             drafted = _continued(self.first, rows, lengths, drafted)
         known = known.cut([n if looked_up else 0 for looked_up, n in zip(use, known.lengths, strict=True)])
         return _merged(use, known, drafted)
@@ -79,18 +87,18 @@ class HybridDrafter:
 
 def _continued(by: Continuation, rows: Sequence[Row], lengths: Sequence[int], draft: Draft) -> Draft:
     """The draft with what a look-up finds behind it; its tokens are on the host already, or it could not say hopes."""
-    assert draft.hopes is not None
-    proposals, hopes = [], []
+    assert draft.acceptance_probs is not None
+    proposals, acceptance_probs = [], []
     for row, most, tokens, length, known in zip(
-        rows, lengths, draft.tokens.tolist(), draft.lengths, draft.hopes, strict=True
+        rows, lengths, draft.tokens.tolist(), draft.lengths, draft.acceptance_probs, strict=True
     ):
-        more, hoped = list[int](), list[float]()
+        more, more_probs = list[int](), list[float]()
         if known:
-            more, hoped = by.goes_on(row, tokens[:length], most - length, known[-1])
+            more, more_probs = by.goes_on(row, tokens[:length], most - length, known[-1])
         proposals.append(tokens[:length] + more)
-        hopes.append(None if known is None else [*known, *hoped])
+        acceptance_probs.append(None if known is None else [*known, *more_probs])
     longer = Draft.from_lists(proposals, draft.tokens.device)
-    return replace(longer, hopes=tuple(hopes), steps=draft.steps)
+    return replace(longer, acceptance_probs=tuple(acceptance_probs), steps=draft.steps)
 
 
 def _merged(use: Sequence[bool], known: Draft, drafted: Draft) -> Draft:
@@ -100,7 +108,7 @@ def _merged(use: Sequence[bool], known: Draft, drafted: Draft) -> Draft:
     tokens = torch.where(first[:, None], _widened(known.tokens, width), _widened(drafted.tokens, width))
     lengths = tuple(a if own else b for own, a, b in zip(use, known.lengths, drafted.lengths, strict=True))
     nothing = [None] * len(use)
-    both = zip(use, known.hopes or nothing, drafted.hopes or nothing, strict=True)
+    both = zip(use, known.acceptance_probs or nothing, drafted.acceptance_probs or nothing, strict=True)
     merged = Draft(tokens, lengths, None, tuple(a if own else b for own, a, b in both), drafted.steps)
     if drafted.probs is None:
         return merged
@@ -127,9 +135,9 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
         )
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
-    looking = suffix.build(replace(setup, hopes=True), given[2] or "outputs=0")
-    if looking.odds is None:
+    looking = suffix.build(replace(setup, acceptance_probs=True), given[2] or "outputs=0")
+    if looking.acceptance_model is None:
         raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    stops = setup.control is None and not setup.confidence and setup.device.type == "cpu"
+    stops = setup.controller is None and not setup.confidence and setup.device.type == "cpu"
     drafting = model.build(setup, STOP if stops else "")
-    return HybridDrafter(looking, drafting, steps, setup.control, drawn=not setup.coupled)
+    return HybridDrafter(looking, drafting, steps, setup.controller, drawn=not setup.coupled)

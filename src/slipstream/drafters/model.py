@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.core.rng import Stream
+from slipstream.core.session import Session
+from slipstream.core.types import Draft, Row
+from slipstream.draft_length.early_stop import PathBelow, Stop, TokenBelow, WhilePays
 from slipstream.drafters import Setup
-from slipstream.noise import Stream
-from slipstream.sampling import Sampler
-from slipstream.session import Session
-from slipstream.stopping import PathBelow, Stop, TokenBelow, WhilePays
-from slipstream.types import Draft, Row, UsageError
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
 
 
 @dataclass
@@ -43,7 +44,7 @@ class ModelDrafter:
         device = self.session.backend.device
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
         sampled = not (sampler.all_greedy or self.coupled)
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         chances: list[list[float]] = [[] for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
@@ -52,12 +53,12 @@ class ModelDrafter:
                 chosen = scores[:, 0].argmax(-1)
             else:
                 seen = tokens[:, :j].to(sampler.device)
-                laws.append(sampler.probs(sampler.scores(scores, seen, first=j)))
-                chosen = sampler.draw(laws[-1], j, Stream.DRAFT if sampled else Stream.TOKEN)[:, 0]
+                distributions.append(sampler.probs(sampler.scores(scores, seen, first=j)))
+                chosen = sampler.draw(distributions[-1], j, Stream.DRAFT if sampled else Stream.TOKEN)[:, 0]
             tokens[:, j] = chosen
             if self.stop is not None:
-                law = scores[:, 0].float().softmax(-1) if sampler.plain else laws[-1][:, 0]
-                for row, chance in zip(chances, law.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True):
+                distribution = scores[:, 0].float().softmax(-1) if sampler.plain else distributions[-1][:, 0]
+                for row, chance in zip(chances, distribution.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True):
                     row.append(chance)
                 over = self.stop.ends(rows, lengths, chances, sampled)
                 ends = [min(end, j + 1) if ended else end for end, ended in zip(ends, over, strict=True)]
@@ -67,15 +68,19 @@ class ModelDrafter:
             self.session.keep_drafts(ends)
         steps, width = (j + 1 if width else 0), max(ends, default=0)
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
-        laws_of = torch.cat(laws[:width], dim=1) if sampled and laws else None
-        return Draft(draft, tuple(ends), laws_of, None if sampled else self._hopes(rows, ends, chances), steps)
+        probs_of = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
+        return Draft(
+            draft, tuple(ends), probs_of, None if sampled else self._acceptance_probs(rows, ends, chances), steps
+        )
 
-    def _hopes(
+    def _acceptance_probs(
         self, rows: Sequence[Row], ends: Sequence[int], chances: Sequence[Sequence[float]]
     ) -> tuple[Sequence[float] | None, ...] | None:
         if self.stop is None:
             return None
-        return tuple(self.stop.hopes(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True))
+        return tuple(
+            self.stop.acceptance_probs(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True)
+        )
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
@@ -103,6 +108,8 @@ def stop_for(setup: Setup, percent: int | None) -> Stop | None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
         return TokenBelow(setup.confidence)
-    if setup.control is None or setup.device.type != "cpu":  # elsewhere asking for every token costs more than it saves
+    if (
+        setup.controller is None or setup.device.type != "cpu"
+    ):  # elsewhere asking for every token costs more than it saves
         return None
-    return WhilePays(setup.control)
+    return WhilePays(setup.controller)

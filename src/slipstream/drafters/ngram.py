@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from slipstream.core.types import Draft, Row
 from slipstream.drafters import Setup
-from slipstream.sampling import Sampler
-from slipstream.types import Draft, Row, UsageError
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
 
 LONGEST, SHORTEST = 4, 2
 

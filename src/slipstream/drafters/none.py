@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.core.types import Draft, Row
 from slipstream.drafters import Setup
-from slipstream.sampling import Sampler
-from slipstream.types import Draft, Row, UsageError
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,214 @@
+"""Which layers of a model draft best for it, and would that pay? A small search on the user's prompts.
+
+    python benchmarks/exit_layers.py smollm2 PROMPTS.jsonl
+    python benchmarks/exit_layers.py TARGET PROMPTS.jsonl --save
+
+The target's own greedy texts are the truth. They are cut into blocks of `--depth` tokens. In each block a candidate
+reads the target's memory of all before it, as a draft does, and is told the true tokens from there on; agreement is the
+share of positions at which its first choice is the target's, and how many in a row are says how long its drafts would
+last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one, each time the
+least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes what a plain
+forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of layers. The
+speed-up is what `slipstream.bench.prediction` expects of these figures at the best draft length.
+
+--save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from terminal import Count, console, run
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.bench.prediction.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
+from slipstream.core.interfaces import Backend
+from slipstream.drafters.layer_skip.shared_cache import remember_layers
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.layer_subset import layer_subset, num_layers
+from slipstream.text.prompts import NamedPrompt, read_prompts, spread
+
+SHOWN = 10
+TURNS = 20  # of the clock around a step of a draft; the fastest counts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice of layers and what it should be worth. step: milliseconds, relative to a plain forward of the target."""
+
+    layers: tuple[int, ...]
+    agreement: float
+    accepted: tuple[float, ...]
+    step: float = 0.0
+    num_draft_tokens: int = 0
+    tokens_per_round: float = 1.0
+    speed_up: float = 0.0
+
+
+class Truth:
+    """The target's texts and its memory of them, in the first slots; candidates work in as many slots behind them."""
+
+    def __init__(self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        decoder.forget()
+        outputs = [result.token_ids for result in decoder.generate(list(prompts), params)]
+        self.texts = [ids + output for ids, output in zip(prompts, outputs, strict=True)]
+        decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+        self.backend: Backend = decoder.target.backend
+        self.depth, self._rows = depth, len(prompts)
+        self._length = max(map(len, self.texts))
+        self.backend.reserve(2 * self._rows, self._length + depth)
+        for slot, text in enumerate(self.texts):
+            tokens = torch.tensor([text[:-1]], device=self.backend.device)
+            self.backend.forward(tokens, [0], first_slot=slot, logits=False)
+        # from the end on, so that nothing is read that an earlier block wrote
+        self._blocks = [[len(ids) + at for ids in prompts] for at in range(max_tokens - depth, -1, -depth)]
+
+    def judge(self, layers: Sequence[int]) -> Candidate:
+        """How often the layers' first choice is the target's, and how many in a row are."""
+        chosen = layer_subset(self.backend, layers)
+        for slot in range(self._rows):
+            self.backend.copy(slot, self._rows + slot, self._length)
+        right = torch.cat([self._block(chosen, firsts) for firsts in self._blocks])
+        in_a_row = right.long().cumprod(1).float().mean(0)
+        return Candidate(tuple(layers), float(right.float().mean()), tuple(in_a_row.tolist()))
+
+    def _block(self, chosen: Backend, firsts: Sequence[int]) -> Tensor:
+        """[rows, depth]: whether position firsts[i] + j of text i is the choice of a draft told all before it."""
+        blocks = torch.tensor([text[at - 1 : at + self.depth] for text, at in zip(self.texts, firsts, strict=True)])
+        blocks = blocks.to(self.backend.device)
+        starts = [at - 1 for at in firsts]
+        logits = chosen.forward(blocks[:, :-1], starts, first_slot=self._rows, logits=True)
+        return (logits.argmax(-1) == blocks[:, 1:]).cpu()
+
+    def share_of_one(self, count: int) -> float:
+        """Time of a draft's step with one layer, as a share of the same step with all; they take turns."""
+        both, text = (layer_subset(self.backend, [0]), layer_subset(self.backend, range(count))), self.texts[0]
+        token, least = torch.tensor([text[-1:]], device=self.backend.device), [float("inf")] * 2
+        for turn in range(2 * TURNS):
+            begun = perf_counter()
+            both[turn % 2].forward(token, [len(text) - 1], first_slot=self._rows, logits=True).sum().item()
+            least[turn % 2] = min(least[turn % 2], perf_counter() - begun)
+        return min(1.0, least[0] / least[1])
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a round costs: as `measure_costs` found without a drafter; one: a step of one layer, in steps of all."""
+
+    costs: Costs
+    one: float
+    count: int
+
+    def value(self, found: Candidate) -> Candidate:
+        """The candidate with the draft length that should be best for it, at least 1."""
+        share = (len(found.layers) - 1) / max(1, self.count - 1)
+        step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.pad(1))
+        costs = replace(self.costs, draft_step={1: step}, draft_round={1: 0.0})
+        acceptance = Acceptance(found.accepted, (1.0,) * len(found.accepted))
+        lengths = range(1, acceptance.longest + 1)
+        best = max(lengths, key=lambda n: predicted_speed_up(costs, acceptance, n))
+        return replace(
+            found,
+            step=step / costs.plain(1, costs.pad(1)),
+            num_draft_tokens=best,
+            tokens_per_round=expected_tokens(acceptance, best),
+            speed_up=predicted_speed_up(costs, acceptance, best),
+        )
+
+
+def candidates(truth: Truth, count: int, fewest: int) -> Iterator[Candidate]:
+    """The first layers, more and more of them; then fewer and fewer of all, always without the least missed one."""
+    for kept in range(1, count):
+        yield truth.judge(range(kept))
+    layers = tuple(range(count))
+    while len(layers) > fewest:
+        tried = [truth.judge([i for i in layers if i != out]) for out in layers]
+        best = max(tried, key=lambda found: (sum(found.accepted), found.agreement))
+        yield best
+        layers = best.layers
+
+
+def spans(layers: Sequence[int]) -> str:
+    """Layers as the drafter "layer_skip" takes them: "8" for the first eight, else "0-7,12" or "4-4"."""
+    if list(layers) == list(range(len(layers))):
+        return str(len(layers))
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    if len(layers) == 1:
+        return f"{layers[0]}-{layers[0]}"
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def main(
+    target: str,
+    prompts: Path,
+    dtype: str = "auto",
+    num_prompts: Count = 8,
+    max_tokens: Annotated[int, typer.Option(min=8, help="of each text")] = 64,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="draft tokens judged in a row")] = 4,
+    fewest: Annotated[int, typer.Option(min=0, help="layers at which leaving out ends; 0: half of them")] = 0,
+    seconds: Annotated[float, typer.Option(help="for timing the target")] = 10.0,
+    save: Annotated[bool, typer.Option("--save", help="remember the best, if it pays, for the drafter exit")] = False,
+) -> None:
+    """Print the best choices of layers, best first, whether any should pay, and one JSON line."""
+    quiet()
+    decoder = SpeculativeDecoder(target, drafter="none", dtype=dtype, max_batch_size=num_prompts, reproducible=False)
+    backend = decoder.target.backend
+    count = num_layers(backend)
+    if count < 2:
+        raise UsageError(f"model {target!r} has {count} layer; allowed: at least 2, so that one can be left out")
+    ids = [decoder.encode(p.prompt)[-(backend.max_length - max_tokens - depth) :] for p in _read(prompts, num_prompts)]
+    costs = measure_costs(decoder, (1,), range(1, depth + 2), seconds=seconds)
+    truth = Truth(decoder, ids, max_tokens, depth)
+    prices = Prices(costs, truth.share_of_one(count), count)
+    found: dict[tuple[int, ...], Candidate] = {}
+    with console.status("judging layers ..."):
+        for candidate in candidates(truth, count, fewest or (count + 1) // 2):
+            found[candidate.layers] = prices.value(candidate)
+    best = sorted(found.values(), key=lambda one: -one.speed_up)
+    _print(best[:SHOWN], len(found))
+    summary = {"target": target, "torch": torch.__version__, "layers": count, "best": asdict(best[0])}
+    if save and best[0].speed_up <= 1:
+        console.print("Not saved, since it would slow things down.")
+    elif save:
+        note = f"{target}: predicted {best[0].speed_up:.2f}x with {best[0].num_draft_tokens} draft tokens"
+        console.print(f"saved as {remember_layers(backend, best[0].layers, note)}", markup=False, soft_wrap=True)
+    print(json.dumps(summary))
+
+
+def _read(prompts: Path, count: int) -> Sequence[NamedPrompt]:
+    return spread(read_prompts(prompts), count)
+
+
+def _print(best: Sequence[Candidate], judged: int) -> None:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("layers", overflow="fold")
+    for name in ("kept", "agreement", "step", "draft\ntokens", "tokens\nper round", "predicted\nspeed-up"):
+        table.add_column(name, justify="right")
+    for one in best:
+        figures = f"{one.agreement:.2f}", f"{one.step:.2f}", str(one.num_draft_tokens), f"{one.tokens_per_round:.2f}"
+        table.add_row(f"layer_skip:{spans(one.layers)}", str(len(one.layers)), *figures, f"{one.speed_up:.2f}x")
+    console.print(table)
+    console.print(f"{judged} choices judged; step: a draft token's time in plain forwards of the target")
+    if best[0].speed_up > 1:
+        console.print(f"Should pay: {best[0].speed_up:.2f}x, before the drafter's own overhead.")
+    else:
+        console.print(
+            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models that were not trained to be left "
+            "early seldom do better; a small model of the family, or a drafter that looks up, costs less."
+        )
+
+
+if __name__ == "__main__":
+    run(main)

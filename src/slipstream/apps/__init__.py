@@ -1,0 +1,1 @@
+"""What users start: the command line and the conversation behind `slipstream chat`."""

@@ -1,0 +1,239 @@
+"""The slash commands of a conversation, one function each. This module knows no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from slipstream import drafters
+from slipstream.apps.chat.conversation import Chat
+from slipstream.apps.chat.conversation_summary import compare, save, totals
+from slipstream.apps.chat.typed_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import EMBEDDED, list_models
+
+SWITCH = ("on", "off")
+Run = Callable[[Chat, str], None]
+Choices = Sequence[str] | Callable[[], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A slash command. run: given the conversation and the text after the name; choices: what that text may be."""
+
+    usage: str
+    help: str
+    run: Run
+    choices: Choices
+
+
+COMMANDS: dict[str, Command] = {}
+ALIASES = {"/length-of-draft": "/gamma", "/exit": "/quit"}
+
+
+def _command(usage: str, text: str, choices: Choices = ()) -> Callable[[Run], Run]:
+    def register(run: Run) -> Run:
+        COMMANDS[usage.split()[0]] = Command(usage, text, run, choices)
+        return run
+
+    return register
+
+
+def find(name: str) -> Command:
+    """The command called `name`, slash included; near matches are named if there is none."""
+    known = [*COMMANDS, *ALIASES]
+    name = ALIASES.get(name, name)
+    if name not in COMMANDS:
+        near = get_close_matches(name, known, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "/help lists them;"
+        raise UsageError(f"unknown command {name!r}; {hint} a message that begins with / needs a space before it")
+    return COMMANDS[name]
+
+
+@cache
+def _targets() -> tuple[str, ...]:
+    found = (item["folder"] for item in list_models() if item["name"] != EMBEDDED)
+    return ("toy", EMBEDDED, *found)
+
+
+def _drafts() -> list[str]:
+    return ["none", *_targets()]
+
+
+def _drafters() -> list[str]:
+    return ["auto", *drafters.names()]
+
+
+def _only(command: str, text: str, allowed: Sequence[str]) -> str:
+    if text not in allowed:
+        raise UsageError(f"/{command} {text}; allowed: {', '.join(allowed)}")
+    return text
+
+
+@_command("/target MODEL", "answer with another target: hub id, folder, .gguf file, smollm2, toy", _targets)
+def _target(chat: Chat, text: str) -> None:
+    if text:
+        chat.load_target(text)
+    chat.face.say(f"target: {chat.decoder.target.name}")
+
+
+@_command("/draft MODEL|none", "draft with another model, or without one", _drafts)
+def _draft(chat: Chat, text: str) -> None:
+    if text:
+        chat.load_draft(None if text == "none" else text)
+    name = "none" if chat.decoder.draft is None else chat.decoder.draft.name
+    chat.face.say(f"draft model: {name}, drafter: {chat.decoder.drafter_name}")
+
+
+@_command("/speculative on|off", "off answers by plain decoding", SWITCH)
+def _speculative(chat: Chat, text: str) -> None:
+    if text:
+        chat.speculative = _only("speculative", text, SWITCH) == "on"
+    chat.face.say(f"speculative: {_word(chat.speculative)}, drafter: {chat.active.drafter_name}")
+
+
+@_command("/drafter NAME", "auto, or a drafter with its argument, such as ngram:5", _drafters)
+def _drafter(chat: Chat, text: str) -> None:
+    if text:
+        chat.decoder = chat.decoder.using(text)
+    off = "" if chat.speculative else " (not in use: speculative is off)"
+    chat.face.say(f"drafter: {chat.decoder.drafter_name}{off}")
+
+
+@_command("/filler on|off", "drafter table, filling with the target's own next best tokens", SWITCH)
+def _filler(chat: Chat, text: str) -> None:
+    name, _, argument = chat.decoder.drafter_name.partition(":")
+    sizes = argument.removesuffix("fill").removesuffix("+") if name == "ngram_table" else ""
+    if text and "ngram_table" not in drafters.names():
+        raise UsageError("/filler needs the drafter 'ngram_table', which is not installed")
+    if text and (_only("filler", text, SWITCH) == "on" or name == "ngram_table"):
+        filled = (f"{sizes}+fill" if sizes else "fill") if text == "on" else sizes
+        chat.decoder = chat.decoder.using(f"ngram_table:{filled}".removesuffix(":"))
+    name = chat.decoder.drafter_name
+    chat.face.say(f"filler: {_word(name.endswith('fill'))}, drafter: {name}")
+
+
+@_command("/gamma N|auto", "tokens drafted per round; 0 drafts nothing", ("auto",))
+def _gamma(chat: Chat, text: str) -> None:
+    if text:
+        chat.decoder = chat.decoder.using(num_draft_tokens=int(text) if text.isdecimal() else text)
+        chat.params = replace(chat.params, num_draft_tokens=None)
+    own = chat.params.num_draft_tokens
+    chat.face.say(f"draft length: {chat.decoder.config.num_draft_tokens if own is None else own}")
+
+
+@_command("/acceptance RULE", "auto, block, rejection, match, topk:K or typical (the last two are lossy)")
+def _acceptance(chat: Chat, text: str) -> None:
+    if text:
+        chat.decoder = chat.decoder.using(acceptance=text)
+    lossy = "" if chat.decoder.lossless else " (lossy: the text is not the target's own)"
+    chat.face.say(f"acceptance: {chat.decoder.config.acceptance}{lossy}")
+
+
+@_command("/length N", "at most N tokens per answer")
+def _length(chat: Chat, text: str) -> None:
+    _assign(chat, "max_tokens", text)
+
+
+@_command("/seed N|none", "seed of every answer; none draws one each time", ("none",))
+def _seed(chat: Chat, text: str) -> None:
+    _assign(chat, "seed", text)
+
+
+@_command(
+    "/sampling METHOD", f"{', '.join(METHODS)}, then temperature, top_k, top_p, min_p as they apply", tuple(METHODS)
+)
+def _sampling(chat: Chat, text: str) -> None:
+    if text:
+        method, *given = text.split()
+        _only("sampling", method, tuple(METHODS))
+        chat.params = replace(chat.params, **numbers(method, given))
+    chat.face.say(", ".join(f"{name}={getattr(chat.params, name)}" for name in KEEP_ALL))
+
+
+@_command("/set NAME VALUE", "any sampling option; lists as JSON; VALUE none is the default", OPTIONS)
+def _set(chat: Chat, text: str) -> None:
+    name, _, value = text.partition(" ")
+    if text:
+        _assign(chat, name, value.strip())
+    else:
+        chat.face.say("\n".join(f"{option}: {getattr(chat.params, option)!r}" for option in OPTIONS))
+
+
+def _assign(chat: Chat, name: str, text: str) -> None:
+    _only("set", name, OPTIONS)
+    if text:
+        chat.params = replace(chat.params, **{name: value_of(name, text)})
+    chat.face.say(f"{name}: {getattr(chat.params, name)!r}")
+
+
+@_command("/cache on|off|clear", "what the memory holds; off empties it before every answer", (*SWITCH, "clear"))
+def _cache(chat: Chat, text: str) -> None:
+    if text and _only("cache", text, (*SWITCH, "clear")) != "clear":
+        chat.cache = text == "on"
+    if text in ("off", "clear"):
+        chat.decoder.forget()
+    target, draft = chat.decoder.tokens_in_memory()
+    both = f"{target} tokens" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
+    chat.face.say(f"cache: {_word(chat.cache)}; the memory holds {both}")
+
+
+@_command("/debug on|off", "after each answer what was accepted and rejected, round by round", SWITCH)
+def _debug(chat: Chat, text: str) -> None:
+    if text:
+        chat.debug = _only("debug", text, SWITCH) == "on"
+    chat.face.say(f"debug: {_word(chat.debug)}")
+
+
+@_command("/compare", "the last answer again by plain decoding: speeds, and whether the text is the same")
+def _compare(chat: Chat, text: str) -> None:
+    chat.face.say(compare(chat))
+
+
+@_command("/stats", "totals of the conversation")
+def _stats(chat: Chat, text: str) -> None:
+    chat.face.say("\n".join(totals(chat)))
+
+
+@_command("/reset", "forget the conversation; settings and system text stay")
+def _reset(chat: Chat, text: str) -> None:
+    chat.turns.clear()
+    chat.face.say("the conversation is empty")
+
+
+@_command("/retry", "answer the last question again")
+def _retry(chat: Chat, text: str) -> None:
+    chat.retry()
+
+
+@_command("/save FILE", "write the conversation as JSON")
+def _save(chat: Chat, text: str) -> None:
+    if not text:
+        raise UsageError("/save; allowed: /save FILE")
+    save(chat, Path(text))
+    chat.face.say(f"{len(chat.turns)} turns written to {text}")
+
+
+@_command("/system TEXT|none", "what the model is told before the conversation", ("none",))
+def _system(chat: Chat, text: str) -> None:
+    if text:
+        chat.system = "" if text == "none" else text
+    chat.face.say(f"system: {chat.system or 'none'}")
+
+
+@_command("/help [COMMAND]", "this list", lambda: tuple(COMMANDS))
+def _help(chat: Chat, text: str) -> None:
+    chosen = [find("/" + text.removeprefix("/"))] if text else list(COMMANDS.values())
+    chat.face.say("\n".join(f"{command.usage:21} {command.help}" for command in chosen))
+
+
+@_command("/quit", "leave")
+def _quit(chat: Chat, text: str) -> None:
+    chat.closed = True
+
+
+def _word(on: bool) -> str:
+    return "on" if on else "off"

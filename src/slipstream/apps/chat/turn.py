@@ -1,0 +1,65 @@
+"""A question and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from slipstream.core.stats import Stats
+from slipstream.core.types import FinishReason, Round
+from slipstream.sampling.params import SamplingParams
+from slipstream.text.figures_as_text import percent
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, its answer, and how the answer came about.
+
+    params: as used, the seed drawn included. prefilled: prompt tokens the target had to read, its memory holding the
+    others; the last few of a prompt are read together with the first draft and not counted.
+    """
+
+    user: str
+    answer: str
+    target: str
+    drafter: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    rounds: list[Round]
+    finish_reason: FinishReason | Literal["interrupted"]
+    prefilled: int
+    lossless: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer's tokens."""
+        return [token for done in self.rounds for token in done.tokens]
+
+    @property
+    def stats(self) -> Stats:
+        """The answer's statistics."""
+        return Stats.of(self.rounds, lossless=self.lossless)
+
+    @property
+    def summary(self) -> str:
+        """One line: tokens, speed, drafter, acceptance, end."""
+        return f"{summary(self.stats, self.drafter)}, ended by {self.finish_reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the rounds, for JSON."""
+        params = {name: value for name, value in vars(self.params).items() if name != "logits_processors"}
+        kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
+        counts = {"prompt_tokens": len(self.prompt_ids), "params": params, "stats": self.stats.to_dict()}
+        return {name: getattr(self, name) for name in kept} | counts
+
+
+def summary(stats: Stats, drafter: str) -> str:
+    """Tokens, speed and acceptance in one line."""
+    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
+    return f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}"
+
+
+def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The same options with another limit."""
+    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))

@@ -1,0 +1,52 @@
+"""`slipstream models`: what is in the local cache, and whether two models speak the same vocabulary."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slipstream.apps.cli.common import Json, app, out, write_json
+from slipstream.errors import SlipstreamError
+from slipstream.models.hf.model_files import embedded_model, list_models
+from slipstream.models.hf.vocabulary import compare_vocabularies, inspect_vocabulary
+
+models_app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app.add_typer(models_app, name="models", help="List the models in the local cache; check that two fit together.")
+
+
+@models_app.callback(invoke_without_command=True)
+def models(
+    context: typer.Context,
+    fetch: Annotated[bool, typer.Option("--fetch", help="fetch and convert the embedded default model")] = False,
+    json_file: Json = None,
+) -> None:
+    """List the models in the local cache; --fetch gets the embedded default."""
+    if context.invoked_subcommand is not None:
+        return
+    if fetch:
+        embedded_model()
+    found = list_models()
+    for item in found:
+        out.print(f"{item['name']:24} {item['architecture']:28} {item['gigabytes']:.2f} GB  {item['folder']}")
+    if not found:
+        out.print("no models in the cache; 'slipstream models --fetch' gets the default one")
+    write_json(json_file, {"models": found})
+
+
+@models_app.command()
+def check(
+    target: Annotated[str, typer.Argument(help="hub id, folder, .gguf file, a name from `slipstream models`, or toy")],
+    draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
+    json_file: Json = None,
+) -> None:
+    """Can DRAFT draft for TARGET? Tokens, heads, special tokens and templates; no weights are loaded.
+
+    Exit code 1 if it cannot.
+    """
+    report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft))
+    for line in report.lines():
+        out.print(line, markup=False, soft_wrap=True)
+    write_json(json_file, report.to_dict())
+    if not report.usable:
+        raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")

@@ -1,0 +1,83 @@
+"""What the measuring commands share on the terminal: progress, and how an interrupted measurement is gone on with."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from slipstream.apps.cli.common import err
+from slipstream.bench.plan import Measurement
+from slipstream.bench.records import Run
+from slipstream.bench.summary_tables import progress_line
+from slipstream.config import DecoderConfig
+from slipstream.errors import UsageError
+
+
+@contextmanager
+def interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C is one line that says how to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = escape(shlex.quote(str(folder)))
+        err.print(
+            f"[red]error:[/] interrupted; finished runs are kept: the same command with --out {where} goes on",
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+
+
+def watched(runs: Iterator[Run], planned: Sequence[Measurement], before: Sequence[Run]) -> Iterator[Run]:
+    """The runs as they come: a progress bar on a terminal, elsewhere a line per finished group of prompts."""
+    if before:
+        err.print(f"{len(before)} of {len(planned)} measurements are there already")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=err, disable=not err.is_terminal) as progress:
+        task = progress.add_task("warming up", total=len(planned), completed=len(before))
+        lines = _Lines(planned, before)
+        for run in runs:
+            progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
+            line = lines.add(run)
+            if line is not None and not err.is_terminal:
+                err.print(escape(line), soft_wrap=True)
+            yield run
+
+
+class _Lines:
+    """Gathers the runs of a group of prompts until all arms and repeats are there."""
+
+    def __init__(self, planned: Sequence[Measurement], before: Sequence[Run]) -> None:
+        self._groups: dict[tuple[int, tuple[str, ...]], list[Run]] = {}
+        self._wanted: dict[tuple[int, tuple[str, ...]], int] = {}
+        for one in planned:
+            at = one.batch, tuple(one.group.ids)
+            self._wanted[at] = self._wanted.get(at, 0) + 1
+        for run in before:
+            self.add(run)
+
+    def add(self, run: Run) -> str | None:
+        """The line of the group that this run completes."""
+        at = run.batch, tuple(run.prompts)
+        self._groups.setdefault(at, []).append(run)
+        if len(self._groups[at]) < self._wanted[at]:
+            return None
+        done = sum(len(runs) == self._wanted[group] for group, runs in self._groups.items())
+        return progress_line(done, len(self._wanted), self._groups[at])
+
+
+def read_batch_sizes(text: str, config: DecoderConfig) -> list[int]:
+    """The numbers of --batch-sizes."""
+    sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
+    if max(sizes) > config.max_batch_size:
+        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
+    return sizes

@@ -1,0 +1,50 @@
+"""`slipstream report`: the HTML page and the plots of a folder that `bench` or `sweep` has written, or a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from slipstream.apps.cli.common import app, out
+from slipstream.bench.records import Header, read_records
+from slipstream.bench.report import write_report
+from slipstream.bench.report.markdown import markdown
+from slipstream.bench.report.report_data import against, load
+from slipstream.errors import UsageError
+from slipstream.models.hf.vocabulary import inspect_vocabulary
+from slipstream.text.detokenizer import Tokenizer
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="a folder with runs.jsonl")],
+    ids: Annotated[
+        bool, typer.Option("--ids", help="show samples as token ids; the target's tokenizer is not read")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--markdown", help="print a table in Markdown instead; nothing is written")
+    ] = False,
+    reference: Annotated[
+        str | None, typer.Option("--reference", help="with --markdown: the arm that speed-ups refer to, e.g. hf")
+    ] = None,
+) -> None:
+    """Write report.html and plots/ into a folder of runs. No weights are loaded; runs may still be going on."""
+    if table:
+        if ids:
+            raise UsageError("--ids beside --markdown, which shows no samples; allowed: one of the two")
+        data = load(folder)
+        typer.echo(markdown(data if reference is None else against(data, reference)))
+        return
+    if reference is not None:
+        raise UsageError(f"--reference {reference} without --markdown; allowed: together with it")
+    header, _ = read_records(folder)
+    tokenizer = None if ids else target_tokenizer(header)
+    out.print(escape(str(write_report(folder, tokenizer))), soft_wrap=True)
+
+
+def target_tokenizer(header: Header) -> Tokenizer | None:
+    """The tokenizer of the target that a folder's header names; no weights are loaded."""
+    return inspect_vocabulary(str(header.settings.get("target"))).tokenizer

@@ -1,0 +1,225 @@
+"""Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
+
+Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds begin
+after the same prompts, which stay in the memory, so a round computes what it would compute in a long text and no more.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import islice
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from slipstream import drafters
+from slipstream.bench.prediction.costs import Costs
+from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Draft, Round, Row
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.policies import Fixed
+from slipstream.errors import UsageError
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import Sampler
+
+FEWEST_TURNS, MOST_TURNS = 3, 40
+CONTEXT = 128
+FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
+MOTIF = 8  # prompts repeat this many random tokens, so that look-up drafters find something
+
+
+def measure_costs(
+    decoder: SpeculativeDecoder,
+    batch_sizes: Sequence[int] = (1,),
+    widths: Sequence[int] | None = None,
+    *,
+    seconds: float = 20.0,
+    drafter: Drafter | None = None,
+) -> Costs:
+    """Measure on this machine; takes `seconds`, or as long as three turns do if that is more.
+
+    widths: tokens per row of a target forward; by default 1 to 9 as the decoder pads them. In between, costs are
+    interpolated. drafter: needed where the decoder's own was given as an object. The decoder's memory is empty
+    afterwards.
+    """
+    shapes = _shapes(decoder)
+    chosen = sorted({shapes.pad(width, 2) for width in (range(1, 10) if widths is None else widths)})
+    _check(decoder, batch_sizes, chosen, seconds)
+    decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+    decoder.forget_learned()
+    return _Probe(decoder, sorted(set(batch_sizes)), chosen, drafter).measure(seconds)
+
+
+def _shapes(decoder: SpeculativeDecoder) -> Shapes:
+    return decoder.calibration.shapes if decoder.reproducible and decoder.calibration is not None else EXACT_FIT
+
+
+class _Timed:
+    """A backend that awaits each forward whose logits are asked for and notes its seconds."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
+        self.last = 0.0
+
+    @property
+    def view(self) -> int:
+        return self._inner.view
+
+    @view.setter
+    def view(self, value: int) -> None:
+        self._inner.view = value
+
+    def reserve(self, rows: int, length: int) -> None:
+        self._inner.reserve(rows, length)
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        begun = perf_counter()
+        out = self._inner.forward(tokens, starts, first_slot=first_slot, logits=logits)
+        if logits:
+            if self.device.type != "cpu":
+                out[-1, -1, -1].item()  # waits for the device
+            self.last = perf_counter() - begun
+        return out
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self._inner.copy(source, destination, length)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Proposes `length` tokens of no merit."""
+
+    length: int
+    device: torch.device
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return Draft(
+            torch.ones(len(rows), self.length, dtype=torch.int64, device=self.device), (self.length,) * len(rows)
+        )
+
+
+@dataclass
+class _Least:
+    """The least milliseconds seen, by batch and width."""
+
+    seen: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def add(self, batch: int, width: int, seconds: float) -> None:
+        points = self.seen.setdefault(batch, {})
+        points[width] = min(points.get(width, float("inf")), 1e3 * max(seconds, 0.0))
+
+
+class _Probe:
+    """The engines that are timed, over sessions of their own on the decoder's models."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, batches: list[int], widths: list[int], drafter: Drafter | None
+    ) -> None:
+        self._decoder, self._batches, self._widths = decoder, batches, widths
+        self._backend = _Timed(decoder.target.backend)
+        self._target = Session(self._backend, _shapes(decoder))
+        self._name = decoder.drafter_name if drafter is None else type(drafter).__name__
+        self._draft: Session | None = None
+        if drafter is None and self._name.partition(":")[0] == "model" and decoder.draft is not None:
+            self._draft = Session(_Timed(decoder.draft.backend), EXACT_FIT)
+        self._drafter = self._load_drafter() if drafter is None else drafter
+        self._prompts = self._make_prompts(max(batches))
+
+    def _load_drafter(self) -> Drafter:
+        name, backend = self._name, self._backend
+        if name.partition(":")[0] not in drafters.names():
+            raise UsageError(f"drafter {name!r} was given as an object; allowed: pass it to measure_costs(drafter=...)")
+        if name.partition(":")[0] == "hybrid":
+            raise UsageError(
+                f"drafter {name!r} drafts in two ways of different costs; allowed: one of the two drafters"
+            )
+        if self._draft is not None:
+            name = "model"  # all the tokens asked for, whatever their probability
+        target = copy(self._target)  # the same memory, but a backend whose layers can be told
+        target.backend = self._decoder.target.backend
+        setup = drafters.Setup(backend.device, backend.vocab_size, self._draft, target=target)
+        return drafters.load(name, setup)
+
+    def _make_prompts(self, rows: int) -> list[list[int]]:
+        """Random motifs, repeated: a different one for each row, so that no memory is shared between slots."""
+        backends = [session.backend for session in (self._target, self._draft) if session is not None]
+        vocab, longest = min(b.vocab_size for b in backends), min(b.max_length for b in backends)
+        length = min(CONTEXT, longest - max(*self._widths, 2 * MANY + 3) - 1)
+        if length < 1:
+            raise UsageError(f"widths={self._widths!r}; allowed: less than the model's context of {longest} tokens")
+        generator = torch.Generator().manual_seed(20230621)
+        motifs = torch.randint(0, vocab, (rows, MOTIF), generator=generator).tolist()
+        return [[row % vocab, *(motif[i % MOTIF] for i in range(length - 1))] for row, motif in enumerate(motifs)]
+
+    def measure(self, seconds: float) -> Costs:
+        """All shapes in turn, until the time is up."""
+        target, overhead, drafting = _Least(), _Least(), _Least()
+        started = perf_counter()
+        for turn in range(-1, MOST_TURNS):  # the turn before the first fills the memory and warms up
+            if turn >= FEWEST_TURNS and perf_counter() - started > seconds:
+                break
+            for batch in self._batches:
+                for width in self._widths:
+                    forward, rest = self._time_round(batch, width)
+                    if turn >= 0:
+                        target.add(batch, width, forward)
+                        overhead.add(batch, width, rest)
+                for length in (FEW, MANY):
+                    taken = self._time_drafting(batch, length)
+                    if turn >= 0:
+                        drafting.add(batch, length, taken)
+        return self._costs(target, overhead, drafting)
+
+    def _costs(self, target: _Least, overhead: _Least, drafting: _Least) -> Costs:
+        steps = {b: max(0.0, (ms[MANY] - ms[FEW]) / (MANY - FEW)) for b, ms in drafting.seen.items()}
+        device = self._backend.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        return Costs(
+            target=target.seen,
+            overhead=overhead.seen,
+            draft_step=steps,
+            draft_round={b: max(0.0, ms[FEW] - FEW * steps[b]) for b, ms in drafting.seen.items()},
+            drafter=self._name,
+            machine=f"measured: {platform.machine()}, {where}, torch {torch.__version__}, {self._decoder.target.name}",
+            padded=_shapes(self._decoder).widths,
+        )
+
+    def _time_round(self, batch: int, width: int) -> tuple[float, float]:
+        """Seconds of the forward of one round, and of the rest of the round but for drafting."""
+        done = self._round(_Given(width - 1, self._backend.device), batch, width - 1)
+        forward = self._backend.last
+        return forward, done.seconds.total - done.seconds.prefill - done.seconds.draft - forward
+
+    def _time_drafting(self, batch: int, length: int) -> float:
+        """Seconds in which the drafter proposes `length` tokens for every row.
+
+        In the first round of new rows it would still read the prompt, so the second one is timed.
+        """
+        return self._round(self._drafter, batch, length, second=True).seconds.draft
+
+    def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
+        """The first or second round of fresh rows, whose prompts the memory holds from the turn before."""
+        engine = Engine(self._target, drafter, Fixed(length), "auto", batch, self._draft)
+        params = SamplingParams(max_tokens=(length + 1) * (1 + second) + second)
+        rows = [Row(i, list(prompt), params, seed=0) for i, prompt in enumerate(self._prompts[:batch])]
+        return next(islice(engine.run(rows), batch if second else 0, None))
+
+
+def _check(decoder: SpeculativeDecoder, batches: Sequence[int], widths: Sequence[int], seconds: float) -> None:
+    if not batches or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in batches):
+        raise UsageError(f"batch_sizes={list(batches)!r}; allowed: whole numbers >= 1, at least one")
+    shapes = _shapes(decoder).widths
+    widest = shapes[-1] if shapes else MAX_DRAFT_TOKENS + 1
+    if not widths or min(widths) < 1 or max(widths) > widest:
+        raise UsageError(f"widths={list(widths)!r}; allowed: from 1 to {widest}")
+    if not seconds > 0:
+        raise UsageError(f"seconds={seconds!r}; allowed: a number > 0")

@@ -1,0 +1,37 @@
+"""A folder of runs as a report: one HTML page that needs nothing else, and its plots as files for a paper.
+
+write_report(Path("bench-1"), decoder.tokenizer)     # bench-1/report.html and bench-1/plots/*.png, *.svg
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.bench.report.figures import charts
+from slipstream.bench.report.html import render
+from slipstream.bench.report.plots import require_matplotlib, save
+from slipstream.bench.report.report_data import load
+from slipstream.errors import UsageError
+from slipstream.text.detokenizer import Tokenizer
+
+__all__ = ["REPORT", "require_matplotlib", "write_report"]
+
+REPORT = "report.html"
+
+
+def write_report(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+    """Write the report and the plots into a folder of runs, and return the page.
+
+    tokenizer: of the target, to show samples as text; without one their token ids are shown. Needs matplotlib (the
+    extra "bench"). Raises UsageError for a folder that holds no runs or cannot be written to.
+    """
+    require_matplotlib()
+    data = load(folder)
+    found = charts(data)
+    save(found, folder / "plots")
+    file = folder / REPORT
+    try:
+        file.write_text(render(data, found, tokenizer), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+    return file

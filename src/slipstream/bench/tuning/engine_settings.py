@@ -1,0 +1,108 @@
+"""The same advice for other engines: vLLM, SGLang and llama.cpp. docs/tune.md names the pages the keys are from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.bench.tuning.candidates import Candidate
+from slipstream.draft_length.early_stop import STEADY
+from slipstream.drafters import hybrid, ngram, suffix
+
+NOTHING = "do not speculate: no setting measured gains anything here"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One engine's settings. value: vLLM's object, or None; flags: of a command line; notes: what is not the same."""
+
+    engine: str
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    value: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """Notes as comment lines, then the flags on one line, quoted for a shell."""
+        lines = [f"# {note}" for note in self.notes]
+        return "\n".join([*lines, *([shlex.join(self.flags)] if self.flags else [])]) + "\n"
+
+
+def engine_settings(candidate: Candidate | None, *, stops_early: bool = False) -> list[Settings]:
+    """For vLLM, SGLang and llama.cpp; candidate None is not to speculate.
+
+    stops_early: the draft model ends drafts where it is unsure, as with length "auto" on CPU.
+    """
+    if candidate is None:
+        return [Settings(engine, notes=(NOTHING,)) for engine in ("vllm", "sglang", "llamacpp")]
+    return [_vllm(candidate, stops_early), _sglang(candidate, stops_early), _llamacpp(candidate, stops_early)]
+
+
+def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
+    value: dict[str, Any] = {"num_speculative_tokens": candidate.tokens}
+    notes: list[str] = []
+    if candidate.kind == "ngram":
+        value = {"method": "ngram", **value, "prompt_lookup_min": ngram.SHORTEST, "prompt_lookup_max": ngram.LONGEST}
+    elif candidate.kind == "suffix":
+        bounds = {
+            "suffix_decoding_max_spec_factor": float(candidate.tokens),
+            "suffix_decoding_min_token_prob": suffix.drafter.THRESHOLD,
+        }
+        value = {"method": "suffix", **value, **bounds}
+    else:
+        value = {"method": "draft_model", "model": candidate.draft, "num_speculative_tokens": _model_tokens(candidate)}
+        notes = _model_notes(candidate, stops_early, "vLLM")
+    return Settings("vllm", ("--speculative-config", json.dumps(value)), tuple(notes), value)
+
+
+def _sglang(candidate: Candidate, stops_early: bool) -> Settings:
+    if candidate.kind in ("model", "hybrid"):
+        steps = _model_tokens(candidate)
+        flags = [*("--speculative-algorithm", "STANDALONE"), *("--speculative-draft-model-path", str(candidate.draft))]
+        flags += ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"]
+        flags += ["--speculative-num-draft-tokens", str(steps + 1)]
+        return Settings("sglang", tuple(flags), tuple(_model_notes(candidate, stops_early, "SGLang")))
+    matching = {"ngram": "BFS", "suffix": "PROB"}[candidate.kind]  # the most recent match, or the most frequent
+    flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(candidate.tokens + 1)]
+    flags += ["--speculative-ngram-max-bfs-breadth", "1", "--speculative-ngram-match-type", matching]
+    notes = [f"{candidate.kind} has no exact counterpart: NGRAM as a chain is the nearest, and needs CUDA"]
+    return Settings("sglang", tuple(flags), tuple(notes))
+
+
+def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
+    types, flags, notes = [], list[str](), list[str]()
+    if candidate.kind != "model":
+        types.append("ngram-simple")
+        size = ngram.SHORTEST
+        flags += ["--spec-ngram-simple-size-n", str(size), "--spec-ngram-simple-size-m", str(candidate.tokens)]
+        notes.append(
+            f"{candidate.kind} has no exact counterpart: ngram-simple (matches of exactly {size} tokens) is the nearest"
+        )
+    if candidate.kind in ("model", "hybrid"):
+        types.append("draft-simple")
+        unsure = f"{STEADY:g}" if stops_early else "0"
+        flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
+        flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
+        if stops_early:
+            notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
+        if not str(candidate.draft).endswith(".gguf"):
+            notes.append(f"llama.cpp reads GGUF files: put that of {candidate.draft} in its place")
+    return Settings("llamacpp", ("--spec-type", ",".join(types), *flags), tuple(notes))
+
+
+def _model_tokens(candidate: Candidate) -> int:
+    """Tokens the draft model drafts at most."""
+    return hybrid.STEPS if candidate.kind == "hybrid" else candidate.tokens
+
+
+def _model_notes(candidate: Candidate, stops_early: bool, engine: str) -> list[str]:
+    notes = []
+    if candidate.kind == "hybrid":
+        notes.append(
+            f"hybrid has no counterpart: {engine} speculates in one way at a time, the draft model is the nearest"
+        )
+    if stops_early:
+        notes.append("measured with drafts that end where another token would not pay; there they have one length")
+    return notes

@@ -1,0 +1,1 @@
+"""What `slipstream verify` runs: whether speculative decoding says exactly what the target alone would."""

@@ -1,1 +1,0 @@
-"""A conversation with a model and its slash commands; the terminal is in `slipstream.cli.chat`."""

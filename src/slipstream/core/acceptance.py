@@ -1,0 +1,225 @@
+"""Acceptance rules: how much of a draft the target keeps, and the law of the token that follows.
+
+A rule is a pure function of the target's laws p and the draft with its laws q; it throws no dice. The dice are thrown
+in `accept`, and only there. `lossless` in a rule's decorator says whether the output keeps the target's law exactly.
+
+Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position j follows draft token j - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from slipstream.core.rng import Stream, uniform
+from slipstream.core.types import Draft, Verdict
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """What a rule decides. keep: [B, K + 1] float64, the probability that exactly i draft tokens are kept.
+
+    next_token: maps the number kept [B] to the law of the token that follows them [B, V].
+    """
+
+    keep: Tensor
+    next_token: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named acceptance rule. `laws` is None for sample-and-match, whose dice are the target's own draws.
+
+    "gumbel" is another name of "match": draws are races of exponentials, which is the Gumbel-max trick, and a draft
+    model that races with the target's noise proposes what the target is most likely to choose.
+    """
+
+    name: str
+    lossless: bool
+    distributions: Callable[[Tensor, Tensor, Draft], Distributions] | None
+
+    @property
+    def coupled(self) -> bool:
+        """Whether every committed token is the target's own choice, so that seeded text is the same for any drafter."""
+        return self.distributions is None
+
+
+RuleFunction = Callable[..., Distributions]
+_RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True), "gumbel": (None, True)}
+
+
+def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
+    """Register laws(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        _RULES[name] = (function, lossless)
+        return function
+
+    return register
+
+
+@cache
+def load_rule(text: str) -> Rule:
+    """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
+    name, _, argument = text.partition(":")
+    known = ", ".join(["auto", *(f"{n}:K" if n in _WITH_COUNT else n for n in sorted(_RULES))])
+    if name not in _RULES or (":" in text) != (name in _WITH_COUNT):
+        raise UsageError(f"acceptance={text!r}; allowed: {known}")
+    function, lossless = _RULES[name]
+    if name in _WITH_COUNT:
+        if not argument.isdecimal() or int(argument) < 1:
+            raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K >= 1")
+        function = partial(function or _unreachable, k=int(argument))
+    return Rule(text, lossless, function)
+
+
+def _unreachable(*_: object, **__: object) -> Distributions:
+    raise AssertionError("sample-and-match takes no argument")
+
+
+def rule_for(choice: str | Rule, draft: Draft) -> Rule:
+    """The rule to use on this draft; "auto" means `match` for one-hot drafts and `block` for sampled ones."""
+    if isinstance(choice, Rule):
+        return choice
+    if choice != "auto":
+        return load_rule(choice)
+    return load_rule("match" if draft.probs is None else "block")
+
+
+def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
+    """Throw the dice for one round. logits: [B, K + 1, V], the target's; the rule's laws decide, `sampler` draws."""
+    if choice.distributions is None:
+        return match(sampler.choose(logits, draft.tokens), draft)
+    scores = sampler.scores(logits, draft.tokens)
+    distributions = choice.distributions(sampler.probs(scores), scores, draft)
+    u = torch.tensor([uniform(bits) for bits in sampler.round_keys(Stream.KEEP)], dtype=torch.float64)
+    cumulative = distributions.keep.cumsum(-1)
+    accepted = (u.to(cumulative.device, non_blocking=True)[:, None] * cumulative[:, -1:] >= cumulative).sum(-1)
+    return Verdict(accepted, sampler.draw_at(distributions.next_token(accepted), accepted, draft.width))
+
+
+def match(choice: Tensor, draft: Draft) -> Verdict:
+    """Sample and match: keep the draft as long as it says what the target chose. choice: [B, K + 1].
+
+    Exact for any draft, since every committed token is the target's own choice at its position; with one-hot drafts
+    its acceptance is that of rejection sampling. Greedy decoding is the case where the choice is an argmax.
+    """
+    agree = (choice[:, : draft.width] == draft.tokens) & _proposed(draft)
+    accepted = agree.long().cumprod(-1).sum(-1)
+    return Verdict(accepted, choice.gather(1, accepted[:, None])[:, 0])
+
+
+@rule("rejection", lossless=True)
+def rejection(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Keep token x_i with probability min(1, p(x_i) / q(x_i)), in order, up to the first refusal.
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
+    """
+    px, qx = _drafted(p, draft)
+    ratio = torch.where(qx > 0, (px / qx).clamp(max=1.0), (px > 0).double()) * _proposed(draft)
+    survive = ratio.cumprod(-1)
+    start = torch.ones(len(p), 1, dtype=torch.float64, device=p.device)
+    keep = torch.cat([start, survive], -1) * torch.cat([1 - ratio, start], -1)
+    return Distributions(keep, partial(_residual, p, draft, None))
+
+
+@rule("block", lossless=True)
+def block(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Judge the whole draft at once: keep the longest prefix that passes, even if a shorter one failed.
+
+    Never fewer accepted tokens than `rejection` in expectation. Sun et al., ICLR 2025 (arXiv 2403.10444), algorithm 2.
+    With one-hot drafts the two rules are one.
+    """
+    if draft.probs is None or draft.width == 0:
+        return rejection(p, scores, draft)
+    px, qx = _drafted(p, draft)
+    ratio = torch.where(qx > 0, px / qx, (px > 0).double())
+    weight = [torch.ones_like(px[:, 0])]  # P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / q(x_i))
+    for j in range(draft.width):
+        weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))
+    scale = torch.stack(weight, dim=1)
+    inner = scale[:, 1:-1]
+    mass = p[:, 1:-1].double().mul_(inner[..., None]).sub_(draft.probs[:, 1:]).clamp_(min=0.0).sum(-1)
+    room = mass + 1 - inner
+    passes = torch.where(room > 0, mass / room.clamp(min=1e-300), 1.0)  # H_i for i < length
+    lengths = draft.lengths_on_device
+    index = torch.arange(1, draft.width + 1, device=p.device)
+    passes = torch.where(index == lengths, scale[:, 1:], torch.cat([passes, scale[:, -1:]], dim=1))
+    passes = passes * (index <= lengths)
+    # the number kept is the last i that passes: H_i times the chance that all later ones fail
+    fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
+    start = torch.ones_like(passes[:, :1])
+    keep = torch.cat([start, passes], -1) * torch.cat([fails, start], -1)
+    return Distributions(keep, partial(_residual, p, draft, scale))
+
+
+@rule("topk", lossless=False)
+def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Distributions:
+    """Lossy: keep a draft token iff it is among the target's k most likely; then a token of the target's own."""
+    if draft.width == 0:
+        return Distributions(torch.ones_like(p[:, :1, 0], dtype=torch.float64), partial(_distribution_at, p))
+    threshold = scores[:, :-1].topk(min(k, p.shape[-1]), dim=-1).values[..., -1]
+    drafted = scores[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
+    accepted = ((drafted >= threshold) & torch.isfinite(drafted) & _proposed(draft)).long().cumprod(-1).sum(-1)
+    keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
+    return Distributions(keep, partial(_distribution_at, p))
+
+
+@rule("typical", lossless=False)
+def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Lossy: keep a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), with H the entropy of p; then one drawn from p.
+
+    Cai et al. 2024 (Medusa), section 2.3.1, with the thresholds of its code. Greedy rows stay exact.
+    """
+    px, _ = _drafted(p, draft)
+    entropy = torch.special.entr(p[:, : draft.width].double()).sum(-1)
+    kept = (px > (0.09 * torch.exp(-entropy)).clamp(max=0.3)) & _proposed(draft)
+    accepted = kept.long().cumprod(-1).sum(-1)
+    keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
+    return Distributions(keep, partial(_distribution_at, p))
+
+
+_WITH_COUNT = frozenset({"topk"})
+
+
+def _proposed(draft: Draft) -> Tensor:
+    """[B, K] bool: the columns that are tokens and not padding."""
+    return torch.arange(draft.width, device=draft.tokens.device) < draft.lengths_on_device
+
+
+def _drafted(p: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
+    """p(x_i) and q(x_i), float64 [B, K]."""
+    px = p[:, :-1].gather(-1, draft.tokens[..., None])[..., 0].double()
+    if draft.probs is None:
+        return px, torch.ones_like(px)
+    return px, draft.probs.gather(-1, draft.tokens[..., None])[..., 0].double()
+
+
+def _distribution_at(p: Tensor, accepted: Tensor) -> Tensor:
+    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+
+
+def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -> Tensor:
+    """[B, V] law of the next token: (scale p - q)+ normalised after a rejection, p where all drafts were kept.
+
+    Where rounding leaves the residual no mass, p itself. scale: [B, K + 1] or None for 1.
+    """
+    here = _distribution_at(p, accepted)
+    if draft.width == 0:
+        return here
+    column = accepted.clamp(max=draft.width - 1)[:, None]
+    if draft.probs is None:
+        q = torch.zeros_like(here).scatter_(1, draft.tokens.gather(1, column), 1.0)
+    else:
+        q = _distribution_at(draft.probs, column[:, 0])
+    weight = 1.0 if scale is None else scale.gather(1, accepted[:, None])
+    residual = here.double().mul_(weight).sub_(q).clamp_(min=0.0)
+    mass = residual.sum(-1, keepdim=True)
+    rejected = (accepted[:, None] < draft.lengths_on_device) & (mass > 0)
+    return torch.where(rejected, residual / mass.clamp(min=1e-300), here.double()).float()

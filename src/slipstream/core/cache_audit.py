@@ -1,0 +1,36 @@
+"""Debug mode (SLIPSTREAM_DEBUG=1): what each slot of a memory holds, compared with committed tokens at every use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.core.cache_state import SlotState
+
+
+class CacheAudit:
+    """The token ids each slot holds."""
+
+    def __init__(self, slot_states: Sequence[SlotState]) -> None:
+        self._slot_states = slot_states
+        self._ids: dict[int, list[int]] = {}
+
+    def write(self, slot: int, start: int, tokens: list[int]) -> None:
+        """Tokens are about to be written to a slot from `start` on: those before must be its row's committed ones."""
+        held = self._ids.setdefault(slot, [])
+        if len(held) < start:
+            raise SlipstreamError(f"memo: slot {slot} holds {len(held)} tokens, written at {start}")
+        slot_state = self._slot_states[slot]
+        true = slot_state.row.tokens if slot_state.row is not None else []
+        upto = min(start, len(true))
+        if held[:upto] != true[:upto]:
+            at = next(i for i in range(upto) if held[i] != true[i])
+            raise SlipstreamError(f"memo: slot {slot} position {at} holds token {held[at]}, committed is {true[at]}")
+        self._ids[slot] = held[:start] + tokens
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """The first `length` tokens of one slot are copied to another."""
+        self._ids[destination] = self._ids.get(source, [])[:length]

@@ -1,0 +1,124 @@
+"""Random numbers keyed by what they are for, never by who else is in the batch.
+
+Every number is a hash of (the request's seed, a stream, absolute position, ...), so that it depends neither on the
+batch nor on the order of arrival. The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Words = NDArray[np.uint64]
+HOST_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 25  # numbers of noise made at once: what a cache holds, what fills a GPU
+SPARSE = 4  # noise is made for the possible tokens alone where they are fewer than one in this many
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+class Stream(IntEnum):
+    """What a random number decides; numbers of different streams are independent."""
+
+    TOKEN = 1  # the token at a position
+    DRAFT = 2  # a draft model's own draw
+    KEEP = 3  # how many draft tokens are kept
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def key(*parts: int) -> int:
+    """A 64-bit key from whole numbers; each part is mixed in by one SplitMix64 step."""
+    state = 0
+    for part in parts:
+        state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
+        state = (state ^ state >> 30) * _MIX1 & _MASK
+        state = (state ^ state >> 27) * _MIX2 & _MASK
+        state ^= state >> 31
+    return state
+
+
+def absorb(state: Words, part: Words) -> Words:
+    """Mix one more part into each of many keys: `key(a, b)` is absorb(absorb(0, a), b). Both broadcast."""
+    mixed = (state ^ part) + np.uint64(_GOLDEN)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX1)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX2)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def words(values: Sequence[int]) -> Words:
+    """[N] 64-bit words of whole numbers, modulo 2**64."""
+    return np.array([value & _MASK for value in values], dtype=np.uint64)
+
+
+def uniform(bits: int) -> float:
+    """A number in [0, 1) from the upper 53 of 64 bits."""
+    return (bits >> 11) * 2.0**-53
+
+
+class Race:
+    """Draws from laws over V tokens by an exponential race: the winner is argmin E_v / p_v, with E_v keyed noise.
+
+    The winner has law p exactly (the minimum of independent exponentials of rates p_v). Two laws raced with the same
+    key agree as often as Gumbel-coupled draws do, and a token with p_v = 0 never wins. E_v is a function of the key and
+    of v alone, so it need not be computed for tokens that cannot win.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        steps = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._steps = torch.from_numpy(steps.view(np.int64)).to(device)
+        self._at_once = max(1, (HOST_BLOCK if device.type == "cpu" else DEVICE_BLOCK) // vocab_size)
+
+    def noise(self, bits: int) -> Tensor:
+        """[V] float32 standard exponential variables of this key."""
+        return _exponential(self._steps + _signed(bits))
+
+    def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+        """One token per law. probs: [N, V] float32, rows need not be normalised -> [N] int64.
+
+        keys: N of them, whole numbers or an int64 tensor of their bits on the device of `probs`.
+        """
+        bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
+        if probs.device.type == "cpu" and len(probs):
+            possible = np.flatnonzero(probs.detach().numpy() > 0)
+            if len(possible) * SPARSE < probs.numel():
+                return self._draw_among(torch.from_numpy(possible), probs, bits)
+        blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
+        winners = [(distributions / _exponential(self._steps + ks[:, None])).argmax(-1) for distributions, ks in blocks]
+        return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
+
+    def bits(self, keys: Words) -> Tensor:
+        """Keys as an int64 tensor on the race's device, sent without waiting for the device."""
+        return torch.from_numpy(keys.view(np.int64)).to(self._steps.device, non_blocking=True)
+
+    def _draw_among(self, possible: Tensor, probs: Tensor, bits: Tensor) -> Tensor:
+        """`draw` with noise for some tokens only. possible: indices into the flattened laws, ascending."""
+        distribution, token = possible // probs.shape[1], possible % probs.shape[1]
+        speed = probs.reshape(-1)[possible] / _exponential(self._steps[token] + bits[distribution])
+        fastest = speed.new_full((len(probs),), -1.0).scatter_reduce_(0, distribution, speed, "amax")
+        ahead = speed == fastest[distribution]
+        none = probs.shape[1]  # of equally fast tokens the lowest wins; where none is possible, token 0
+        winners = distribution.new_full((len(probs),), none).scatter_reduce_(
+            0, distribution[ahead], token[ahead], "amin"
+        )
+        return winners.masked_fill_(winners == none, 0)
+
+
+def _exponential(z: Tensor) -> Tensor:
+    """Standard exponential variables, float32, from 64-bit words, which are used up."""
+    z ^= (z >> 30).bitwise_and_((1 << 34) - 1)
+    z *= _signed(_MIX1)
+    z ^= (z >> 27).bitwise_and_((1 << 37) - 1)
+    z *= _signed(_MIX2)
+    z ^= (z >> 31).bitwise_and_((1 << 33) - 1)
+    # half a step above the lower edge, so that 0 cannot appear; the upper clamp keeps log1p finite
+    u = (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).add_(0.5).to(torch.float32).mul_(2.0**-53)
+    return u.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

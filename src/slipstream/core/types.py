@@ -1,0 +1,203 @@
+"""The data every module shares: drafts, verdicts, rows and the facts a round leaves behind.
+
+This module knows neither models nor sampling. Shapes: B rows, K the widest draft of the round, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.sampling.params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens and the law they were drawn from.
+
+    tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
+    lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
+    probs: [B, K, V], the distribution each token was really drawn from, or None when it is one-hot.
+    hopes: per row the chance that its first 1, 2, ... tokens all come true, where the drafter can tell, else None. Such
+    a row may be cut before it is verified, so its tokens must not have been drawn.
+    steps: forwards of a draft model that it took.
+    """
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    probs: Tensor | None = None
+    acceptance_probs: tuple[Sequence[float] | None, ...] | None = None
+    steps: int = 0
+
+    @property
+    def width(self) -> int:
+        """K, the number of columns."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def lengths_on_device(self) -> Tensor:
+        """[B, 1] int64, where the tokens are; sent without waiting for the device."""
+        return torch.tensor(self.lengths, dtype=torch.int64)[:, None].to(self.tokens.device, non_blocking=True)
+
+    def cut(self, lengths: Sequence[int]) -> Draft:
+        """The same draft with at most lengths[i] tokens of row i."""
+        kept = tuple(map(min, self.lengths, lengths))
+        if kept == self.lengths:
+            return self
+        width = max(kept, default=0)
+        probs = None if self.probs is None else self.probs[:, :width]
+        acceptance_probs = self.acceptance_probs and tuple(
+            acceptance_prob and acceptance_prob[:n]
+            for acceptance_prob, n in zip(self.acceptance_probs, kept, strict=True)
+        )
+        return replace(
+            self, tokens=self.tokens[:, :width], lengths=kept, probs=probs, acceptance_probs=acceptance_probs
+        )
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> Draft:
+        """A draft that proposes nothing: plain decoding."""
+        return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), (0,) * rows)
+
+    @staticmethod
+    def from_lists(proposals: Sequence[Sequence[int]], device: torch.device) -> Draft:
+        """A one-hot draft from one list of token ids per row."""
+        width = max(map(len, proposals), default=0)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
+        tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device, non_blocking=True)
+        return Draft(tokens, tuple(map(len, proposals)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a draft. accepted: [B] draft tokens kept; next_token: [B] the token that follows them."""
+
+    accepted: Tensor
+    next_token: Tensor
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of one step went. On a GPU the parts are those of issuing work; the total is exact."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """One row's share of one propose-verify-accept-commit cycle, on the host.
+
+    `tokens` were committed at position `start` (counted from the first prompt token); the first
+    `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
+    share; the seconds and the draft model's forwards are those of that whole step.
+    """
+
+    row: int
+    step: int
+    num_rows: int
+    start: int
+    draft: tuple[int, ...]
+    tokens: tuple[int, ...]
+    num_accepted_tokens: int
+    rejected: bool
+    finish_reason: FinishReason | None = None
+    seconds: Seconds = field(default_factory=lambda: Seconds())
+    num_draft_steps: int = 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed in this round."""
+        return len(self.draft)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each committed token came from."""
+        last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
+        extra = len(self.tokens) - self.num_accepted_tokens
+        accepted: Origin = "accepted"
+        return (accepted,) * self.num_accepted_tokens + (last,) * extra
+
+
+_row_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
+
+    `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
+    string is complete with it.
+    """
+
+    index: int
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int] = frozenset()
+    completes_stop: Callable[[int], bool] | None = None
+    rounds: list[Round] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_length: int = field(init=False)
+    id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+        self.id = next(_row_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens the row may generate."""
+        return self.params.max_tokens - self.num_output_tokens
+
+    def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens up to the first end and return those kept.
+
+        Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
+        """
+        begin = len(self.tokens)
+        for count, token in enumerate(tokens, self.num_output_tokens + 1):
+            self.tokens.append(token)
+            stopped = token in self.end_ids
+            if self.completes_stop is not None:
+                stopped |= self.completes_stop(token)
+            if stopped and count >= self.params.min_tokens:
+                self.finish_reason = "stop"
+            elif count >= self.params.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return tuple(self.tokens[begin:])
+
+    def true_length(self, round_index: int, base: int) -> int:
+        """How many leading tokens, as they stood in the given round with its draft, are committed now.
+
+        A round that never reached its commit (it was interrupted) vouches for the `base` tokens before it only.
+        """
+        if round_index >= len(self.rounds):
+            return base
+        done = self.rounds[round_index]
+        return done.start + done.num_accepted_tokens

@@ -1,0 +1,1 @@
+"""How many tokens to draft: policies, what rounds cost, what drafts have brought."""

@@ -1,0 +1,191 @@
+"""What the parts of a round cost: seconds by rows and width, learned from the rounds themselves.
+
+This module knows no model and no drafter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from statistics import median
+
+from slipstream.core.types import Row
+
+KEPT = 9  # latest measurements of which the median counts
+SPEED, SHAPE = 0.35, 0.07  # shares of a surprise that are laid to the machine's speed and to the shape
+MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
+COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
+STEP = 0.25  # what a step of a draft model costs, likewise
+ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
+DOUBT = 0.97  # what the time of a reading counts after a round in which it kept a text unread
+
+
+@dataclass
+class CostModel:
+    """Seconds of a round's parts.
+
+    A forward takes what is assumed of its shape, times what rounds of that shape have shown about it, times the speed
+    of the machine lately, which all rounds tell: a shape that was last seen while the machine was busy with something
+    else does not look dear for that.
+
+    pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
+    tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
+    by its tokens, from a calibration; together: of a ragged one of `most` rows. timed: whether the parts of a round
+    have times of their own.
+    """
+
+    pad: Callable[[int, int], int] = lambda width, rows: width
+    ragged: Callable[[int, int], int | None] = lambda rows, drafted: None
+    measured: Mapping[int, float] = field(default_factory=dict)
+    together: Mapping[int, float] = field(default_factory=dict)
+    most: int = 1
+    timed: bool = True
+    _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
+    _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
+    _steps: dict[int, deque[float]] = field(default_factory=dict)
+    _each: float | None = None  # seconds in which the draft model reads a token
+    _has_read: bool = False
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
+    _last: int = -1
+
+    def learn(self, rows: Sequence[Row], read: int = 0) -> None:
+        """Take in the rows' newest round, once. read: tokens of texts that the draft model read in it beforehand."""
+        done = [row.rounds[-1] for row in rows if row.rounds]
+        if not done or (step := max(one.step for one in done)) == self._last:
+            return
+        self._last = step
+        done = [one for one in done if one.step == step]
+        first, longest = done[0], max(len(one.draft) for one in done)
+        count, steps, taken = first.num_rows, first.num_draft_steps, first.seconds.total - first.seconds.prefill
+        new = any(len(row.rounds) == 1 for row in rows)  # much happens for the first time
+        if read and steps and self.timed:
+            each = max(0.0, first.seconds.draft - steps * self.step(count)) / read
+            if self._has_read:  # the first time much else is done, which says nothing about later texts
+                self._each = each if self._each is None else min(each, (self._each + each) / 2)
+            self._has_read = True
+        if new or read or len(done) < count or taken <= 0:
+            return
+        drafted = sum(len(one.draft) for one in done)
+        shape = count, self._tokens(count, longest, drafted)
+        if self.timed:
+            verifying, drafting = first.seconds.verify, first.seconds.draft
+        else:  # the clock stood beside a device that had not finished: only the total is known
+            verifying = (
+                min(self.verify(count, longest, drafted), taken)
+                if self._speed is not None
+                else taken / (1 + STEP * steps)
+            )
+            verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
+        self._take_in(shape, verifying)
+        if steps:
+            self._steps.setdefault(count, deque(maxlen=KEPT)).append(drafting / steps)
+
+    def _take_in(self, shape: tuple[int, int], seconds: float) -> None:
+        if seconds <= 0:
+            return
+        took, shown = log(seconds / self._assumed(shape)), self._shown.get(shape, 0.0)
+        if self._speed is None:
+            self._speed = took
+        surprise = max(-MOST, min(MOST, took - shown - self._speed))
+        self._shown[shape] = shown + SHAPE * surprise
+        self._speed += SPEED * surprise
+        self._known.clear()
+
+    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
+        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
+        return even if ragged is None else min(even, ragged)
+
+    def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
+        """Seconds of a forward that verifies up to `longest` tokens per row; `drafted` in all, if not so many each."""
+        shape = rows, self._tokens(rows, longest, rows * longest if drafted is None else drafted)
+        if shape not in self._known:
+            speed = log(1e-3) if self._speed is None else self._speed
+            self._known[shape] = self._assumed(shape) * exp(self._shown.get(shape, 0.0) + speed)
+        return self._known[shape]
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows may have as many tokens as the one that has the most."""
+        return self.ragged(2, 0) is None
+
+    def step(self, rows: int) -> float:
+        """Seconds of one step of the draft model."""
+        near = min(self._steps, key=lambda count: abs(count - rows), default=None)
+        known = STEP * self.verify(1, 0) if near is None else median(self._steps[near])
+        return known * (1 + ROW * (rows - 1)) / (1 + ROW * ((near or 1) - 1))
+
+    def reading(self, tokens: int) -> float:
+        """Seconds in which the draft model reads that many tokens before its first step."""
+        if self._each is not None:
+            return tokens * self._each
+        return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
+
+    def doubt_reading(self) -> None:
+        """A round in which a text stayed unread: what reading took counts a little less, or it might for ever."""
+        if self._each is not None:
+            self._each *= DOUBT
+
+    def _assumed(self, shape: tuple[int, int]) -> float:
+        """Relative cost of a forward by its rows and tokens."""
+        rows, tokens = shape
+        if len(self.measured) < 2:
+            return 1 + COLUMN * (tokens - 1)
+        if rows == 1 or len(self.together) < 2:
+            return _between(self.measured, tokens)
+        least = min(self.together)
+        rest = self.together[least] - _between(self.measured, least)
+        row = max(0.0, rest) / (self.most - 1)  # what each further row costs
+        if tokens < least:
+            return _between(self.measured, tokens) + (rows - 1) * row
+        return _between(self.together, tokens) - (self.most - rows) * row
+
+
+def _between(measured: Mapping[int, float], tokens: int) -> float:
+    known = sorted(measured)
+    at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
+    low, high = known[max(at - 1, 0)], known[max(at, 1)]
+    slope = (measured[high] - measured[low]) / (high - low)
+    if tokens > high:  # beyond what was measured: the slope of its second half
+        low = known[len(known) // 2]
+        slope = max(0.0, measured[high] - measured[low]) / (high - low)
+    return measured[high] + slope * (tokens - high)
+
+
+def best_lengths(
+    acceptance_probs: Sequence[Sequence[float]], seconds: Callable[[int, int], float], sure: float, *, even: bool = True
+) -> tuple[list[int], float]:
+    """How many tokens of each row's draft to verify, and the tokens per second that this promises.
+
+    hopes[i][j]: the chance that the first j + 1 draft tokens of row i all come true. seconds: of a round, by the
+    longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even: all rows may
+    have as many tokens, since they wait for the longest; else those tokens are taken that promise the most.
+    """
+    lengths = [0] * len(acceptance_probs)
+    best, rate, brought, longest, drafted = lengths, sure / seconds(0, 0), sure, 0, 0
+    for step in _by_column(acceptance_probs) if even else _by_probability(acceptance_probs):
+        lengths = lengths.copy()
+        for row in step:
+            brought += acceptance_probs[row][lengths[row]]
+            lengths[row] += 1
+            longest, drafted = max(longest, lengths[row]), drafted + 1
+        if brought / seconds(longest, drafted) > rate:
+            best, rate = lengths, brought / seconds(longest, drafted)
+    return best, rate
+
+
+def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The rows that have a first token, a second one, ..."""
+    return [
+        [i for i, row in enumerate(acceptance_probs) if len(row) > n]
+        for n in range(max(map(len, acceptance_probs), default=0))
+    ]
+
+
+def _by_probability(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The row of each token, the most hopeful first; a row's tokens come in order, as hopes never rise."""
+    ordered = sorted(
+        (-acceptance_prob, n, i) for i, row in enumerate(acceptance_probs) for n, acceptance_prob in enumerate(row)
+    )
+    return [[i] for *_, i in ordered]

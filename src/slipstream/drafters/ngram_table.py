@@ -1,0 +1,168 @@
+"""Adaptive n-gram drafts: each token is the most frequent continuation of the longest context known so far.
+
+Ou, Chen and Tian, "Lossless Acceleration of Large Language Model via Adaptive N-gram Parallel Decoding" (NAACL 2024,
+industry track), with its multi-level n-grams. Every row has a table that learns from its prompt and its output.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from slipstream.core.types import Draft, Row, Verdict
+from slipstream.drafters import Setup
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
+
+SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
+ALTERNATIVES = 4  # how many of the target's likeliest tokens are noted per position
+SPAN = 1 << 16  # a table covers the last SPAN to 2 * SPAN tokens of its row
+ARGUMENT = re.compile(r"(?:(?:(\d+)-)?(\d+)(\+fill)?|(fill))?")
+
+
+class _Table:
+    """The n-grams of a row's tokens as a tree: the children of a context are the tokens that followed it.
+
+    Node 0 is the empty context. Per node: its token, how often it occurred, and which child occurred most often (of
+    several, the latest). Memory: at most one node per n-gram size and token, up to 150 bytes each.
+    """
+
+    def __init__(self, sizes: range, vocab_size: int, start: int) -> None:
+        self.start = self._learned = start
+        self._shortest, self._longest = sizes[0] - 1, sizes[-1] - 1  # of the contexts
+        self._stride = vocab_size | 1  # odd, so that the low bits of a key depend on the node as well
+        self._child: dict[int, int] = {}  # node * stride + token -> node
+        self._token, self._count, self._best = array("q", [0]), array("q", [0]), array("q", [0])
+        self._ends = [0]  # the nodes of the last 0, 1, ... tokens
+        self._ranks: dict[int, dict[int, int]] = {}  # token -> what the target ranked high after it, and how high
+        self._leader: dict[int, int] = {}  # token -> the highest of those
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Enter the n-grams that end with the tokens that came since the last call."""
+        child, count, best = self._child, self._count, self._best
+        for token in tokens[self._learned :]:
+            ends = [0]
+            for node in self._ends:
+                key = node * self._stride + token
+                gram = child.get(key)
+                if gram is None:
+                    gram = child[key] = len(count)
+                    self._token.append(token)
+                    count.append(0)
+                    best.append(0)
+                count[gram] += 1
+                if count[gram] >= count[best[node]]:
+                    best[node] = gram
+                ends.append(gram)
+            self._ends = ends[: self._longest + 1]
+        self._learned = len(tokens)
+
+    def rank(self, token: int, ranking: Sequence[int]) -> None:
+        """Note what the target ranked highest after a token, best first; ranks add up over its occurrences."""
+        ranks = self._ranks.setdefault(token, {})
+        for weight, follower in enumerate(reversed(ranking), start=1):
+            ranks[follower] = ranks.get(follower, 0) + weight
+            if ranks[follower] >= ranks.get(self._leader.get(token, -1), 0):
+                self._leader[token] = follower
+
+    def follow(self, last: int, length: int) -> list[int]:
+        """Up to `length` tokens after the row's last, each the likeliest by all before it; ends where none is known."""
+        ends, drafted = self._ends, list[int]()
+        while len(drafted) < length and (token := self._likeliest(ends, last)) is not None:
+            drafted.append(token)
+            ends, last = self._after(ends, token), token
+        return drafted
+
+    def _likeliest(self, ends: list[int], last: int) -> int | None:
+        """By the longest context of two or more tokens, else by the target's ranking, else by one token of context."""
+        first = max(self._shortest, 2)
+        gram = next((best for node in reversed(ends[first:]) if (best := self._best[node])), 0)
+        if not gram and last in self._leader:
+            return self._leader[last]
+        if not gram and self._shortest == 1 and len(ends) > 1:
+            gram = self._best[ends[1]]
+        return self._token[gram] if gram else None
+
+    def _after(self, ends: list[int], token: int) -> list[int]:
+        """The nodes of the last 0, 1, ... tokens once `token` has followed, up to the longest context known."""
+        after = [0]
+        for node in ends[: self._longest]:
+            gram = self._child.get(node * self._stride + token)
+            if gram is None:
+                break  # an n-gram is entered with all its ends, so no longer one is known
+            after.append(gram)
+        return after
+
+
+@dataclass
+class NgramTableDrafter:
+    """Counts n-grams of `shortest` to `longest` tokens in the row's prompt and output; costs microseconds per token.
+
+    fill: where no context of two tokens is known, go on with what the target has ranked highest after the last token
+    so far. Drafts are one-hot. A row's table is dropped with the row; it covers at most the row's last 131,072 tokens
+    and takes up to 150 bytes per n-gram size and token (80 MB at worst with the default sizes). Real text repeats
+    itself and takes less; `benchmarks/table_memory.py` measures that, and what filling adds per output token.
+    """
+
+    vocab_size: int
+    longest: int = LONGEST
+    shortest: int = SHORTEST
+    fill: bool = False
+    _tables: WeakKeyDictionary[Row, _Table] = field(default_factory=WeakKeyDictionary, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.shortest <= self.longest <= LIMIT:
+            raise UsageError(
+                f"table sizes shortest={self.shortest}, longest={self.longest}; "
+                f"allowed: 2 <= shortest <= longest <= {LIMIT}"
+            )
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """The likeliest continuation of each row by its own table; nothing where the table knows none."""
+        proposals = [
+            self._table(row).follow(row.tokens[-1], length) if length else []
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        return Draft.from_lists(proposals, sampler.device)
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        """Note the target's likeliest tokens after each row's last token and the draft tokens kept; see `Observer`."""
+        if not self.fill:
+            return
+        top = logits.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1).indices
+        told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
+        for row, (kept, *rest) in zip(rows, told, strict=True):
+            table = self._tables.get(row)
+            if table is None:
+                continue  # never asked for a draft
+            size, ranking = top.shape[-1], rest[draft.width :]
+            for j, token in enumerate([row.tokens[-1], *rest[:kept]]):
+                table.rank(token, ranking[j * size : (j + 1) * size])
+
+    def _table(self, row: Row) -> _Table:
+        start = max(0, len(row.tokens) // SPAN - 1) * SPAN
+        table = self._tables.get(row)
+        if table is None or table.start != start:
+            sizes = range(self.shortest, self.longest + 1)
+            table = self._tables[row] = _Table(sizes, self.vocab_size, start)
+        table.learn(row.tokens)
+        return table
+
+
+def build(setup: Setup, argument: str) -> NgramTableDrafter:
+    """ "ngram_table", "ngram_table:LONGEST" or "ngram_table:SHORTEST-LONGEST", with "+fill" behind the sizes or "ngram_table:fill"."""
+    match = ARGUMENT.fullmatch(argument)
+    if match is None:
+        raise UsageError(
+            f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or ngram_table:SHORTEST-LONGEST, each with +fill "
+            "behind the sizes, or ngram_table:fill"
+        )
+    first, last, with_sizes, alone = match.groups()
+    longest = int(last or LONGEST)
+    return NgramTableDrafter(setup.vocab_size, longest, int(first or SHORTEST), fill=bool(with_sizes or alone))

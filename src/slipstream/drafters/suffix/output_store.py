@@ -1,0 +1,160 @@
+"""Past outputs as token ids: bounded, searched through suffix automata, kept in a file if wanted.
+
+This module knows neither rows nor models.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
+from slipstream.errors import SlipstreamError, UsageError
+
+FORMAT = "slipstream suffix store 1"
+FIELDS = ("format", "vocab_size", "tokenizer", "lengths", "tokens")
+LARGEST = 1 << 24  # tokens; more would take gigabytes
+
+
+class _Half:
+    """Texts and the automaton of their substrings."""
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.texts: list[array[int]] = []
+
+    def add(self, text: array[int]) -> None:
+        self.texts.append(text)
+        self.automaton.begin()
+        self.automaton.learn(text)
+
+
+class SuffixStore:
+    """The newest of the texts it was given: at most `budget` tokens, and at least half of it once it has been full.
+
+    An automaton cannot forget, so there are two: when the newer one has no room for a text within half of the budget,
+    the older is dropped with its texts. A longer text is cut to its end. budget=0: nothing is kept.
+    tokenizer: any name of the tokenizer; files of another one are refused, unless either name is empty.
+    """
+
+    def __init__(self, vocab_size: int, budget: int, tokenizer: str = "") -> None:
+        if budget != 0 and not 2 * LIMIT <= budget <= LARGEST:
+            raise UsageError(f"suffix outputs={budget} (tokens kept); allowed: 0, or {2 * LIMIT} to {LARGEST}")
+        self.vocab_size, self.budget, self.tokenizer = vocab_size, budget, tokenizer
+        self._given: deque[array[int]] = deque()
+        self._older, self._newer = _Half(), _Half()
+
+    @property
+    def automata(self) -> list[SuffixAutomaton]:
+        """Those that hold something, the newer first."""
+        return [half.automaton for half in (self._newer, self._older) if half.texts]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept."""
+        return self._newer.automaton.num_tokens + self._older.automaton.num_tokens
+
+    def texts(self) -> Iterator[list[int]]:
+        """What is kept, oldest first."""
+        for half in (self._older, self._newer):
+            yield from (text.tolist() for text in half.texts)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a text; where there is no room, the older half of what was kept goes."""
+        self._add(self._cut(tokens))
+
+    def seed(self, texts: Iterable[Sequence[int]]) -> None:
+        """Keep texts of the user's own, which outlive `reset`; an id outside the vocabulary is refused."""
+        checked = [self._cut(self._ids(number, tokens)) for number, tokens in enumerate(texts)]
+        for text in checked:
+            self._given.append(text)
+            self._add(text)
+        while sum(map(len, self._given)) > self.budget:
+            self._given.popleft()
+
+    def reset(self) -> None:
+        """Back to what was seeded and loaded, as if nothing else had been added."""
+        self._older, self._newer = _Half(), _Half()
+        for text in self._given:
+            self._add(text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the texts to an .npz file (4 bytes per token), whole or not at all."""
+        path, texts = Path(path).expanduser(), list(self.texts())
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        tokens = np.array([token for text in texts for token in text], dtype=np.int32)
+        values = (np.array(FORMAT), np.array(self.vocab_size), np.array(self.tokenizer), lengths, tokens)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, **dict(zip(FIELDS, values, strict=True)))  # type: ignore[arg-type]
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise SlipstreamError(f"store {str(path)!r} cannot be written: {error.strerror or error}") from error
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Seed with the texts of a file; one of another vocabulary or tokenizer is refused."""
+        path = Path(path).expanduser()
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                parts = {name: np.asarray(archive[name]) for name in FIELDS}
+        except FileNotFoundError as error:
+            raise UsageError(f"store {str(path)!r} does not exist; allowed: a file that save has written") from error
+        except (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"store {str(path)!r} cannot be read, so it is no store or damaged: {first}") from error
+        self._check(f"store {str(path)!r}", parts)
+        lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
+        self.seed([list(islice(tokens, length)) for length in lengths])
+
+    def memory_bytes(self) -> int:
+        """Bytes held: the automata, and 4 per token for the texts."""
+        texts = self.num_tokens + sum(map(len, self._given))
+        return 4 * texts + sum(half.automaton.memory_bytes() for half in (self._older, self._newer))
+
+    def _cut(self, tokens: Sequence[int]) -> array[int]:
+        """The end of a text, as much of it as one half holds."""
+        return array("i", tokens[max(0, len(tokens) - self.budget // 2) :])
+
+    def _add(self, text: array[int]) -> None:
+        if self._newer.automaton.num_tokens + len(text) > self.budget // 2:
+            self._older, self._newer = self._newer, _Half()
+        if text:
+            self._newer.add(text)
+
+    def _ids(self, number: int, tokens: Sequence[int]) -> list[int]:
+        if not isinstance(tokens, Iterable):
+            raise UsageError(f"text {number} is {tokens!r:.60}; allowed: a list of token ids")
+        ids = list(tokens)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self.vocab_size:
+                raise UsageError(f"text {number} holds {token!r:.60}; allowed: ids from 0 to {self.vocab_size - 1}")
+        return ids
+
+    def _check(self, name: str, parts: dict[str, NDArray[Any]]) -> None:
+        """Refuse what is no store, or one of something else."""
+        if str(parts["format"]) != FORMAT:
+            raise UsageError(f"{name} has format {str(parts['format'])!r:.60}; allowed: {FORMAT!r}")
+        sizes = (parts["vocab_size"], parts["lengths"], parts["tokens"])
+        if [(part.dtype.kind, part.ndim) for part in sizes] != [("i", 0), ("i", 1), ("i", 1)]:
+            raise UsageError(f"{name} is damaged: its sizes and tokens are not whole numbers in the shapes expected")
+        if (parts["lengths"] < 0).any() or int(parts["lengths"].sum()) != len(parts["tokens"]):
+            raise UsageError(f"{name} is damaged: {len(parts['tokens'])} tokens, not those its texts should have")
+        if int(parts["vocab_size"]) != self.vocab_size:
+            raise UsageError(f"{name} has a vocabulary of {int(parts['vocab_size'])}; allowed: {self.vocab_size}")
+        theirs = str(parts["tokenizer"])
+        if self.tokenizer and theirs and theirs != self.tokenizer:
+            raise UsageError(f"{name} belongs to tokenizer {theirs!r}; allowed: {self.tokenizer!r}")
+        if (outside := (parts["tokens"] < 0) | (parts["tokens"] >= self.vocab_size)).any():
+            raise UsageError(f"{name} is damaged: it holds the token id {int(parts['tokens'][outside][0])}")

@@ -1,0 +1,9 @@
+"""The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
+
+
+class SlipstreamError(Exception):
+    """Something failed; the message is one line a user can act on."""
+
+
+class UsageError(SlipstreamError, ValueError):
+    """Wrong use: the message names the field, the value and what is allowed."""

@@ -1,0 +1,1 @@
+"""Slipstream behind other libraries' interfaces."""

@@ -1,0 +1,43 @@
+"""Signatures of well-known teaching implementations over Slipstream's engine: change the import line, keep the code.
+
+    from slipstream.reference import NucleusProcessor, speculative_generate
+
+`sampling` and `logits_processor` are named after the modules of romsto/Speculative-Decoding (and its batched
+relatives) whose functions they offer; `decoder` has the `SpeculativeDecoder` that book chapters build. What differs,
+because it was wrong there:
+
+- Greedy text is the target's own greedy text; sampled text follows the target's law. The one lossy option,
+  skip_sample_adjustment=True, says so in the log.
+- One and two tokens can be generated. Where nothing was drafted the acceptance rate is 0.0.
+- Rows of a batch do not depend on each other, and each gets all the tokens it asked for.
+
+Nothing is carried from one call to the next except the decoder itself, so times of calls can be compared.
+"""
+
+from slipstream.integrations.reference.book_decoder import SpeculativeDecoder
+from slipstream.integrations.reference.generate_functions import (
+    autoregressive_generate,
+    speculative_generate,
+    speculative_generate_batch,
+)
+from slipstream.integrations.reference.logits_processor import (
+    GreedyProcessor,
+    LogitsProcessor,
+    MultinomialProcessor,
+    NucleusProcessor,
+    TopKNucleusProcessor,
+    TopKProcessor,
+)
+
+__all__ = [
+    "GreedyProcessor",
+    "LogitsProcessor",
+    "MultinomialProcessor",
+    "NucleusProcessor",
+    "SpeculativeDecoder",
+    "TopKNucleusProcessor",
+    "TopKProcessor",
+    "autoregressive_generate",
+    "speculative_generate",
+    "speculative_generate_batch",
+]

@@ -1,0 +1,26 @@
+"""What debug=True prints: one line per round of a row, readable without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.core.types import Round
+from slipstream.integrations.reference.call_options import TokenNames
+
+
+def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
+    """Accepted and rejected draft tokens and the token that followed, by name, or by id without a tokenizer.
+
+    "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
+    """
+    kept = done.num_accepted_tokens
+    left = "rejected" if done.rejected else "unused"
+    parts = [("accepted", done.draft[:kept]), (left, done.draft[kept:])]
+    parts += [(origin, (token,)) for origin, token in zip(done.origins[kept:], done.tokens[kept:], strict=True)]
+    said = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
+    end = [f"end ({done.finish_reason})"] if done.finish_reason else []
+    return f"row {done.row} round {number}: {', '.join(said + end)}"
+
+
+def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:
+    return str(list(tokens) if tokenizer is None else tokenizer.convert_ids_to_tokens(list(tokens)))

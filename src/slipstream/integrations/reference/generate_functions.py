@@ -1,0 +1,196 @@
+"""`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
+
+All three are one loop, Slipstream's. The meaning of every option is written at `slipstream.integrations.reference.call_options.Options`.
+Seeds are drawn from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from slipstream.core.stats import Stats
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError
+from slipstream.integrations.reference.call_options import EndIds, Options
+from slipstream.integrations.reference.debug_lines import round_line
+from slipstream.integrations.reference.decoder_cache import decoder_for
+from slipstream.integrations.reference.logits_processor import GreedyProcessor
+from slipstream.integrations.reference.processor_options import UNADJUSTED, Law, Processor, law_of
+from slipstream.sampling.params import SamplingParams
+from slipstream.text.results import Result
+
+log = logging.getLogger("slipstream")
+
+GREEDY = GreedyProcessor()
+Ids = Sequence[int]
+
+
+def autoregressive_generate(
+    inputs: Ids,
+    model: Module,
+    max_gen_len: int = 40,
+    logits_processor: Processor = GREEDY,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = False,
+    debug: bool = False,
+    tokenizer: Any = None,
+) -> list[int]:
+    """Plain decoding of one prompt: the new token ids, up to and including an end token.
+
+    Options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
+    """
+    options = Options(
+        tokenizer=tokenizer,
+        logits_processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos_tokens_id=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        use_cache=use_cache,
+        debug=debug,
+    )
+    return _decode([_ids("inputs", inputs)], model, None, options)[0].token_ids
+
+
+def speculative_generate(
+    inputs: Ids,
+    drafter: Module,
+    target: Module,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    logits_processor: Processor = GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+) -> tuple[list[int], float]:
+    """Speculative decoding of one prompt: the new token ids, an end token included, and the acceptance rate.
+
+    The rate is accepted / drafted, 0.0 if nothing was drafted (gamma=0, or one token asked for).
+
+    skip_sample_adjustment: lossy. After a rejection the next token is drawn from p instead of (p - q)+, so the text
+    no longer follows the target's law; a warning says so. Greedy text needs no adjustment and stays exact.
+    Other options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
+    """
+    options = Options(
+        tokenizer=tokenizer,
+        gamma=gamma,
+        logits_processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos_tokens_id=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        use_cache=use_cache,
+        skip_sample_adjustment=skip_sample_adjustment,
+        first_target=first_target,
+        debug=debug,
+    )
+    result = _decode([_ids("inputs", inputs)], target, _given(drafter), options)[0]
+    return result.token_ids, result.stats.acceptance_rate or 0.0
+
+
+def speculative_generate_batch(
+    inputs: Sequence[Ids],
+    drafter: Module,
+    target: Module,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    logits_processor: Processor = GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = True,
+    skip_sample_adjustment: bool = False,
+    debug: bool = False,
+) -> tuple[list[list[int]], list[float], list[Stats]]:
+    """Speculative decoding of unpadded prompts together: new token ids, acceptance rate and statistics per row.
+
+    The outputs are lists of their own lengths, padded with nothing, and a row does not depend on the others. The rate
+    is accepted / drafted (`Stats.acceptance_rate`; `Stats.alpha` counts otherwise), 0.0 if nothing was drafted.
+    Options: as for `speculative_generate`.
+    """
+    options = Options(
+        tokenizer=tokenizer,
+        gamma=gamma,
+        logits_processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos_tokens_id=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        use_cache=use_cache,
+        skip_sample_adjustment=skip_sample_adjustment,
+        debug=debug,
+    )
+    if not isinstance(inputs, list | tuple):
+        raise UsageError(f"inputs is a {type(inputs).__name__}; allowed: a list of unpadded lists of token ids")
+    prompts = [_ids(f"inputs[{i}]", prompt) for i, prompt in enumerate(inputs)]
+    results = _decode(prompts, target, _given(drafter), options)
+    rates = [result.stats.acceptance_rate or 0.0 for result in results]
+    return [result.token_ids for result in results], rates, [result.stats for result in results]
+
+
+def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, options: Options) -> list[Result]:
+    decoder = decoder_for(target, drafter, options.tokenizer)
+    backend = decoder.target.backend
+    ends = options.end_ids(backend.vocab_size)
+    distribution = law_of(options.logits_processor, backend.vocab_size, backend.device)
+    decoder = _with_rule(decoder, distribution, options.skip_sample_adjustment)
+    base = replace(distribution.params, num_draft_tokens=options.gamma, ignore_eos=True, stop_token_ids=ends)
+    params = [_with_length(base, prompt, options.max_gen_len, backend.max_length) for prompt in prompts]
+    rows = decoder.rows(prompts, [replace(one, seed=seed_from_torch()) for one in params])
+    for done in decoder.run(rows):
+        if options.debug:
+            print(round_line(done, len(rows[done.row].rounds), options.tokenizer), file=sys.stderr)
+    return [decoder.result(row) for row in rows]
+
+
+def _with_rule(decoder: SpeculativeDecoder, distribution: Law, skip_sample_adjustment: bool) -> SpeculativeDecoder:
+    """The decoder with the rule that the processor's own draws or skip_sample_adjustment ask for."""
+    if distribution.rule is not None:
+        if skip_sample_adjustment:
+            raise UsageError(
+                "skip_sample_adjustment=True with a processor that has a `sample` of its own, whose drafts are never "
+                "adjusted; allowed: False, or `sample` inherited from GreedyProcessor or MultinomialProcessor"
+            )
+        return decoder.using(acceptance=distribution.rule)
+    if skip_sample_adjustment and not distribution.greedy:
+        log.warning("skip_sample_adjustment=True is lossy: the text does not follow the target's law")
+        return decoder.using(acceptance=UNADJUSTED)
+    return decoder
+
+
+def _with_length(params: SamplingParams, prompt: list[int], max_gen_len: int, context: int) -> SamplingParams:
+    """Options for one prompt: as in the originals, the text ends where the model's context does."""
+    room = max(context - len(prompt), 1)  # a prompt without any room is refused with the others
+    if room < max_gen_len:
+        log.warning("max_gen_len=%d is cut to %d: the model's context is %d tokens", max_gen_len, room, context)
+    return replace(params, max_tokens=min(max_gen_len, room))
+
+
+def seed_from_torch() -> int:
+    """A seed drawn from torch's global generator."""
+    return int(torch.randint(1 << 62, ()))
+
+
+def _given(drafter: Module | None) -> Module:
+    if drafter is None:
+        raise UsageError("drafter=None; allowed: a loaded Hugging Face causal language model")
+    return drafter
+
+
+def _ids(name: str, prompt: Any) -> list[int]:
+    """A prompt as a list of token ids; one-dimensional tensors are lists too."""
+    ids = prompt.tolist() if isinstance(prompt, Tensor) and prompt.dim() == 1 else prompt
+    whole = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not whole or not ids:
+        raise UsageError(f"{name}={prompt!r:.80}; allowed: a list of at least one token id (one prompt, not padded)")
+    return list(ids)

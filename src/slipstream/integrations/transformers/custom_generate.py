@@ -1,0 +1,227 @@
+"""Speculative decoding inside Hugging Face `generate`: `generate(..., custom_generate=slipstream.custom_generate)`.
+
+`generate` (transformers 5.17 to 5.23) prepares inputs, processors and criteria as ever; only its loop is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+
+from slipstream.config import DecoderConfig
+from slipstream.core.acceptance import Rule
+from slipstream.core.interfaces import Drafter
+from slipstream.core.stats import Stats
+from slipstream.core.types import Row
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError
+from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
+from slipstream.integrations.transformers.hf_processors import PaddedPrompt
+
+
+class Decoders:
+    """One decoder per target and draft model, which are held weakly: a decoder goes when either of them goes."""
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[Any, WeakKeyDictionary[Any, tuple[object, SpeculativeDecoder]]]
+        self._kept = WeakKeyDictionary()
+
+    def of(self, model: Any, settings: CustomGenerate) -> SpeculativeDecoder:
+        """The decoder made before, unless a model has moved or changed its size or precision since."""
+        draft = settings.draft
+        models = [model, draft] if isinstance(draft, torch.nn.Module) else [model]
+        for one in models:
+            if one.training:
+                raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
+        named = None if isinstance(draft, torch.nn.Module) else draft
+        key = (len(models), named, settings.max_batch_size, id(settings.tokenizer), *map(_state, models))
+        kept = self._kept.setdefault(model, WeakKeyDictionary())
+        known, decoder = kept.get(models[-1], (None, None))
+        if decoder is None or known != key:
+            decoder = SpeculativeDecoder(
+                model,
+                draft,
+                tokenizer=settings.tokenizer,
+                fast=False,
+                reproducible=False,
+                max_batch_size=settings.max_batch_size,
+            )
+            for loaded in (decoder.target, decoder.draft)[: len(models)]:
+                _hold_weakly(loaded)
+            kept[models[-1]] = (key, decoder)
+        return decoder
+
+
+def _state(model: Any) -> tuple[object, ...]:
+    config = model.config.get_text_config()
+    return model.device, model.dtype, config._attn_implementation, config.vocab_size
+
+
+def _hold_weakly(loaded: Any) -> None:
+    """The caller's model must not live on because a decoder for it is kept."""
+    loaded.backend.model = proxy(loaded.model)
+    object.__setattr__(loaded, "model", loaded.backend.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomGenerate:
+    """A loop for `generate`: exact, in batches, with a drafter. `slipstream.custom_generate` has the defaults.
+
+    draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer: as in
+    `SpeculativeDecoder`. All may also be given to `generate` itself, for one call (but for tokenizer, which it keeps);
+    `assistant_model=` is another way to say `draft=`.
+
+    Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
+    same law. Each row's seed comes from torch's global generator, so `torch.manual_seed` makes a call repeatable.
+
+    What differs:
+    - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.
+      Criteria get scores=None. A criterion with state sees the rows' tokens in another order than in `generate`.
+    - `stop_strings=` needs the tokenizer here (`CustomGenerate(tokenizer=...)`): `generate` does not pass its own on.
+      In a `GenerationConfig` it does not work for any callable; a `StopStringCriteria` does.
+    - `use_cache`, static and offloaded caches change nothing: the memory is Slipstream's own, and its room is kept for
+      later calls until the model goes. `past_key_values` of the output is None.
+    - `prompt_lookup_num_tokens` and an assistant model's own settings are not read: they concern speed only.
+    - Where `max_time` or a criterion stops rows of a batch that has no end token, they run on until the last one stops,
+      as in `generate`; with a pad token, rows stopped by `max_time` are padded instead.
+    - The output with `return_dict_in_generate` has two more attributes: `slipstream_stats` (`Stats` of all rows) and
+      `slipstream_results` (a `Result` per row).
+
+    Raises `UsageError`, which names the option, for whatever cannot be honoured: beams, contrastive search, guidance,
+    scores, logits, attentions, hidden states, a given cache, embeddings, padding elsewhere than on the left, and models
+    that `SpeculativeDecoder` refuses or that are in training mode.
+    """
+
+    draft: Any = None
+    drafter: str | Drafter = DecoderConfig.drafter
+    num_draft_tokens: int | str = DecoderConfig.num_draft_tokens
+    acceptance: str | Rule = DecoderConfig.acceptance
+    max_batch_size: int = DecoderConfig.max_batch_size
+    tokenizer: Any = None
+    decoders: Decoders = field(default_factory=Decoders, repr=False, compare=False)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        *,
+        draft: Any = None,
+        drafter: str | Drafter | None = None,
+        num_draft_tokens: int | str | None = None,
+        acceptance: str | Rule | None = None,
+        max_batch_size: int | None = None,
+        tokenizer: Any = None,
+        stop_strings: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What `generate` calls: it passes on those of its own arguments that are named here.
+
+        input_ids: [B, n], repeated for num_return_sequences already. Returns [B, longest] or the output object.
+        """
+        passed = NotPassedOn.of(model)
+        if passed.synced_gpus:
+            raise UsageError("synced_gpus=True; allowed: None or False")
+        own = {
+            "draft": _one_of(draft, passed.assistant_model),
+            "drafter": drafter,
+            "num_draft_tokens": num_draft_tokens,
+            "acceptance": acceptance,
+            "max_batch_size": max_batch_size,
+            "tokenizer": tokenizer,
+        }
+        settings = replace(self, **{name: value for name, value in own.items() if value is not None})
+        kept = settings.decoders.of(model, settings)
+        decoder = kept.using(
+            settings.drafter, num_draft_tokens=settings.num_draft_tokens, acceptance=settings.acceptance
+        )
+        criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
+        refuse_options(generation_config, logits_processor, criteria)
+        prompts = read_prompts(input_ids, model_kwargs)
+        if passed.streamer is not None and len(prompts) > 1:
+            raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")
+        options = Options.of(generation_config, logits_processor, criteria, len(prompts))
+        try:
+            rows = _decode(decoder, options, prompts, passed.streamer)
+            more = {} if options.pads else _run_on(decoder, options, prompts, rows)
+            results = [decoder.result(row) for row in rows]
+        finally:
+            kept.forget()  # the model may learn before the next call, and rows hold the caller's processors
+        if passed.streamer is not None:
+            passed.streamer.end()
+        sequences = _sequences(input_ids, rows, more, options.pad_id)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        output = GenerateDecoderOnlyOutput(sequences=sequences)
+        rounds = [done for row in [*rows, *more.values()] for done in row.rounds]
+        output.slipstream_stats = Stats.of(rounds, lossless=decoder.lossless)
+        output.slipstream_results = results
+        return output
+
+    def stop_criteria(self, stop_strings: Any) -> list[Any]:
+        """Stop strings as `generate` watches for them."""
+        if stop_strings is None:
+            return []
+        if self.tokenizer is None:
+            raise UsageError(
+                f"stop_strings={stop_strings!r}, but generate passes no tokenizer on to a callable; allowed: with "
+                "custom_generate=slipstream.CustomGenerate(tokenizer=...)"
+            )
+        return [StopStringCriteria(self.tokenizer, stop_strings)]
+
+
+def _one_of(draft: Any, assistant_model: Any) -> Any:
+    if draft is not None and assistant_model is not None:
+        raise UsageError("draft and assistant_model are both given; allowed: one of them")
+    return assistant_model if draft is None else draft
+
+
+def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[PaddedPrompt], streamer: Any) -> list[Row]:
+    """Run the prompts to their ends."""
+    room = decoder.target.backend.max_length
+    for prompt in prompts:
+        longest = room + prompt.padding.shape[1]
+        if options.max_length > longest:
+            raise UsageError(f"max_length={options.max_length}; allowed: at most {longest} (the model's context)")
+    # like `generate`, take random numbers for sampling only
+    seeds = torch.randint(1 << 62, (len(prompts),)).tolist() if options.do_sample else [0] * len(prompts)
+    params = [options.params(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    rows = decoder.rows([prompt.tokens for prompt in prompts], params)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row.end_ids, row.completes_stop = options.end_ids, options.watch(prompt)
+    for done in decoder.run(rows):
+        for token in done.tokens if streamer is not None else ():
+            streamer.put(torch.tensor([token]))
+    return rows
+
+
+def _run_on(
+    decoder: SpeculativeDecoder, options: Options, prompts: Sequence[PaddedPrompt], rows: Sequence[Row]
+) -> dict[int, Row]:
+    """Continuations of the rows that stopped before the last one, as long as that one."""
+    longest = max(row.num_output_tokens for row in rows)
+    short = [i for i, row in enumerate(rows) if row.num_output_tokens < longest]
+    limit = replace(options, criteria=(), max_length=prompts[0].width + longest)
+    more = _decode(decoder, limit, [replace(prompts[i], tokens=rows[i].tokens) for i in short], None)
+    return dict(zip(short, more, strict=True))
+
+
+def _sequences(input_ids: Tensor, rows: Sequence[Row], more: dict[int, Row], pad_id: int | None) -> Tensor:
+    """[B, longest] the input as it was, the output, and padding."""
+    longest = max(row.num_output_tokens for row in rows)
+    outputs: list[list[int | None]] = []
+    for i, row in enumerate(rows):
+        output = row.output + (more[i].output if i in more else [])
+        outputs.append([*output, *[pad_id] * (longest - len(output))])
+    return torch.cat([input_ids, input_ids.new_tensor(outputs)], dim=1)
+
+
+custom_generate = CustomGenerate()

@@ -1,0 +1,186 @@
+"""What Hugging Face `generate` was asked for: prompts, sampling options and what ends a row, or a refusal by name.
+
+This module knows neither decoders nor models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import logits_process as hf
+from transformers.generation import stopping_criteria as hf_stopping
+
+from slipstream.errors import UsageError
+from slipstream.integrations.transformers.hf_processors import (
+    PaddedPrompt,
+    RowProcessor,
+    first_fields,
+    for_row,
+    last_fields,
+)
+from slipstream.sampling.params import Processor, SamplingParams
+
+Criterion = Callable[[Tensor, None], Any]
+
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
+ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # what a row knows by itself
+# option -> the values that can be honoured
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
+}
+
+
+def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[Any]) -> None:
+    """Refuse, by name, what a speculative loop cannot honour. config: the `GenerationConfig` in force."""
+    for name, allowed in ALLOWED.items():
+        value = getattr(config, name, None)
+        if value not in allowed:
+            values = ", ".join(map(repr, allowed))
+            raise UsageError(f"{name}={value!r} cannot be combined with slipstream.custom_generate; allowed: {values}")
+    if any(type(processor) is hf.UnbatchedClassifierFreeGuidanceLogitsProcessor for processor in processors):
+        raise UsageError("logits_processor: classifier-free guidance runs the model itself; allowed: other processors")
+    if any(type(criterion) is hf_stopping.ConfidenceCriteria for criterion in criteria):
+        raise UsageError("stopping_criteria: ConfidenceCriteria reads scores; allowed: criteria that read input_ids")
+
+
+def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PaddedPrompt]:
+    """The rows of input_ids [B, n] without their left padding; other inputs of the model are refused."""
+    inputs = {name: value for name, value in model_kwargs.items() if value is not None and name not in HARMLESS}
+    mask = inputs.pop("attention_mask", torch.ones_like(input_ids)).bool()
+    positions, cache = inputs.pop("position_ids", None), inputs.pop("past_key_values", None)
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        inputs["past_key_values"] = cache
+    for name in inputs:
+        raise UsageError(f"{name} is given; allowed: input_ids and attention_mask only")
+    if input_ids.shape != mask.shape:
+        raise UsageError(f"attention_mask {list(mask.shape)}, input_ids {list(input_ids.shape)}; allowed: one shape")
+    if positions is not None and bool(((positions != mask.cumsum(1) - 1) & mask).any()):
+        raise UsageError("position_ids differ from those that attention_mask implies; allowed: none, or just these")
+    prompts = []
+    for row, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+        start = len(real) - int(real.sum())
+        if start == len(real) or not bool(real[start:].all()):
+            raise UsageError(f"attention_mask: row {row} is not padding and then tokens; allowed: padding on the left")
+        prompts.append(PaddedPrompt(row, ids[None, :start], ids[start:].tolist()))
+    return prompts
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all rows share. criteria: stopping criteria other than lengths and end tokens.
+
+    pad_id: what fills finished rows up; pads: whether it does, or they run on until the last row stops, as `generate`
+    lets them where no criterion has end tokens.
+    """
+
+    processors: tuple[Processor, ...]
+    criteria: tuple[Criterion, ...]
+    end_ids: frozenset[int]
+    max_length: int
+    do_sample: bool
+    num_rows: int
+    pad_id: int | None
+    pads: bool
+
+    @classmethod
+    def of(cls, config: Any, processors: Sequence[Any], criteria: Sequence[Any], num_rows: int) -> Options:
+        """Read what `generate` prepared."""
+        lengths = [c.max_length for c in criteria if type(c) is hf_stopping.MaxLengthCriteria]
+        if not lengths:
+            raise UsageError("stopping_criteria holds no MaxLengthCriteria; allowed: the list that generate prepares")
+        ends = [c for c in criteria if type(c) is hf_stopping.EosTokenCriteria]
+        pad_id = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # just what `generate` asks
+        if pads and pad_id is None:
+            raise UsageError("pad_token_id=None with an end token; allowed: a token id")
+        timed = any(isinstance(c, hf_stopping.MaxTimeCriteria) for c in criteria)  # no time is left to run on
+        return cls(
+            processors=tuple(processors),
+            criteria=tuple(c for c in criteria if type(c) not in ROW_ENDS),
+            end_ids=frozenset(token for c in ends for token in c.eos_token_id.flatten().tolist()),
+            max_length=min(lengths),
+            do_sample=bool(config.do_sample),
+            num_rows=num_rows,
+            pad_id=pad_id,
+            pads=pads or (timed and pad_id is not None),
+        )
+
+    def params(self, prompt: PaddedPrompt, seed: int) -> SamplingParams:
+        """The row's sampling options. What ends it is set on the row itself, so `ignore_eos` is true."""
+        last, rest = last_fields(self.processors) if self.do_sample else ({"temperature": 0.0}, self.processors)
+        first, rest = first_fields(rest, prompt, None if self.criteria else self.end_ids)
+        called = [for_row(processor, prompt.index, self.num_rows) for processor in rest]
+        max_tokens = max(1, self.max_length - prompt.width)  # `generate` looks at the length after a token
+        return SamplingParams(
+            **last,
+            **first | {"min_tokens": min(first.get("min_tokens", 0), max_tokens)},
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            seed=seed,
+            logits_processors=(RowProcessor(called, prompt.padding),) if called else (),
+        )
+
+    def watch(self, prompt: PaddedPrompt) -> Watch | None:
+        """What looks at the row's tokens as they are committed."""
+        return Watch(self.criteria, prompt, self.max_length) if self.criteria else None
+
+
+class Watch:
+    """Asks stopping criteria after every committed token of one row: input_ids [1, n] with padding, scores None."""
+
+    def __init__(self, criteria: Sequence[Criterion], prompt: PaddedPrompt, max_length: int) -> None:
+        self._criteria, self._length = criteria, prompt.width
+        self._ids = prompt.padding.new_zeros(1, max(max_length, prompt.width + 1))
+        self._ids[:, : prompt.width] = torch.cat([prompt.padding, prompt.padding.new_tensor([prompt.tokens])], dim=1)
+
+    def __call__(self, token: int) -> bool:
+        """Whether the row ends with this token."""
+        self._ids[0, self._length] = token
+        self._length += 1
+        return any([self._ask(criterion) for criterion in self._criteria])  # like `generate`, ask all of them
+
+    def _ask(self, criterion: Criterion) -> bool:
+        answer = torch.as_tensor(criterion(self._ids[:, : self._length], None))
+        if answer.numel() != 1:
+            raise UsageError(
+                f"stopping_criteria: {type(criterion).__name__} gave {answer.numel()} answers for one row; "
+                "allowed: one per row of input_ids"
+            )
+        return bool(answer)
+
+
+@dataclass(frozen=True)
+class NotPassedOn:
+    """What `generate` was given and keeps from a callable (transformers 5.17 to 5.23)."""
+
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> NotPassedOn:
+        """Read from the frame of the `generate` under way, since no argument leads there."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is GENERATE and frame.f_locals["self"] is model:
+                return cls(**{option.name: frame.f_locals[option.name] for option in fields(cls)})
+            frame = frame.f_back
+        return cls()

@@ -1,0 +1,158 @@
+"""Hugging Face logits processors as fields of `SamplingParams`, where order and meaning coincide exactly.
+
+All others stay processors and are called as `generate` calls them. This module knows neither decoders nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from slipstream.sampling.logits_processors import NEVER, check_stateless
+from slipstream.sampling.params import LARGEST, Processor
+
+# temperature, top-k, top-p and min-p in the order in which both sides apply them: class, field, attribute
+WARPERS: tuple[tuple[type[Any], str, str], ...] = (
+    (hf.TemperatureLogitsWarper, "temperature", "temperature"),
+    (hf.TopKLogitsWarper, "top_k", "top_k"),
+    (hf.TopPLogitsWarper, "top_p", "top_p"),
+    (hf.MinPLogitsWarper, "min_p", "min_p"),
+)
+BIAS, PENALTY, BAD_WORDS, LENGTH = range(4)  # the stages that come before `logits_processors`, in their order
+UNKNOWN = -2
+
+
+@dataclass(frozen=True)
+class PaddedPrompt:
+    """One row of `generate`'s input. padding: [1, P] the masked ids left of it; tokens: the others."""
+
+    index: int
+    padding: Tensor
+    tokens: list[int]
+
+    @property
+    def width(self) -> int:
+        """Its length as `generate` counts it, padding included."""
+        return self.padding.shape[1] + len(self.tokens)
+
+
+def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The warpers that a sampling list ends with as fields, and what comes before them.
+
+    Any other warper after or between them leaves all before it to be called, at temperature 1. A final normalisation
+    changes no law.
+    """
+    rest, fields, stage = list(processors), {"temperature": 1.0}, len(WARPERS)
+    if rest and type(rest[-1]) is hf.LogitNormalization:
+        rest.pop()
+    while rest:
+        at = next((i for i, (kind, *_) in enumerate(WARPERS) if type(rest[-1]) is kind), stage)
+        if at >= stage or not _plain(rest[-1]):
+            break
+        _, name, attribute = WARPERS[at]
+        fields[name], stage = getattr(rest.pop(), attribute), at
+    return fields, rest
+
+
+def _plain(warper: Any) -> bool:
+    """Whether a warper does what the field of its name does."""
+    kind = type(warper)
+    if kind is hf.TemperatureLogitsWarper:
+        return True
+    keeps_one = kind is hf.TopKLogitsWarper or warper.min_tokens_to_keep == 1
+    return warper.filter_value == NEVER and keeps_one and (kind is not hf.TopPLogitsWarper or warper.top_p > 0)
+
+
+def first_fields(
+    processors: Sequence[Any], prompt: PaddedPrompt, end_ids: frozenset[int] | None
+) -> tuple[dict[str, Any], list[Any]]:
+    """The fields of `SamplingParams` that a list begins with, and the rest of it.
+
+    end_ids: the row's end tokens; None if something else may end it, which the field `min_tokens` would hold back.
+    Fields act before `logits_processors`, stage by stage, so only a beginning in that order keeps its meaning. (Bad
+    words of one token share the first stage with the bias; -inf commutes with a penalty.)
+    """
+    fields: dict[str, Any] = {}
+    reached = -1
+    for at, processor in enumerate(processors):
+        stage, found = _known(processor, prompt, end_ids)
+        if stage < reached or (stage == reached and stage != LENGTH):
+            return fields, list(processors[at:])
+        if stage == reached:
+            found["min_tokens"] = max(found["min_tokens"], fields["min_tokens"])
+        fields, reached = fields | found, stage
+    return fields, []
+
+
+def _known(processor: Any, prompt: PaddedPrompt, end_ids: frozenset[int] | None) -> tuple[int, dict[str, Any]]:
+    """Stage and field of a processor, or UNKNOWN if no field means exactly the same."""
+    kind = type(processor)
+    if kind is hf.SequenceBiasLogitsProcessor:
+        biases = processor.sequence_bias
+        if all(len(ids) == 1 and abs(bias) <= LARGEST for ids, bias in biases.items()):
+            return BIAS, {"logit_bias": {ids[0]: bias for ids, bias in biases.items()}}
+    elif kind is hf.RepetitionPenaltyLogitsProcessor:
+        if _ignored(processor, prompt.index) == prompt.padding.shape[1]:
+            return PENALTY, {"repetition_penalty": processor.penalty}
+    elif kind is hf.NoBadWordsLogitsProcessor:
+        if all(len(ids) == 1 for ids in processor.sequence_bias):
+            return BAD_WORDS, {"bad_words": [list(ids) for ids in processor.sequence_bias]}
+    elif kind is hf.MinLengthLogitsProcessor:
+        if _ids(processor.eos_token_id) == end_ids:
+            return LENGTH, {"min_tokens": max(0, processor.min_length - prompt.width)}
+    elif kind is hf.MinNewTokensLengthLogitsProcessor and _ids(processor.eos_token_id) == end_ids:
+        shortest = processor.prompt_length_to_skip + processor.min_new_tokens
+        return LENGTH, {"min_tokens": max(0, shortest - prompt.width)}
+    return UNKNOWN, {}
+
+
+def _ignored(penalty: Any, row: int) -> int:
+    """How many leading tokens of a row a repetition penalty leaves out."""
+    ignored = getattr(penalty, "prompt_ignore_length", None)  # versions before it penalise padding
+    return int(ignored[row]) if isinstance(ignored, Tensor) else ignored or 0
+
+
+def _ids(tensor: Tensor) -> frozenset[int]:
+    return frozenset(tensor.flatten().tolist())
+
+
+def for_row(processor: Any, row: int, num_rows: int) -> Any:
+    """The processor as it treats row number `row`: those that know the batch row by row are narrowed to one."""
+    kind, made = type(processor), copy(processor)
+    if kind is hf.RepetitionPenaltyLogitsProcessor:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+            made.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    elif kind is hf.EncoderRepetitionPenaltyLogitsProcessor:
+        at = row * processor.encoder_input_ids.shape[0] // num_rows  # not repeated for num_return_sequences
+        made.encoder_input_ids = processor.encoder_input_ids[at : at + 1]
+    elif kind is hf.EncoderNoRepeatNGramLogitsProcessor:
+        at = row * processor.batch_size // num_rows
+        made.generated_ngrams, made.batch_size = processor.generated_ngrams[at : at + 1], 1
+    elif kind is hf.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        made._prefix_allowed_tokens_fn = lambda _, sent: allowed(row, sent)
+    else:
+        return processor
+    return made
+
+
+class RowProcessor:
+    """`generate`'s processors for one row, shown what `generate` shows them: the row with its left padding."""
+
+    def __init__(self, processors: Sequence[Processor], padding: Tensor) -> None:
+        self._processors, self._padding = processors, padding
+        self._checked = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: [1, n] without padding; scores: [1, V] -> [1, V]. A processor with state is refused by name."""
+        ids = torch.cat([self._padding.to(input_ids.device), input_ids], dim=1)
+        for processor in self._processors:
+            scores = processor(ids, scores) if self._checked else check_stateless(processor, ids, scores)
+        self._checked = True
+        return scores

@@ -1,0 +1,42 @@
+"""4-bit linear layers for few tokens by `kernels/rounded.c`.
+
+The specification is the `nn.Linear` of the rounded weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.models.cpu.compressed_linear import PANEL, NativeLinear
+
+ROWS = 4096  # outputs laid out at a time, so that the copies stay small
+
+
+class RoundedLinear(NativeLinear):
+    """An `nn.Linear` whose weights are 4-bit steps with a bfloat16 scale and offset per group of inputs."""
+
+    def __init__(self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any) -> None:
+        """codes: uint8 [out, in], 0 to 15; steps: [out, in / 32, 2], scale and offset: code * scale + offset.
+
+        bias: bfloat16 or None. out_features and in_features must be multiples of 16 and 32.
+        """
+        super().__init__()
+        self.out_features, self.in_features = codes.shape
+        data = torch.cat([_records(codes[i : i + ROWS], steps[i : i + ROWS]) for i in range(0, len(codes), ROWS)])
+        self._keep(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
+
+
+def _records(codes: Tensor, steps: Tensor) -> Tensor:
+    """Data as rounded.c has it: [panels, groups, 640]."""
+    rest, groups = -len(codes) % PANEL, steps.shape[1]
+    codes, steps = pad(codes, (0, 0, 0, rest)), pad(steps, (0, 0, 0, 0, 0, rest)).to(torch.bfloat16)
+    # output = side * 16 + o and input = group * 32 + quad * 4 + pair * 2 + i, as rounded.c has them
+    cells = codes.view(-1, 2, 16, groups, 8, 2, 2).permute(0, 3, 4, 2, 6, 5, 1).flatten(5)  # ..., [o, i, pair and side]
+    low, high = cells[..., 0] | cells[..., 1] << 4, cells[..., 2] | cells[..., 3] << 4
+    words = torch.stack([low, high], -1).flatten(2)
+    factors = steps.view(-1, PANEL, groups, 2).permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+    return torch.cat([words, factors], 2)

@@ -1,0 +1,85 @@
+"""Pre-packed linear layers for CPU: the weight in the layout oneDNN's kernels want, once, instead of at every call.
+
+These are the operators PyTorch's own CPU freezing uses. A forward of a few tokens then reads its weights at memory
+speed. The specification of a packed layer is the `nn.Linear` it replaces.
+
+Processors without bfloat16 instructions (AVX2 only) multiply packed float32 copies of bfloat16 weights: the same
+weights and sums of higher precision, at twice the memory. PyTorch's own bfloat16 products take several times as long.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 4  # tokens for whose number the layout is chosen
+SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` whose weight is kept in packed form only."""
+
+    def __init__(self, linear: nn.Linear, width: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        self.bias, self._dtype = linear.bias, weight.dtype
+        self._computed = torch.float32 if needs_float32(weight.dtype) else weight.dtype
+        self._bias = None if self.bias is None else self.bias.detach().to(self._computed)
+        # the layout is chosen for inputs of about `width` tokens and serves any number
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._computed), width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        x = x.to(self._computed)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out.to(self._dtype)
+
+
+def needs_float32(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are packed as float32, because oneDNN has no kernels for them here."""
+    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a model cannot be packed, or None if it can."""
+    if not torch.backends.mkldnn.is_available():
+        return "this PyTorch has no oneDNN"
+    if next(model.parameters()).device.type != "cpu":
+        return "packing is for CPU"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"packing needs bfloat16 or float32 weights, not {str(model.dtype).removeprefix('torch.')}"
+    if getattr(model, "is_quantized", False):
+        return "the model is quantised"
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    if not linears:
+        return "the model has no nn.Linear"
+    if needs_float32(model.dtype):
+        copies = 4 * sum(linear.weight.numel() for linear in linears)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if copies > SHARE * memory:
+            return (
+                "this processor has no bfloat16 instructions, and float32 copies of the weights would take "
+                f"{copies / 1e9:.0f} of {memory / 1e9:.0f} GB of memory"
+            )
+    return None
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    """What `pack` puts in a layer's place if not told otherwise."""
+    return PackedLinear(linear, WIDTH)
+
+
+def pack(model: nn.Module, keep: Callable[[nn.Linear], nn.Module] = packed) -> None:
+    """Replace every `nn.Linear` of a model in place by what `keep` makes of it, freeing each weight at once.
+
+    A weight shared with an embedding stays for the embedding and is packed as a copy.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, keep(child))

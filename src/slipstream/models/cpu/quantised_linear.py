@@ -1,0 +1,162 @@
+"""Draft models in 4 or 8 bits on CPU: a draft step reads a third or half of the bytes. Targets are never quantised.
+
+A draft cannot change what is generated, only how much of it is accepted. Weights are rounded to the nearest step: 4
+bits with a scale and an offset per 32 inputs, 8 bits with a scale per output. The specification of a quantised layer is
+the `nn.Linear` it replaces.
+
+The products for few tokens are our own kernel's at 4 bits, where it can be had (`rounded.py`), else PyTorch's. For more
+of them, batches and prompts above all, others are faster, whose weights are kept beside: products of 8-bit integers
+where the processor has instructions for them (VNNI), else packed weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cpu.int4_linear import RoundedLinear
+from slipstream.models.cpu.kernel_build import kernels
+from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear
+
+BITS = ("int4", "int8")
+GROUP = 32  # inputs that share a scale at 4 bits
+OWN = 16  # tokens up to which our own kernel for few is the fastest
+NARROW = 4, 8  # the same of PyTorch's, beside integer products and beside packed weights
+SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
+ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
+_ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small
+
+
+class IntegerLinear(nn.Module):
+    """An `nn.Linear` as products of 8-bit integers: a scale per output, and one per token that is found on the way."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scales = _int8(linear.weight.detach())
+        self.out_features, self.bias, self._dtype = linear.out_features, linear.bias, linear.weight.dtype
+        self._scales, self._zeros = scales.float(), torch.zeros(len(weight), dtype=torch.int64)
+        self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, in_features] -> [tokens, out_features]."""
+        steps = x.abs().amax(-1, keepdim=True).mul_(1 / LARGEST).clamp_(min=torch.finfo(torch.bfloat16).tiny)
+        whole = (x.float() / steps).add_(ZERO + 0.5).to(torch.uint8)  # to the nearest, as no sum is negative
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, self._dtype, "none", [], ""
+        )
+        out *= steps
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+
+class QuantisedLinear(nn.Module):
+    """An `nn.Linear` for few tokens in 4 or 8 bits, and beside it for many."""
+
+    def __init__(self, linear: nn.Linear, bits: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.few = _few(linear, bits)
+        integers = multiplies_integers()
+        self.narrow = OWN if isinstance(self.few, RoundedLinear) else NARROW[0] if integers else NARROW[1]
+        self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        rows = x.flatten(0, -2)
+        if rows.shape[0] > self.narrow:
+            wide: Tensor = self._wide(rows)
+            return wide.view(*x.shape[:-1], self.out_features)
+        few: Tensor = self.few(rows)
+        return few.view(*x.shape[:-1], self.out_features)
+
+
+class FewLinear(nn.Module):
+    """An `nn.Linear` in 4 or 8 bits by PyTorch's kernels for few tokens."""
+
+    def __init__(self, linear: nn.Linear, bits: str) -> None:
+        super().__init__()
+        self.bias, self._is_int4, weight = linear.bias, bits == "int4", linear.weight.detach()
+        if self._is_int4:
+            codes, steps = _int4(weight)
+            packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(c.int(), 1) for c in codes.split(_ROWS)]
+            low = steps[..., 1] + 8 * steps[..., 0]  # PyTorch's codes count from -8
+            self._weight = torch.cat(packed)
+            self._scales = torch.stack([steps[..., 0], low], -1).transpose(0, 1).contiguous().to(weight.dtype)
+        else:
+            self._weight, self._scales = _int8(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, in_features] -> [tokens, out_features]."""
+        if self._is_int4:
+            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+        else:
+            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+
+def _few(linear: nn.Linear, bits: str) -> nn.Module:
+    """The layer for few tokens: by our own kernels where they can be had and take it."""
+    library = kernels() if bits == "int4" and linear.weight.dtype == torch.bfloat16 else None
+    return (
+        FewLinear(linear, bits)
+        if library is None
+        else RoundedLinear(*_int4(linear.weight.detach()), linear.bias, library)
+    )
+
+
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] uint8 codes and [out, in / GROUP, 2] float32 scales and offsets: weight = code * scale + offset."""
+    all_codes, all_steps = [], []
+    for rows in weight.split(_ROWS):
+        groups = rows.float().view(len(rows), -1, GROUP)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).clamp(min=torch.finfo(torch.bfloat16).tiny)
+        codes = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
+        all_codes.append(codes.to(torch.uint8).flatten(1))
+        all_steps.append(torch.stack([scale, low], -1))
+    return torch.cat(all_codes), torch.cat(all_steps)
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] int8 weights and [out] scales."""
+    scale = weight.abs().amax(-1).float().clamp(min=torch.finfo(torch.bfloat16).tiny) / 127
+    whole = [(rows.float() / part[:, None]).round_().to(torch.int8) for rows, part in _parts(weight, scale)]
+    return torch.cat(whole), scale.to(weight.dtype)
+
+
+def _parts(weight: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(weight.split(_ROWS), scale.split(_ROWS), strict=True))
+
+
+def multiplies_integers() -> bool:
+    """Whether products of 8-bit integers are faster here than those of the weights' own precision."""
+    kernels = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return kernels and torch.cpu._is_vnni_supported()  # no public way to ask
+
+
+def fits(linear: nn.Linear) -> bool:
+    """Whether the kernels take a layer of this shape."""
+    return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
+
+
+def num_weights(model: nn.Module) -> int:
+    """How many weights `quantise` would round."""
+    return sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and fits(m))
+
+
+def quantise(model: Any, bits: str) -> None:
+    """Replace every `nn.Linear` of a model in place: quantised where the kernels take its shape, else packed."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, rounded(child, bits))
+
+
+def rounded(linear: nn.Linear, bits: str) -> nn.Module:
+    """What `quantise` puts in a layer's place."""
+    return QuantisedLinear(linear, bits) if fits(linear) else PackedLinear(linear, WIDTH)

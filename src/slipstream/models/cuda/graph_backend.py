@@ -1,0 +1,217 @@
+"""Hugging Face models on CUDA, replayed as captured graphs: one launch per forward, per proposal, per verification.
+
+The specification of every method is `HFBackend`'s forward. Forwards of a few tokens from slot 0 on, which is what
+decoding consists of, run in buckets of (rows, width, view): tokens and positions go into fixed buffers, positions,
+mask and memory addresses are computed from them on the device. Everything else, prompts above all, runs eagerly.
+
+Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cuda.graph_memory import MAX_TOKENS, SPARE, AimedSlots, Bucket
+from slipstream.models.cuda.graph_store import (
+    MAX_BYTES,
+    MAX_GRAPHS,
+    Capturer,
+    CudaCapturer,
+    GraphMemory,
+    GraphStore,
+    Rerun,
+    unsupported,
+)
+from slipstream.models.hf.backend import HFBackend
+
+MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
+
+
+class GraphedBackend(HFBackend):
+    """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
+
+    capturer: what captures; by default CUDA graphs, and on other devices plain reruns.
+    """
+
+    def __init__(
+        self, model: Any, capturer: Capturer | None = None, max_graphs: int = MAX_GRAPHS, max_bytes: int = MAX_BYTES
+    ) -> None:
+        super().__init__(model)
+        self._cache = self._aimed = AimedSlots(model.config.get_text_config().num_hidden_layers)
+        if capturer is None:
+            capturer = CudaCapturer(self.device) if self.device.type == "cuda" else Rerun()
+        self._graphs = GraphStore(type(model).__name__, capturer, max_graphs, max_bytes)
+        reason = unsupported(model)
+        if reason is not None:
+            self._graphs.disable(reason)
+        self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
+        # per row: first position, number of real columns, length of its draft
+        self._controller = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
+        self._offsets = torch.arange(MAX_TOKENS, device=self.device)
+
+    def graph_memory(self) -> GraphMemory:
+        """Number of captured graphs and the device memory they hold."""
+        return self._graphs.memory
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Grow the memory, which moves it and drops all graphs: so rarely, slots by doubling, positions by half."""
+        held, positions = self._aimed.shape
+        needed = -(-(length + SPARE) // self.view) * self.view
+        if rows <= held and needed <= positions:
+            return
+        self._graphs.clear()
+        super().reserve(max(rows, 2 * held) if rows > held else held, needed)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """As `HFBackend.forward`; captured if it is narrow and from slot 0 on."""
+        rows, width = tokens.shape
+        bucket = self._bucket(starts, width, max(starts) + width) if logits and first_slot == 0 else None
+        if bucket is not None:
+            self._fill(bucket, tokens, starts, [width] * rows, [0] * rows)
+            out = self._run(self._logits, bucket)
+            if out is not None:
+                return out[:rows, :width].clone()
+        return super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+    @torch.inference_mode()
+    def draft_greedy(
+        self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
+    ) -> Tensor:
+        """See `Unrolled.draft_greedy`: all steps in one replay."""
+        last = max(start + count for start, count in zip(starts, counts, strict=True))
+        bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
+        limit = min(vocab_size, self.vocab_size)
+        if bucket is not None and steps <= MAX_STEPS:
+            self._fill(bucket, tokens, starts, counts, [0] * len(starts))
+            out = self._run(self._draft, bucket, steps, limit)
+            if out is not None:
+                return out[: len(starts)].clone()
+        return self._draft_by_forwards(tokens, starts, counts, steps, limit)
+
+    @torch.inference_mode()
+    def verify_greedy(
+        self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
+    ) -> Tensor:
+        """See `Unrolled.verify_greedy`: forward, choice and comparison in one replay."""
+        bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
+        if bucket is not None:
+            self._fill(bucket, tokens, starts, counts, lengths)
+            out = self._run(self._verify, bucket, width)
+            if out is not None:
+                return out[: len(starts)].clone()
+        chosen = super().forward(self._known(tokens), starts, first_slot=0, logits=True).argmax(-1)
+        table = self._table(starts, counts, lengths).to(self.device)
+        return compare(tokens, chosen, table[:, 1], table[:, 2], width)
+
+    def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
+        """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
+        if self._graphs.reason is not None or not self._aimed.allocated:
+            return None
+        return self._aimed.bucket(starts, width, end, self.view)
+
+    def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
+        key = (body.__name__, bucket, *options, self._repeats)
+        return self._graphs.run(key, partial(body, bucket, *options))
+
+    def _fill(
+        self, bucket: Bucket, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int]
+    ) -> None:
+        """Put a forward's input where the graphs read it; rows that only pad have no real column."""
+        rows, width = tokens.shape
+        padding = [0] * (bucket.rows - rows)
+        table = self._table([*starts, *padding], [*counts, *padding], [*lengths, *padding])
+        self._controller[: bucket.rows].copy_(table, non_blocking=True)
+        self._tokens_of(bucket)[:rows, :width].copy_(tokens)
+
+    def _table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        # pinned memory is what lets the host go on while it is copied; the allocator keeps it until then
+        rows = list(zip(starts, counts, lengths, strict=True))
+        return torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _tokens_of(self, bucket: Bucket) -> Tensor:
+        return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+
+    # Bodies: what is captured. They take everything that changes from the buffers, and only shapes as arguments.
+
+    def _logits(self, bucket: Bucket) -> Tensor:
+        """[R, C, V] logits of the tokens in the buffer."""
+        starts, counts = self._controller[: bucket.rows, 0], self._controller[: bucket.rows, 1]
+        return self._aimed_forward(self._tokens_of(bucket), starts, counts, bucket.view)
+
+    def _draft(self, bucket: Bucket, steps: int, limit: int) -> Tensor:
+        """[R, steps] greedy tokens, each fed to the next step."""
+        starts, counts = self._controller[: bucket.rows, 0], self._controller[: bucket.rows, 1]
+        logits = self._logits(bucket)
+        at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
+        drafted = [logits.gather(1, at)[:, 0, :limit].argmax(-1)]
+        position, real = starts + counts, counts.clamp(max=1)
+        for step in range(steps - 1):
+            logits = self._aimed_forward(drafted[-1][:, None], position + step, real, bucket.view)
+            drafted.append(logits[:, 0, :limit].argmax(-1))
+        return torch.stack(drafted, dim=1)
+
+    def _verify(self, bucket: Bucket, width: int) -> Tensor:
+        """[R, 2] how many draft tokens are kept and the next token."""
+        controller = self._controller[: bucket.rows]
+        return compare(
+            self._tokens_of(bucket), self._logits(bucket).argmax(-1), controller[:, 1], controller[:, 2], width
+        )
+
+    def _aimed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, view: int) -> Tensor:
+        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns reach the memory.
+
+        What pads stands at its row's last position and is written to the spare ones at the end of its slot, which
+        nothing ever attends to: beyond the view a sliding window might leave it no key at all, and NaN spreads.
+        """
+        rows, width = tokens.shape
+        offsets = self._offsets[:width]
+        positions = starts[:, None] + torch.minimum(offsets, (counts[:, None] - 1).clamp(min=0))
+        columns = torch.where(offsets < counts[:, None], positions, self._aimed.spare + offsets)
+        self._aimed.aim(self._offsets[:rows, None], columns, view)
+        out = self.model(
+            input_ids=self._known(tokens),
+            attention_mask=self._masks(positions, view),
+            position_ids=positions.clamp(max=self.max_length - 1),
+            past_key_values=self._aimed,
+            use_cache=True,
+            logits_to_keep=0,
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        return tokens.clamp(max=self.vocab_size - 1)
+
+    def _draft_by_forwards(
+        self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
+    ) -> Tensor:
+        """The specification of `_draft`: one forward per step."""
+        logits = super().forward(self._known(tokens), starts, first_slot=0, logits=True)
+        last = torch.tensor(counts, device=self.device) - 1
+        drafted = [logits[self._offsets[: len(starts)], last, :limit].argmax(-1)]
+        at = [start + count for start, count in zip(starts, counts, strict=True)]
+        for step in range(steps - 1):
+            positions = [start + step for start in at]
+            logits = super().forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
+            drafted.append(logits[:, 0, :limit].argmax(-1))
+        return torch.stack(drafted, dim=1)
+
+
+def compare(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Longest matching prefix; the specification is `acceptance.match`.
+
+    tokens: [B, W], of which row i ends at counts[i] with a draft of `width` columns, lengths[i] of them proposed;
+    chosen: [B, W], the model's own token after each. Returns [B, 2]: draft tokens kept, and the token that follows.
+    """
+    steps = torch.arange(width + 1, device=tokens.device)
+    index = (counts - width - 1).clamp(min=0)[:, None] + steps
+    own, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
+    agree = (own[:, :width] == draft) & (steps[:width] < lengths[:, None])
+    kept = agree.long().cumprod(1).sum(1)
+    return torch.stack([kept, own.gather(1, kept[:, None])[:, 0]], dim=1)

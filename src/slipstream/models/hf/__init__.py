@@ -1,0 +1,1 @@
+"""Hugging Face models. The only package beside `integrations.transformers` that imports transformers."""

@@ -1,0 +1,120 @@
+"""Hugging Face models from wherever they come, ready for use: loaded, wrapped, packed where that is faster."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu.compressed_linear import CompressedLinear, stored
+from slipstream.models.cpu.kernel_build import version
+from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, num_weights, quantise, rounded
+from slipstream.models.cpu.thread_placement import separate_threads
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_layer import is_fused
+from slipstream.models.hf.fused_linear import fuse
+from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
+from slipstream.models.loaded import Loaded, LoadOptions
+
+log = logging.getLogger("slipstream")
+
+
+def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
+    """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only.
+
+    The model is the caller's, so its weights are packed only if fast=True asks for it.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
+    backend = _backend(model, options.fast)
+    packed = _quantise(backend, options) if options.quantise in BITS else options.fast is True and _pack(backend, True)
+    name = model.config._name_or_path or type(model).__name__
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(backend, packed))
+
+
+def _backend(model: Any, fast: bool | str) -> HFBackend:
+    """With fast=True on CUDA captured graphs, which leave the model as it is; else the plain backend."""
+    if fast is not True or model.device.type != "cuda":
+        return HFBackend(model)
+    reason = not_captured(model)
+    if reason is not None:
+        raise UsageError(
+            f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False"
+        )
+    return GraphedBackend(model)
+
+
+def _pack(backend: HFBackend, fast: bool | str) -> bool:
+    if fast is False or backend.device.type == "cuda":
+        return False
+    model = backend.model
+    reason = unsupported(model)
+    if reason is None:
+        fuse(model, stored)
+        pack(model, stored)
+        backend.group_queries()
+        backend.fuse_layers()
+    elif fast is True:
+        raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
+    else:
+        log.info("%s keeps its plain weights: %s", type(model).__name__, reason)
+    return reason is None
+
+
+def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
+    """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
+    model, bits, asked = backend.model, options.quantise, options.quantise in BITS
+    if not asked and (options.fast is False or num_weights(model) < SMALLEST):
+        return _pack(backend, options.fast)
+    reason = unsupported(model)
+    if reason is None and num_weights(model) == 0:
+        reason = "no linear layer has a shape that the kernels take"
+    if reason is not None:
+        if asked:
+            raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
+        return _pack(backend, options.fast)
+    bits = bits if bits in BITS else BITS[0]
+    fuse(model, lambda linear: rounded(linear, bits))
+    quantise(model, bits)
+    backend.group_queries()
+    backend.fuse_layers()
+    return True
+
+
+def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids `generate` would use."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    return tuple(i for i in ids if 0 <= i < vocab_size)
+
+
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
+    """Load a folder, a .gguf file, the embedded model or a hub id."""
+    from slipstream.models.hf.model_files import load_model
+
+    folder, model = load_model(source, options)
+    if model.device.type == "cpu":
+        separate_threads()
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    backend = _backend(model, options.fast)
+    packed = _quantise(backend, options) if options.quantise else _pack(backend, options.fast)
+    ends = end_ids(model, backend.vocab_size)
+    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(backend, packed))
+
+
+def _fingerprint(backend: HFBackend, packed: bool) -> str:
+    model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
+    shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
+    config = model.config.get_text_config()
+    exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    lean = "lean " if any(is_fused(module) for module in model.modules()) else ""
+    layers = f"{type(model).__name__} {config.num_hidden_layers} {lean}layers {config._attn_implementation}"
+    sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
+    return f"{layers} {sizes} {config.vocab_size} {model.dtype} {exact}{kind} {' '.join(shapes)}"

@@ -1,0 +1,75 @@
+"""A model ready for use, and how models are loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slipstream.core.interfaces import Backend
+from slipstream.errors import UsageError
+from slipstream.text.detokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready for use.
+
+    end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
+    and precision, all that forward shapes can depend on.
+    """
+
+    backend: Backend
+    name: str
+    end_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None = None
+    model: Any = None
+    packed: bool = False
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load models.
+
+    fast: True packs CPU weights, and captures graphs on CUDA, or says why it cannot; "auto" packs those of models it
+    loads itself; False does neither.
+    quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
+    extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    fast: bool | str = "auto"
+    extra: dict[str, Any] = field(default_factory=dict)
+    quantise: str | None = None
+
+    def for_draft(self, dtype: str) -> LoadOptions:
+        """The same for the draft model, whose precision is its own matter."""
+        if dtype in ("auto", "int4", "int8"):
+            return replace(self, quantise=dtype)
+        return replace(self, dtype=dtype)
+
+
+def is_toy(source: Any) -> bool:
+    """Whether this names the built-in toy model."""
+    return isinstance(source, str) and (source == "toy" or source.startswith("toy:"))
+
+
+def is_loaded(model: Any) -> bool:
+    """Whether this is a model, and not the name of one."""
+    return not isinstance(model, str | os.PathLike)
+
+
+def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
+    """Refuse loading options where nothing is left to load."""
+    if any(not is_loaded(model) and not str(model).startswith("toy") for model in models if model is not None):
+        return
+    for name, value, default in (
+        ("dtype", options.dtype, "auto"),
+        ("device", options.device, "auto"),
+        ("load_options", options.extra, {}),
+    ):
+        if value != default:
+            raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")

@@ -1,0 +1,34 @@
+"""How a name becomes a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.errors import UsageError
+from slipstream.models.loaded import Loaded, LoadOptions, is_toy
+
+
+def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
+    """Load a target or draft model.
+
+    source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
+    Hugging Face model.
+    """
+    if is_toy(source):
+        from slipstream.models.toy import load_toy
+
+        return load_toy(source)
+    if isinstance(source, torch.nn.Module):
+        from slipstream.models.hf.pretrained import wrap_model
+
+        return wrap_model(source, tokenizer, options)
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        from slipstream.models.hf.pretrained import load_pretrained
+
+        return load_pretrained(str(source), options, tokenizer)
+    raise UsageError(
+        f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
+        "or a loaded Hugging Face model"
+    )

@@ -1,0 +1,123 @@
+"""A language model of a few kilobytes: byte n-gram counts with back-off. No weights to fetch, and it speaks.
+
+It knows the fable below by heart up to its order, and like any backend it reads its context from its memory alone, so
+it exercises the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 back and makes a draft model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import UsageError
+from slipstream.models.loaded import Loaded
+
+END = 256
+VOCAB_SIZE = 257
+DEFAULT_ORDER = 5
+
+FABLE = """A heron and a sparrow shared a river. The heron was slow and never wrong. It looked at the water for a long
+time, and then it took one fish. The sparrow was quick and often wrong. It flew ahead of the heron and called out what
+it saw: a fish, a fish, a stone, a fish. The heron did not believe the sparrow. It looked at all the places the sparrow
+had named, in one long look, and took the fish, and where the sparrow had named a stone, it stopped and chose for
+itself. So the heron ate exactly the fish it would have eaten alone, and no stone, and it was home before the rain.
+The sparrow was proud. "I am fast," said the sparrow. "You are fast," said the heron, "and I am right, and the river
+does not know that there are two of us." Then the wind changed, and the sparrow called stone after stone. The heron
+heard it and went on alone, slow and never wrong, until the sparrow could see again.
+"""
+
+
+class ToyTokenizer:
+    """Bytes as token ids, and 256 as the end of the text."""
+
+    has_chat_template = False
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes."""
+        return list(text.encode())
+
+    def bare(self, text: str) -> list[int]:
+        """The same: there are no special tokens to leave out."""
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes; ids that are no byte are dropped, broken sequences shown as the replacement character."""
+        return bytes(i for i in ids if i < END).decode(errors="replace")
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The toy has no chat format."""
+        raise UsageError("the toy model has no chat template; allowed: a text or a list of token ids")
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text to id."""
+        return {f"<0x{i:02X}>": i for i in range(END)} | {"<end>": END}
+
+
+class ToyBackend:
+    """Logits from byte n-gram counts, longest context first, mixed with those of all shorter contexts."""
+
+    vocab_size = VOCAB_SIZE
+    max_length = 1 << 20
+
+    def __init__(self, order: int = DEFAULT_ORDER) -> None:
+        self.device, self.view = torch.device("cpu"), 1
+        self._order = order
+        self._distributions: dict[tuple[int, ...], Tensor] = {}
+        self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        text = [*FABLE.replace("\n", " ").strip().encode(), END]
+        for at, token in enumerate(text):
+            for length in range(min(order, at) + 1):
+                self._counts[tuple(text[at - length : at])][token] += 1
+        self._slots = torch.zeros(0, 0, dtype=torch.int64)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Grow the memory, which for this model holds token ids."""
+        old = self._slots
+        if rows > old.shape[0] or length > old.shape[1]:
+            shape = max(rows, old.shape[0]), max(length, old.shape[1])
+            self._slots = torch.zeros(shape, dtype=torch.int64)
+            self._slots[: old.shape[0], : old.shape[1]] = old
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """Write the tokens, then read each position's context back from the memory."""
+        rows, width = tokens.shape
+        for row, start in enumerate(starts):
+            self._slots[first_slot + row, start : start + width] = tokens[row]
+        if not logits:
+            return torch.empty(0)
+        out = torch.empty(rows, width, VOCAB_SIZE)
+        for row, start in enumerate(starts):
+            for column in range(width):
+                end = start + column + 1
+                context = self._slots[first_slot + row, max(0, end - self._order) : end].tolist()
+                out[row, column] = self._distribution(tuple(context))
+        return out
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy token ids between slots."""
+        self._slots[destination, :length] = self._slots[source, :length]
+
+    def _distribution(self, context: tuple[int, ...]) -> Tensor:
+        distribution = self._distributions.get(context)
+        if distribution is None:
+            probs = torch.full((VOCAB_SIZE,), 1e-4 / VOCAB_SIZE, dtype=torch.float64)
+            for length in range(min(len(context), self._order) + 1):
+                counts = self._counts.get(context[len(context) - length :])
+                if counts:
+                    total = sum(counts.values())
+                    fresh = torch.zeros_like(probs)
+                    fresh[list(counts)] = torch.tensor([c / total for c in counts.values()], dtype=torch.float64)
+                    probs = 0.15 * probs + 0.85 * fresh
+            distribution = self._distributions[context] = probs.log().float()
+        return distribution
+
+
+def load_toy(name: str) -> Loaded:
+    """ "toy" or "toy:ORDER", ORDER being how many bytes the model looks back."""
+    _, _, order = name.partition(":")
+    if name != "toy" and not (order.isdigit() and 1 <= int(order) <= 16):
+        raise UsageError(f"model {name!r}; allowed: 'toy' or 'toy:ORDER' with ORDER from 1 to 16")
+    return Loaded(ToyBackend(int(order or DEFAULT_ORDER)), name, (END,), ToyTokenizer(), fingerprint=name)

@@ -1,0 +1,97 @@
+"""Which forward shapes agree to the bit on this machine, for this model and precision; measured.
+
+A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
+that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
+Which shapes those are is a property of the machine, the kernels and the model, so it is found by trying: the same
+token at the same position through every candidate width, alone and in a ragged batch, with views of several lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.cache_state import Shapes
+from slipstream.core.interfaces import Backend, read_memory
+from slipstream.reproducibility.shape_trials import CONTEXTS, LENGTH, PREFILL, REFERENCE, STEPS, VIEWS, WIDTHS, Trials
+
+TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
+TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
+NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
+
+    together: those that do so with several rows, though not with one; kernels for a single token often are others.
+    prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
+    the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
+    reads: what forwards may read of the memory without a difference to whole views. totals: numbers of tokens that
+    ragged forwards may have, and the milliseconds of one of as many rows as there may be.
+    milliseconds: of one forward of each width, for one row, at its fastest.
+    """
+
+    widths: tuple[int, ...]
+    view: int
+    milliseconds: dict[int, float]
+    prompts: bool = False
+    together: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    totals: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there is a set to keep to: the reference width at least, alone and in a batch."""
+        return REFERENCE in self.widths
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes that keep the bits; a single row is padded to widths that are not slower than a wider one."""
+        several = tuple(sorted((*self.widths, *self.together)))
+        alone = _worth_having({w: ms for w, ms in self.milliseconds.items() if w in self.widths}, self.widths)
+        totals = _worth_having(self.totals, tuple(self.totals))
+        return Shapes(several, PREFILL, self.view, 1 if self.prompts else PREFILL, alone, self.reads, totals)
+
+    @property
+    def cost(self) -> float:
+        """How much longer a plain step takes than at the fastest width, as a share."""
+        plain = min((ms for width, ms in self.milliseconds.items() if width in self.widths), default=float("inf"))
+        return plain / min(self.milliseconds.values()) - 1
+
+
+def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[int, ...]:
+    slow = {w for w, ms in times.items() if any(v > w and other <= ms * NO_GAIN for v, other in times.items())}
+    return tuple(width for width in widths if width not in slow)
+
+
+def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
+    """Try the candidate shapes on a model; takes a few dozen forwards and overwrites the memory of its slots."""
+    longest = max(CONTEXTS) + LENGTH
+    contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
+    widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
+    trials = Trials(backend, contexts, widths, max_batch_size)
+    times = trials.milliseconds([width for width in TIMED if width in widths])
+    view = next((view for view in VIEWS if trials.view_agrees(view)), None)
+    if view is None:
+        return Calibration((), VIEWS[-1], times)
+    trials.use_view(view)
+    reads = trials.reads()
+    found = _found(trials, view, reads, times)
+    return found if found.prompts or not reads else _found(trials, view, (), times)
+
+
+def _found(trials: Trials, view: int, reads: tuple[int, ...], times: dict[int, float]) -> Calibration:
+    """What agrees with the reference when the memory is read this way."""
+    read_memory(trials.backend, view, reads)
+    alone = [width for width in trials.widths if trials.agrees_alone(width)]
+    agreeing = [width for width in alone if trials.agrees_in_batches(width)]
+    if REFERENCE not in agreeing:
+        return Calibration(tuple(agreeing), view, times)
+    others = [width for width in trials.widths if width not in alone and trials.agrees_in_batches(width, STEPS)]
+    prompts, widths = trials.prompts_agree(), sorted((*agreeing, *others))
+    ragged = prompts and trials.prompts_agree_together()
+    totals = [total for total in TOTALS if trials.total_agrees(total, widths)] if ragged else []
+    return Calibration(
+        tuple(agreeing), view, times, prompts, tuple(others), reads, trials.ragged_milliseconds(totals, widths)
+    )

@@ -1,0 +1,1 @@
+"""From logits to the distribution a request asked for, and draws from it."""

@@ -1,0 +1,159 @@
+"""What a request may ask for: `SamplingParams`, checked field by field when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from slipstream.config import setting
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.errors import UsageError
+
+LARGEST = 1e30  # leaves room in float32 for products with counts
+Processor = Callable[[Tensor, Tensor], Tensor]
+T = TypeVar("T")
+
+
+def _refuse_unknown_fields(cls: type[T]) -> type[T]:
+    """Make the constructor answer an unknown option with one line that lists the known ones."""
+    construct = cls.__init__
+
+    def __init__(self: T, **options: Any) -> None:
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}")
+        construct(self, **options)
+
+    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # keeps the real signature visible to `help`
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+@_refuse_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Options of one request. The defaults decode greedily.
+
+    Penalties see prompt and output (repetition) or the output only (presence, frequency). Truncation and the order of
+    operations are those of Hugging Face `generate`.
+    """
+
+    temperature: float = setting(0.0, "0 is greedy; otherwise logits are divided by it")
+    top_k: int = setting(0, "keep the K most likely tokens; 0 keeps all")
+    top_p: float = setting(1.0, "keep the most likely tokens that together reach this probability; 1 keeps all")
+    min_p: float = setting(0.0, "keep tokens at least this likely relative to the most likely one; 0 keeps all")
+    repetition_penalty: float = setting(
+        1.0, "divide logits of tokens seen in prompt or output (multiply negative ones)"
+    )
+    presence_penalty: float = setting(0.0, "subtract this from logits of tokens seen in the output")
+    frequency_penalty: float = setting(0.0, "subtract this per occurrence from logits of tokens seen in the output")
+    logit_bias: Mapping[int, float] = setting({}, "add numbers to logits: token id -> bias")
+    bad_words: Sequence[str | Sequence[int]] = setting((), "texts or token id lists that must not appear")
+    min_tokens: int = setting(0, "no end before this many tokens")
+    max_tokens: int = setting(200, "generate at most this many tokens")
+    stop: str | Sequence[str] = setting((), "strings that end the text, which is cut before them")
+    stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
+    ignore_eos: bool = setting(False, "go on after end-of-sequence")
+    seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    num_draft_tokens: int | None = setting(
+        None, "this request's draft length instead of the decoder's; 0 drafts nothing"
+    )
+    logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
+
+    def __post_init__(self) -> None:
+        self._number("temperature", 0.0, math.inf)
+        self._integer("top_k", 0)
+        self._number("top_p", 0.0, 1.0, open_below=True)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 1 / LARGEST, math.inf)
+        self._number("presence_penalty", -math.inf, math.inf)
+        self._number("frequency_penalty", -math.inf, math.inf)
+        self._integer("max_tokens", 1)
+        self._integer("min_tokens", 0)
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
+        if self.seed is not None:
+            self._integer("seed", 0)
+        if self.num_draft_tokens is not None:
+            self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _each("stop", self.stop, lambda s: isinstance(s, str) and s != "", "non-empty strings")
+        _each("stop_token_ids", self.stop_token_ids, _is_id, "token ids >= 0")
+        _each("bad_words", self.bad_words, _is_word, "non-empty strings or lists of token ids")
+        _each("logits_processors", self.logits_processors, callable, "callables (input_ids, scores) -> scores")
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
+        for token, bias in self.logit_bias.items():
+            if not _is_id(token) or not _is_real(bias) or not (bias == -math.inf or abs(bias) <= LARGEST):
+                raise UsageError(
+                    f"logit_bias={{{token!r}: {bias!r}}}; allowed: token ids >= 0 with finite numbers or -inf"
+                )
+
+    def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
+        value = getattr(self, name)
+        finite = _is_real(value) and abs(value) <= LARGEST
+        inside = finite and low <= value <= high and not (open_below and value == low)
+        if not inside:
+            above = ">" if open_below else ">="
+            bounds = [f"{above} {low:g}"] * math.isfinite(low) + [f"<= {high:g}"] * math.isfinite(high)
+            raise UsageError(f"{name}={value!r}; allowed: {' and '.join(['a finite number', *bounds])}")
+
+    def _integer(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < low or (high is not None and value > high):
+            allowed = f">= {low}" if high is None else f"from {low} to {high}"
+            raise UsageError(f"{name}={value!r}; allowed: a whole number {allowed}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, whichever form they came in."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids the model does not have; the message names the field and the id."""
+        words = [token for word in self.bad_words if not isinstance(word, str) for token in word]
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("bad_words", words),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_word(value: object) -> bool:
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, Sequence) and len(value) > 0 and all(map(_is_id, value))
+
+
+def _each(name: str, values: object, holds: Callable[[Any], bool], allowed: str) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise UsageError(f"{name}={values!r}; allowed: a list of {allowed}")
+    for value in values:
+        if not holds(value):
+            raise UsageError(f"{name}: {value!r}; allowed: {allowed}")

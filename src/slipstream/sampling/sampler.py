@@ -1,0 +1,144 @@
+"""From logits to the law a request asked for, and draws from it.
+
+The order of operations is that of Hugging Face `generate`: bias, penalties, bad words, minimum length, the request's
+own processors; then, unless greedy, temperature, top-k, top-p, min-p. Position j of a row sees the committed tokens
+plus the first j draft tokens. This module knows neither models nor acceptance.
+
+Shapes: B rows, J positions, V vocabulary. `first` is the number of draft tokens that precede position 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.rng import Race, Stream, Words, absorb, key, words
+from slipstream.core.types import Row
+from slipstream.sampling.logits_processors import KINDS
+from slipstream.sampling.warpers import Options, Warp
+
+NONE = -1  # drawn where no token is left; harmless behind a rejection, an error if committed
+HOST_BLOCK, DEVICE_BLOCK = (
+    1 << 18,
+    1 << 27,
+)  # scores made into laws at once: what a cache holds, what a GPU has room for
+
+
+class Sampler:
+    """The sampling options of the rows of one batch, as tensors; made anew whenever the rows change."""
+
+    def __init__(self, rows: Sequence[Row], race: Race, vocab_size: int, device: torch.device) -> None:
+        self.rows = list(rows)
+        self.race, self.vocab_size, self.device = race, vocab_size, device
+        self.all_greedy = all(row.params.temperature == 0 for row in rows)
+        self._groups = list(_groups(self.rows, device))
+        self._seeds: dict[Stream, Words] = {}
+        made = [kind(self.rows, vocab_size, device) for kind in KINDS]
+        self._processors = [processor for processor in made if processor.active]
+        self.plain = self.all_greedy and not self._processors
+
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
+        """Tell the penalties what row number `row` of this batch has committed."""
+        for processor in self._processors:
+            processor.advance(row, tokens)
+
+    def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
+        """Logits after everything that depends on the history. logits: [B, J, V]; draft: [B, >= first + J - 1]."""
+        if not self._processors:
+            return logits.float()
+        scores = logits.to(torch.float32, copy=True)
+        for processor in self._processors:
+            processor.apply(scores, draft, first)
+        return scores
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """The law of each position, float32 [B, J, V]: one-hot for greedy rows."""
+        if self.all_greedy:
+            return _one_hot(scores)
+        blocks = list(self._blocks(scores.shape[1]))
+        if len(blocks) == 1 and isinstance(blocks[0][1], slice):
+            return self._distribution(blocks[0][0], scores)
+        covered = all(isinstance(rows, slice) for _, rows in blocks)
+        probs = torch.empty_like(scores) if covered else _one_hot(scores)
+        for warp, rows in blocks:
+            probs[rows] = self._distribution(warp, scores[rows])
+        return probs
+
+    def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
+        """The target's own token at every position, [B, J]: what plain decoding would commit there."""
+        if self.plain:
+            return logits.argmax(-1)
+        scores = self.scores(logits, draft)
+        blocks = list(self._blocks(scores.shape[1]))
+        covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
+        chosen = draft.new_empty(scores.shape[:2]) if covered else scores.argmax(-1)
+        keys = self.race.bits(self._keys(Stream.TOKEN, range(scores.shape[1]))) if blocks else chosen
+        for warp, rows in blocks:
+            distributions = self._distribution(warp, scores[rows])
+            chosen[rows] = self.race.draw(distributions.flatten(0, 1), keys[rows].flatten()).view(
+                distributions.shape[:2]
+            )
+        # the chosen score is -inf only where all are
+        return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen[..., None])[..., 0]), NONE)
+
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
+        """One token per position from probs [B, J, V], by the noise of (seed, stream, absolute position) -> [B, J].
+
+        The numbers of the streams other than TOKEN also depend on the round, because a position may come up again.
+        """
+        keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
+        return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
+
+    def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
+        """One token per row from laws [B, V], at `offsets[i]` <= width positions after row i's committed tokens -> [B].
+
+        offsets: [B] on the device; they are not awaited.
+        """
+        keys = self.race.bits(self._keys(Stream.TOKEN, range(width + 1))).gather(1, offsets[:, None])[:, 0]
+        return self.race.draw(distributions, keys).masked_fill(distributions.amax(-1) <= 0, NONE)
+
+    def round_keys(self, stream: Stream) -> list[int]:
+        """One key per row for this round. stream: one other than TOKEN."""
+        return [key(row.seed, stream, len(row.tokens), len(row.tokens)) for row in self.rows]
+
+    def _distribution(self, warp: Warp, scores: Tensor) -> Tensor:
+        probs = warp(scores)
+        # bias and the like can leave a position without any token; its law is then zero
+        return probs.nan_to_num_(0.0) if self._processors else probs
+
+    def _blocks(self, positions: int) -> Iterator[tuple[Warp, slice | Tensor]]:
+        """Rows of equal options, as many at a time as are best handled together; a slice where they are all rows."""
+        size = HOST_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
+        at_once = max(1, size // (positions * self.vocab_size))
+        for warp, rows in self._groups:
+            for start in range(0, len(rows), at_once):
+                end = min(start + at_once, len(rows))
+                yield warp, slice(start, end) if len(rows) == len(self.rows) else rows[start:end]
+
+    def _keys(self, stream: Stream, offsets: range) -> Words:
+        """[B, J] keys of the positions `offsets` after each row's committed tokens."""
+        if stream not in self._seeds:
+            seeds = absorb(np.zeros(1, dtype=np.uint64), words([row.seed for row in self.rows]))
+            self._seeds[stream] = absorb(seeds, words([stream]))
+        begin = words([len(row.tokens) for row in self.rows])[:, None]
+        keys = absorb(self._seeds[stream][:, None], begin + words(offsets))
+        return keys if stream is Stream.TOKEN else absorb(keys, begin)
+
+
+def _one_hot(scores: Tensor) -> Tensor:
+    best, at = scores.max(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(-1, at, torch.isneginf(best).logical_not().to(scores.dtype))
+
+
+def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, Tensor]]:
+    """The sampled rows, those of equal options together, each group with the indices of its rows."""
+    groups: dict[Options, list[int]] = {}
+    for i, row in enumerate(rows):
+        p = row.params
+        if p.temperature:
+            groups.setdefault(Options(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+    for options, members in groups.items():
+        yield Warp(options, device), torch.tensor(members, device=device)

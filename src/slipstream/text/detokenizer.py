@@ -1,0 +1,124 @@
+"""Between token ids and text: the tokenizer protocol, text that arrives token by token, stop strings.
+
+This module knows neither models nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.sampling.params import SamplingParams
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """What Slipstream needs of a tokenizer."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects at its beginning."""
+
+    def bare(self, text: str) -> list[int]:
+        """Token ids of a text and nothing else."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text to id, added tokens included."""
+
+
+class TextStream:
+    """Turns token ids into text as they come, never showing half a character.
+
+    Only the tokens since the last finished piece are decoded, so the cost per token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._done = self._read = 0  # ids before `_done` give context only, ids before `_read` have been emitted
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token; empty while a character is incomplete."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[self._done : self._read])
+        now = self._tokenizer.decode(self._ids[self._done :])
+        if len(now) <= len(before) or now.endswith(BROKEN):
+            return ""
+        self._done, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        before = self._tokenizer.decode(self._ids[self._done : self._read])
+        self._read = len(self._ids)
+        return self._tokenizer.decode(self._ids[self._done :])[len(before) :]
+
+
+class StopStrings:
+    """Watches text for the first of several strings, and holds back text that may turn out to begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._pending = ""
+        self.found = False
+
+    def push(self, text: str, *, final: bool = False) -> str:
+        """The text that may be shown: cut before the first stop string, less what may still become one."""
+        if self.found:
+            return ""
+        pending = self._pending + text
+        ends = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if ends:
+            self.found, self._pending = True, ""
+            return pending[: min(ends)]
+        held = 0 if final else max((_overlap(pending, stop) for stop in self._stops), default=0)
+        self._pending = pending[len(pending) - held :]
+        return pending[: len(pending) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class VisibleText:
+    """The text of one request as its tokens come: stop strings cut it, but none before `min_tokens` tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._text, self._stops = TextStream(tokenizer), StopStrings(params.stop_strings)
+        self._unwatched = max(0, params.min_tokens - 1)
+
+    def push(self, token: int) -> str:
+        """What may be shown now."""
+        piece = self._text.push(token)
+        if self._unwatched > 0:
+            self._unwatched -= 1
+            return piece
+        return self._stops.push(piece)
+
+    def flush(self) -> str:
+        """What is left when the request is over."""
+        return self._stops.push(self._text.flush(), final=True)
+
+    def completes_stop(self, token: int) -> bool:
+        """Whether a stop string is complete with this token."""
+        self.push(token)
+        return self._stops.found
+
+
+def visible_text(tokenizer: Tokenizer, params: SamplingParams, ids: Sequence[int]) -> str:
+    """The text of a finished request."""
+    if not params.stop_strings:
+        return tokenizer.decode(ids)
+    text = VisibleText(tokenizer, params)
+    return "".join(map(text.push, ids)) + text.flush()

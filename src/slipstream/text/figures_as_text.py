@@ -1,0 +1,30 @@
+"""Figures and verdicts as the commands, the conversation and the reports write them. Nothing is computed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.certificate.parity import Difference
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage; a dash where there is none."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def verdict(difference: Difference | None) -> str:
+    """One word on whether a text equals plain decoding's."""
+    if difference is None:
+        return "identical"
+    if difference.tie:
+        gap = abs(difference.expected_gap - difference.got_gap)
+        return f"tie at {difference.position} (gap {gap:.2g}, noise {difference.noise:.2g})"
+    return f"DIFFERS at {difference.position}"
+
+
+def time_split(stats: dict[str, Any]) -> str:
+    """Where the speculative arm's time went."""
+    total = stats["total_seconds"] or 1.0
+    parts = ("prefill", "draft", "verify", "accept", "overhead")
+    shares = "  ".join(f"{part} {stats[f'{part}_seconds'] / total:.1%}" for part in parts)
+    return f"time of the speculative arm: {shares}"

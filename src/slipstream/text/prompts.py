@@ -1,0 +1,85 @@
+"""Prompts from files: JSON lines in Spec-Bench's format, or one plain text; and the set that comes with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import UsageError
+
+
+@dataclass(frozen=True)
+class NamedPrompt:
+    """A prompt and what kind it is."""
+
+    prompt: str
+    category: str = "prompt"
+
+
+def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
+    """The prompts of a file, at most `limit` of each category.
+
+    A .jsonl file holds one object per line, {"turns": [text, ...], "category": name} (the first turn is taken) or
+    {"prompt": text}. Any other file is one prompt.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"prompt file {str(path)!r} cannot be read: {error}") from error
+    if path.suffix != ".jsonl":
+        if not text.strip():
+            raise UsageError(f"prompt file {str(path)!r} is empty; allowed: a text, or .jsonl with an object per line")
+        return [NamedPrompt(text.strip(), path.stem)]
+    prompts = [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    known = sorted({p.category for p in prompts})
+    for category in categories or []:
+        if category not in known:
+            raise UsageError(f"category {category!r} is not in {str(path)!r}; allowed: {', '.join(known)}")
+    chosen = [p for p in prompts if not categories or p.category in categories]
+    if not chosen:
+        raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
+    return _limited(chosen, limit)
+
+
+def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
+    """The prompts that come with the package, at most `limit` of each category: 8 families of 5, written for it.
+
+    The file has Spec-Bench's line format: {"question_id": number, "category": name, "turns": [text]}.
+    """
+    with resources.as_file(resources.files("slipstream").joinpath("data/prompts.jsonl")) as path:
+        return read_prompts(path, categories=categories, limit=limit)
+
+
+def spread(prompts: Sequence[NamedPrompt], count: int) -> list[NamedPrompt]:
+    """`count` prompts taken evenly over the list, so that every category takes part."""
+    return [prompts[i * len(prompts) // count] for i in range(min(count, len(prompts)))]
+
+
+def _parse(line: str, path: Path, number: int) -> NamedPrompt:
+    where = f"prompt file {str(path)!r}, line {number}"
+    try:
+        item: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
+    if isinstance(item, dict):
+        turns = item.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else item.get("prompt")
+        if isinstance(text, str) and text.strip():
+            return NamedPrompt(text, str(item.get("category", path.stem)))
+    raise UsageError(f'{where}: no text; allowed: {{"prompt": text}} or {{"turns": [text, ...], "category": name}}')
+
+
+def _limited(prompts: list[NamedPrompt], limit: int | None) -> list[NamedPrompt]:
+    if limit is None:
+        return prompts
+    seen: dict[str, int] = {}
+    kept = []
+    for prompt in prompts:
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        if seen[prompt.category] <= limit:
+            kept.append(prompt)
+    return kept

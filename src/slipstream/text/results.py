@@ -1,0 +1,43 @@
+"""What a request becomes: a `Result`, or `Chunk`s as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.text import Text
+
+from slipstream.core.stats import Stats
+from slipstream.core.types import FinishReason, Origin, Round
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.round_view import round_lines, to_html
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    rounds: list[Round]
+    seed: int
+    prompt_token_ids: list[int]
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    def debug(self) -> Text:
+        """Every round as a line: accepted, rejected and target-chosen tokens, with a legend; print it with rich."""
+        return round_lines(self.rounds, self.tokenizer)
+
+    def _repr_html_(self) -> str:
+        return to_html(self.rounds, self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added. text may lag behind token_ids while a character or a stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    round: Round

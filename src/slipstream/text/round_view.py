@@ -1,0 +1,154 @@
+"""What happened round by round: accepted, rejected and target-chosen tokens, for terminals and notebooks.
+
+Every token stands between marks that need no colour: accepted as it is, rejected struck through between - signs, the
+target's own between + signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from rich.text import Text
+
+from slipstream.core.types import Round
+from slipstream.text.detokenizer import TextStream, Tokenizer
+
+Kind = Literal["accepted", "rejected", "recovered", "bonus", "plain"]
+
+STYLES: dict[Kind, str] = {
+    "accepted": "green",
+    "rejected": "red strike",
+    "recovered": "blue",
+    "bonus": "blue",
+    "plain": "",
+}
+MARKS: dict[Kind, tuple[str, str]] = {
+    "accepted": ("", ""),
+    "rejected": ("-", "-"),
+    "recovered": ("+", "+"),
+    "bonus": ("+", "+"),
+    "plain": ("", ""),
+}
+_CSS: dict[Kind, str] = {
+    "accepted": "color:#14742d",
+    "rejected": "color:#b3261e;text-decoration:line-through",
+    "recovered": "color:#1a55b0;font-weight:600",
+    "bonus": "color:#1a55b0;font-weight:600",
+    "plain": "",
+}
+_LEGEND: tuple[tuple[Kind, str], ...] = (
+    ("accepted", "accepted"),
+    ("rejected", "rejected"),
+    ("recovered", "the target's own (recovered or bonus)"),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a round and what became of it."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """One round: its pieces in order of position, and the running counts up to and including it."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    total_drafted: int
+    total_accepted: int
+
+    @property
+    def acceptance(self) -> str:
+        """The acceptance rate so far; a dash before the first draft."""
+        return f"{self.total_accepted / self.total_drafted:.0%}" if self.total_drafted else "-"
+
+    @property
+    def caption(self) -> str:
+        """Round number, accepted of drafted tokens, running acceptance rate."""
+        return f"{self.number:4} {self.num_accepted_tokens:2}/{self.num_draft_tokens:<2} {self.acceptance:>4}"
+
+
+def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[RoundView]:
+    """The rounds of one row, in order."""
+    shown = None if tokenizer is None else TextStream(tokenizer)
+    drafted = accepted = 0
+    for number, done in enumerate(rounds, 1):
+        drafted, accepted = drafted + done.num_draft_tokens, accepted + done.num_accepted_tokens
+        committed = [Piece(o, _push(shown, t)) for o, t in zip(done.origins, done.tokens, strict=True)]
+        if done.finish_reason is not None and shown is not None and committed:
+            committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
+        kept = done.num_accepted_tokens
+        rejected = [Piece("rejected", _alone(tokenizer, token)) for token in done.draft[kept:]] if done.rejected else []
+        pieces = (*committed[:kept], *rejected, *committed[kept:])
+        yield RoundView(number, pieces, done.num_draft_tokens, kept, drafted, accepted)
+
+
+def legend() -> Text:
+    """What colours and marks mean."""
+    text = Text("round accepted/drafted acceptance so far | ", "dim")
+    for kind, meaning in _LEGEND:
+        before, after = MARKS[kind]
+        text.append(f"{before}{meaning}{after}", STYLES[kind])
+        text.append("  ")
+    return text
+
+
+def round_line(view: RoundView) -> Text:
+    """One round as a line of coloured, marked text."""
+    line = Text(f"{view.caption} | ", "dim")
+    for piece in view.pieces:
+        before, after = MARKS[piece.kind]
+        line.append(f"{before}{_visible(piece.text)}{after}", STYLES[piece.kind])
+    return line
+
+
+def round_lines(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Text:
+    """All rounds of one row, a line each, with the legend."""
+    return Text("\n").join([legend(), *(round_line(view) for view in views(rounds, tokenizer))])
+
+
+def to_html(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> str:
+    """The text in the colours of its tokens, and a table of rounds to unfold."""
+    found = list(views(rounds, tokenizer))
+    text = "".join(_span(piece) for view in found for piece in view.pieces if piece.kind != "rejected")
+    lines = "".join(
+        f"<tr><td><code>{escape(view.caption)}</code></td><td>{''.join(map(_marked, view.pieces))}</td></tr>"
+        for view in found
+    )
+    marks = ", ".join(f'<span style="{_CSS[kind]}">{"".join(MARKS[kind])[:1]}{m}</span>' for kind, m in _LEGEND)
+    summary = f"{len(found)} rounds, acceptance {found[-1].acceptance}" if found else "no rounds"
+    return (
+        f'<div style="white-space:pre-wrap;font-family:monospace">{text}</div>'
+        f"<details><summary>{summary}; {marks}</summary>"
+        f'<table style="text-align:left;font-family:monospace;white-space:pre-wrap">'
+        f"<tr><th>round, accepted/drafted, so far</th><th>tokens</th></tr>{lines}</table></details>"
+    )
+
+
+def _push(shown: TextStream | None, token: int) -> str:
+    return f"[{token}]" if shown is None else shown.push(token)
+
+
+def _alone(tokenizer: Tokenizer | None, token: int) -> str:
+    return f"[{token}]" if tokenizer is None else tokenizer.decode([token])
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "\u21b5")
+
+
+def _span(piece: Piece) -> str:
+    return f'<span style="{_CSS[piece.kind]}">{escape(piece.text)}</span>'
+
+
+def _marked(piece: Piece) -> str:
+    before, after = MARKS[piece.kind]
+    return f'<span style="{_CSS[piece.kind]}">{before}{escape(_visible(piece.text))}{after}</span>'

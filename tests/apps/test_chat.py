@@ -1,0 +1,180 @@
+"""A conversation: its prompts, interruption, what the memory saves, and the command line from a pipe."""
+
+import io
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+from talk import Recorder, face, letters, refused, toy, type_in
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps import cli
+from slipstream.apps.chat.conversation import Chat
+from slipstream.apps.cli import chat as chat_cli
+from slipstream.certificate.parity import first_difference
+
+
+def test_an_answer_streams_and_is_the_decoders_own() -> None:
+    chat = toy()
+    type_in(chat, "The heron")
+    expected = SpeculativeDecoder("toy").generate("The heron", chat.params, chat=False)
+    assert "".join(face(chat).pieces) == expected.text + "\n"
+    assert chat.last.token_ids == expected.token_ids and len(face(chat).pieces) > 2
+    assert face(chat).notes[-1].startswith("24 tokens, ") and face(chat).notes[-1].endswith("ended by length")
+    assert "acceptance rate" in face(chat).notes[-1] and "block efficiency" in face(chat).notes[-1]
+
+
+def test_a_model_without_a_template_continues_the_text_and_says_so_once() -> None:
+    chat = toy()
+    type_in(chat, "/system once", "The heron", "A sparrow")
+    first, second = chat.turns
+    assert chat.decoder.tokenizer is not None
+    assert chat.decoder.tokenizer.decode(second.prompt_ids) == f"once\nThe heron{first.answer}\nA sparrow"
+    assert sum("no chat template" in note for note in face(chat).notes) == 1
+
+
+def test_a_template_gets_the_whole_conversation() -> None:
+    chat = letters(reproducible=False)
+    type_in(chat, "/system be kind", "hello", "again")
+    answer = chat.turns[0].answer
+    assert chat.messages[:3] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": answer},
+    ]
+    assert chat.turns[1].prompt_ids == chat.decoder.encode([*chat.messages[:3], {"role": "user", "content": "again"}])
+
+
+def test_the_second_turn_computes_only_what_is_new() -> None:
+    chat = letters(reproducible=False)
+    type_in(chat, "one two three " * 5, "four", "five")
+    for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
+        known = [*before.prompt_ids, *before.token_ids]
+        assert turn.prompt_ids[: len(known)] == known  # the answer re-encodes to the tokens it was made of
+        # the last token of an answer is not in the memory yet
+        assert turn.prefilled == len(turn.prompt_ids) - len(known) + 1
+
+
+@pytest.mark.parametrize("whole_chunks", [False, True])
+def test_reproducible_turns_reuse_memory_and_say_what_an_empty_memory_says(whole_chunks: bool) -> None:
+    chat = letters(reproducible=True)
+    session = chat.decoder._target_session
+    if whole_chunks:  # as where prompt chunks do not agree to the bit with narrow forwards
+        session.shapes = replace(session.shapes, reuse=session.shapes.chunk)
+    elif session.shapes.reuse > 1:
+        pytest.skip("prompt chunks do not agree with narrow forwards on this machine")
+    type_in(chat, "one two three " * 20, "four five six " * 20, "seven")
+    for before, turn in zip(chat.turns, chat.turns[1:], strict=False):
+        known = [*before.prompt_ids, *before.token_ids]
+        reused = (len(before.prompt_ids) - 1) // 256 * 256 if whole_chunks else len(known) - 1
+        left = 1 if whole_chunks else 0  # the last token of a prompt has a forward of its own there
+        assert reused >= 256 and turn.prefilled == len(turn.prompt_ids) - left - reused
+        chat.decoder.forget()
+        assert chat.decoder.generate(turn.prompt_ids, turn.params).token_ids == turn.token_ids
+
+
+def test_reuse_ends_where_an_answer_re_encodes_differently() -> None:
+    chat = letters(reproducible=False)
+    chat.params = SamplingParams(max_tokens=20, temperature=1.0, seed=0, logit_bias={1: 8.0}, ignore_eos=True)
+    type_in(chat, "one two three " * 5, "four")
+    first, second = chat.turns
+    assert 1 in first.token_ids  # a special token, which has no text
+    shared = first_difference(second.prompt_ids, [*first.prompt_ids, *first.token_ids])
+    assert shared is not None and len(first.prompt_ids) <= shared
+    assert second.prefilled == len(second.prompt_ids) - shared
+
+
+def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: None) -> None:
+    chat = toy(max_tokens=60)
+    face(chat).stop_after = 5
+    type_in(chat, "The heron")
+    turn = chat.last
+    assert turn.finish_reason == "interrupted" and len(turn.rounds) == 5
+    assert turn.answer == "".join(face(chat).pieces[:-1]) and "ended by interrupted" in face(chat).notes[-1]
+    type_in(chat, "The sparrow")
+    assert chat.decoder.tokenizer is not None and turn.answer in chat.decoder.tokenizer.decode(chat.last.prompt_ids)
+    fresh = SpeculativeDecoder("toy").generate(chat.last.prompt_ids, chat.params)
+    assert fresh.token_ids == chat.last.token_ids
+
+
+@pytest.mark.parametrize("forward", [1, 2, 4])
+def test_interruption_inside_a_forward_leaves_the_memory_right(forward: int, monkeypatch, cache_audit: None) -> None:
+    chat = letters(reproducible=False)
+    backend, calls = chat.decoder.target.backend, iter(range(1, 1000))
+    run = backend._eager
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        out = run(*args, **options)
+        if next(calls) == forward:
+            raise KeyboardInterrupt
+        return out
+
+    monkeypatch.setattr(backend, "_eager", interrupted)
+    type_in(chat, "one two three")
+    dropped = "interrupted before the first token: nothing is kept"
+    assert (len(chat.turns) == 0) == (forward < 2) == (dropped in face(chat).notes)
+    monkeypatch.undo()
+    type_in(chat, "one two four")
+    chat.decoder.forget()
+    assert chat.decoder.generate(chat.last.prompt_ids, chat.params).token_ids == chat.last.token_ids
+
+
+def test_an_answer_is_cut_to_the_context_with_a_note_and_a_full_context_is_refused() -> None:
+    chat = letters(reproducible=False)
+    type_in(chat, "/length 100", "a" * 950)
+    assert len(chat.last.token_ids) < 100 and any("room for" in note for note in face(chat).notes)
+    assert "/reset" in refused(chat, "b" * 200)
+    type_in(Chat(chat.decoder, Recorder(), chat.params), "after a reset all is well")
+
+
+def test_a_model_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Chat(SpeculativeDecoder(tiny.shared("llama"), reproducible=False), Recorder())
+
+
+def piped(monkeypatch, capsys, text: str, *flags: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", *flags])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(done.value.code or 0), captured.out, captured.err
+
+
+def test_a_pipe_is_read_line_by_line(monkeypatch, capsys) -> None:
+    text = "/help quit\nThe heron\n/gama\n/quit\nnever reached\n"
+    code, out, err = piped(monkeypatch, capsys, text, "--max-tokens", "12", "--system", "A :fish: [b]story[/b].")
+    decoder = SpeculativeDecoder("toy")
+    answer = decoder.generate("A :fish: [b]story[/b].\nThe heron", SamplingParams(max_tokens=12), chat=False).text
+    assert code == 0 and out == f"/quit                 leave\n{answer}\n"
+    assert "12 tokens, " in err and "did you mean /gamma" in err
+
+
+def test_text_is_printed_as_it_is(capsys) -> None:
+    screen = chat_cli.Screen()
+    screen.piece("a :fish: [bold]b[/bold]\n")
+    screen.say("c :fish: [red]")
+    screen.error("d [e] :fish:")
+    captured = capsys.readouterr()
+    assert captured.out == "a :fish: [bold]b[/bold]\nc :fish: [red]\n" and captured.err == "error: d [e] :fish:\n"
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_missing_prompt_toolkit_and_a_bad_history_are_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "argv", ["slipstream", "chat", "--target", "toy", "--history", "/dev/null/x/y"])
+    for find, part, code in (
+        (lambda _: None, "run: pip install prompt_toolkit", 1),
+        (lambda _: True, "--history '/dev/null/x/y' cannot be written", 2),
+    ):
+        monkeypatch.setattr(sys, "stdin", Keyboard())
+        monkeypatch.setattr(chat_cli, "find_spec", find)
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert done.value.code == code and part in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,162 @@
+"""Every slash command of a conversation does what it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from talk import face, refused, toy, type_in
+
+from slipstream import drafters
+from slipstream.apps.chat.slash_commands import COMMANDS
+from slipstream.certificate.wrong_rules import load_wrong_rule
+
+
+def test_help_lists_every_command_and_explains_one() -> None:
+    chat = toy()
+    assert all(name in type_in(chat, "/help") for name in COMMANDS)
+    assert type_in(chat, "/help gamma").startswith("/gamma N|auto")
+
+
+def test_speculative_off_is_plain_decoding_of_the_same_text() -> None:
+    chat = toy()
+    type_in(chat, "The heron", "/speculative off", "/retry")
+    plain = chat.last
+    assert len(chat.turns) == 1 and plain.drafter == "none" and plain.stats.num_draft_tokens == 0
+    type_in(chat, "/speculative on", "/retry")
+    assert chat.last.stats.num_draft_tokens > 0 and chat.last.token_ids == plain.token_ids
+
+
+def test_drafter_gamma_and_their_alias() -> None:
+    chat = toy()
+    assert "ngram:3" in type_in(chat, "/drafter ngram:3")
+    for line, width in (("/gamma 2", 2), ("/length-of-draft 5", 5), ("/set num_draft_tokens 3", 3)):
+        type_in(chat, line, "The heron looked at the water. The heron looked")
+        assert max(r.num_draft_tokens for r in chat.last.rounds) == width
+    assert type_in(chat, "/gamma auto") == "draft length: auto"
+
+
+def test_draft_and_target_are_exchanged_and_the_conversation_stays() -> None:
+    chat = toy()
+    assert type_in(chat, "The heron", "/draft toy:2") == "draft model: toy:2, drafter: hybrid"
+    type_in(chat, "The sparrow")
+    assert chat.last.drafter == "hybrid" and "loading toy:2 ..." in face(chat).notes
+    assert type_in(chat, "/target toy:3") == "target: toy:3"
+    assert chat.decoder.draft is not None and len(chat.turns) == 2
+    assert "/retry" in refused(chat, "/compare")  # another model's answer proves nothing
+    face(chat).errors.clear()
+    assert type_in(chat, "/draft none") == "draft model: none, drafter: suffix"
+
+
+def test_a_failed_load_keeps_the_old_models(tmp_path: Path) -> None:
+    chat = toy(draft="toy:2")
+    old = chat.decoder
+    assert "nowhere" in refused(chat, "/target ./nowhere")
+    tiny.shared("llama").save_pretrained(tmp_path)
+    assert "has 61 logits, target 'toy' has 257, and no tokenizers" in refused(chat, f"/draft {tmp_path}")
+    assert chat.decoder is old
+
+
+def test_running_out_of_memory_while_loading_is_one_line(monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory\nand a stack")
+
+    chat = toy()
+    monkeypatch.setattr("slipstream.assembly.load", fail)
+    assert refused(chat, "/draft toy:2") == "toy:2 could not be loaded: not enough memory"
+
+
+def test_a_seed_repeats_a_sampled_answer_and_none_draws_another() -> None:
+    chat = toy(max_tokens=40)
+    type_in(chat, "/sampling multinomial", "/seed 5", "The heron")
+    first = chat.last.token_ids
+    type_in(chat, "/retry")
+    assert chat.last.token_ids == first
+    type_in(chat, "/seed none", "/retry")
+    assert chat.last.params.seed not in (5, None)
+    type_in(chat, f"/seed {chat.last.params.seed}")
+    drawn = chat.last.token_ids
+    type_in(chat, "/retry")
+    assert chat.last.token_ids == drawn
+
+
+def test_cache_shows_clears_and_switches_the_memory() -> None:
+    chat = toy(draft="toy:2")
+    assert type_in(chat, "/cache") == "cache: on; the memory holds 0 tokens, the draft model's 0"
+    type_in(chat, "The heron")
+    length = len(chat.last.prompt_ids) + len(chat.last.token_ids)
+    assert f"holds {length - 1} tokens" in type_in(chat, "/cache")
+    type_in(chat, "The sparrow")
+    assert chat.last.prefilled < length
+    assert "holds 0 tokens" in type_in(chat, "/cache clear") and chat.cache
+    assert type_in(chat, "/cache off").startswith("cache: off")
+    type_in(chat, "A fish", "A stone")
+    assert all(turn.prefilled == len(turn.prompt_ids) - 1 for turn in chat.turns[2:])
+
+
+def test_debug_shows_the_rounds() -> None:
+    chat = toy()
+    type_in(chat, "/debug on", "The heron looked at the water. The heron looked")
+    view = face(chat).said[-1]
+    assert len(view.splitlines()) == 1 + len(chat.last.rounds) and "accepted" in view
+    type_in(chat, "/debug off", "/retry")
+    assert face(chat).said[-1] == "debug: off"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3, "min_tokens": 9}])
+def test_compare_finds_the_same_text_even_when_interrupted(options: dict[str, Any]) -> None:
+    chat = toy(max_tokens=40, **options)
+    for stop in (None, 3):
+        face(chat).stop_after = stop
+        type_in(chat, "The heron")
+        line = type_in(chat, "/compare")
+        assert line.endswith("text identical") and line.count("tok/s") == 2
+
+
+def test_compare_catches_a_wrong_text() -> None:
+    chat = toy(max_tokens=60, draft="toy:2")
+    chat.decoder = chat.decoder.using(acceptance=load_wrong_rule("first-mismatch-kept"))
+    assert "text DIFFERS at" in type_in(chat, "The heron", "/compare")
+
+
+def test_acceptance_says_when_it_is_lossy() -> None:
+    chat = toy(draft="toy:2")
+    assert "lossy" in type_in(chat, "/acceptance typical") and not chat.decoder.lossless
+    assert type_in(chat, "/acceptance block") == "acceptance: block"
+
+
+def test_stats_reset_and_save(tmp_path: Path) -> None:
+    chat, file = toy(), tmp_path / "talk.json"
+    face(chat).stop_after = 3
+    type_in(chat, "/system Once", "The heron", "The sparrow")
+    said = type_in(chat, "/stats")
+    tokens = sum(len(turn.token_ids) for turn in chat.turns)
+    assert said.startswith("2 turns, 1 interrupted") and f"{tokens} tokens, " in said
+    type_in(chat, f"/save {file}")
+    saved = json.loads(file.read_text())
+    assert saved["messages"] == chat.messages and saved["target"] == "toy"
+    assert [turn["finish_reason"] for turn in saved["turns"]] == ["interrupted", "length"]
+    assert saved["turns"][1]["token_ids"] == chat.last.token_ids
+    type_in(chat, "/reset")
+    assert chat.turns == [] and chat.system == "Once" and type_in(chat, "/stats") == "0 turns, 0 interrupted"
+
+
+def test_filler_is_the_tables_fill_or_says_that_there_is_none(monkeypatch) -> None:
+    chat = toy()
+    assert type_in(chat, "/filler on") == "filler: on, drafter: table:fill"
+    type_in(chat, "The heron looked at the water. The heron")
+    assert chat.last.stats.num_draft_tokens > 0
+    assert type_in(chat, "/filler off") == "filler: off, drafter: table"
+    assert type_in(chat, "/drafter table:4", "/filler on") == "filler: on, drafter: table:4+fill"
+    assert type_in(chat, "/filler off") == "filler: off, drafter: table:4"
+    assert type_in(chat, "/drafter ngram", "/filler off") == "filler: off, drafter: ngram"
+    monkeypatch.setattr(drafters, "names", lambda: ["ngram"])
+    assert "'ngram_table'" in refused(chat, "/filler on")
+
+
+def test_quit_closes() -> None:
+    for line in ("/quit", "/exit"):
+        chat = toy()
+        type_in(chat, line)
+        assert chat.closed

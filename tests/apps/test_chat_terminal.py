@@ -1,0 +1,154 @@
+"""The conversation at a real terminal: typed, completed, interrupted and left."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.apps.chat.slash_commands import COMMANDS
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed")
+START, ANSWER = 90.0, 45.0  # seconds: limits, not waits
+
+
+class Terminal:
+    """A chat in a tmux session of its own."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._socket, self.history = f"slipstream-{os.getpid()}-{folder.name}", folder / "history"
+        program = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
+        chat = [*program, "chat", "--target", "toy", "--history", str(self.history), *flags]
+        start = ("new-session", "-d", "-x", "110", "-y", "40", "-c", str(folder))
+        where = ("-e", f"SLIPSTREAM_MODELS={folder}", "-e", "HF_HUB_OFFLINE=1")
+        self._tmux("-f", os.devnull, *start, *where, f"{shlex.join(chat)}; echo ended with $?; exec sleep 600")
+
+    def _tmux(self, *arguments: str) -> str:
+        done = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    @property
+    def screen(self) -> str:
+        """What is to be seen, with what has scrolled away and without empty lines at the end."""
+        return self._tmux("capture-pane", "-p", "-J", "-S", "-1000").rstrip("\n")
+
+    def wait_for(self, *parts: str, limit: float = ANSWER) -> str:
+        """The screen, as soon as it shows all the parts."""
+        end = time.monotonic() + limit
+        while not all(part in (screen := self.screen) for part in parts):
+            assert time.monotonic() < end, f"no {parts} after {limit} s:\n{screen}"
+            time.sleep(0.05)
+        return screen
+
+    def press(self, *keys: str) -> None:
+        self._tmux("send-keys", *keys)
+
+    def type(self, line: str) -> None:
+        """Type a line on an emptied screen."""
+        self.press("C-l")
+        end = time.monotonic() + ANSWER
+        while self._tmux("capture-pane", "-p").strip() != ">":
+            assert time.monotonic() < end, f"no empty prompt:\n{self.screen}"
+            time.sleep(0.05)
+        self._tmux("clear-history")
+        self._tmux("send-keys", "-l", line)
+        self.press("Enter")
+
+    def wait_for_end(self) -> int:
+        """The exit code."""
+        return int(self.wait_for("ended with ").rpartition("ended with ")[2])
+
+    def close(self) -> None:
+        self._tmux("kill-server")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    made = Terminal(tmp_path, "--max-tokens", "24")
+    try:
+        made.wait_for("/help lists the commands", "\n>", limit=START)
+        yield made
+    finally:
+        made.close()
+
+
+COMMAND_LINES = [
+    ("/help", "/quit"),
+    ("/draft toy:2", "drafter: hybrid"),
+    ("/drafter ngram", "drafter: ngram"),
+    ("/gamma 3", "draft length: 3"),
+    ("/acceptance match", "acceptance: match"),
+    ("/length 30", "max_tokens: 30"),
+    ("/seed 7", "seed: 7"),
+    ("/sampling nucleus 0.7 0.9", "temperature=0.7, top_k=0, top_p=0.9"),
+    ("/set repetition_penalty 1.1", "repetition_penalty: 1.1"),
+    ("/filler off", "filler: off"),
+    ("/system A fable.", "system: A fable."),
+    ("/debug on", "debug: on"),
+    ("/retry", "accepted/drafted"),
+    ("/debug off", "debug: off"),
+    ("/compare", "text identical"),
+    ("/speculative off", "speculative: off, drafter: none"),
+    ("/cache", "cache: on; the memory holds"),
+    ("/stats", "2 turns, 0 interrupted"),
+    ("/target toy:4", "target: toy:4"),
+    ("/save talk.json", "2 turns written to talk.json"),
+    ("/reset", "the conversation is empty"),
+    ("/gama 3", "did you mean /gamma"),
+]
+
+
+def test_a_conversation_from_beginning_to_end(terminal: Terminal, tmp_path: Path) -> None:
+    assert {line.split()[0] for line, _ in COMMAND_LINES} | {"/quit"} >= set(COMMANDS)
+    terminal.type("The heron")
+    terminal.wait_for("24 tokens, ", "ended by length", "no chat template")
+    terminal.type("The sparrow")
+    assert "no chat template" not in terminal.wait_for("24 tokens, ", "ended by length")
+    for line, expected in COMMAND_LINES:
+        terminal.type(line)
+        terminal.wait_for(expected)
+    assert len(json.loads((tmp_path / "talk.json").read_text())["turns"]) == 2
+
+    terminal.type("/sampling greedy")
+    terminal.wait_for("temperature=0.0")
+    terminal.type("/set ignore_eos on")
+    terminal.wait_for("ignore_eos: True")
+    terminal.type("/length 40000")
+    terminal.wait_for("max_tokens: 40000")
+    terminal.type("The heron")
+    terminal.wait_for(" slow")  # the answer has begun
+    terminal.press("C-c")
+    terminal.wait_for("none: acceptance rate", "ended by interrupted")
+    terminal.type("/stats")
+    terminal.wait_for("1 turns, 1 interrupted")
+
+    terminal.type("/quit")
+    assert terminal.wait_for_end() == 0
+    assert "+/gama 3" in terminal.history.read_text()
+
+
+def test_editing_completion_and_the_ways_out(terminal: Terminal) -> None:
+    terminal.press("/", "s", "p", "e")
+    terminal.wait_for("/speculative")  # on offer below the line
+    terminal.press("Tab")
+    terminal.wait_for("> /speculative")
+    terminal.press("C-c")
+    terminal.wait_for("Ctrl-D or /quit leaves\n>")
+    terminal.type("/length 5")
+    terminal.wait_for("max_tokens: 5")
+    terminal.press("C-l", "o", "n", "e", "M-Enter", "t", "w", "o")
+    terminal.wait_for("> one\n  two")
+    terminal.press("Enter")
+    terminal.wait_for("5 tokens, ")
+    terminal.press("C-l", "Up", "Up", "Up")
+    terminal.wait_for("> /length 5")
+    terminal.press("C-c")
+    terminal.wait_for("leaves\n>")
+    terminal.press("C-d")
+    assert terminal.wait_for_end() == 0

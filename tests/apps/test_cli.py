@@ -1,0 +1,210 @@
+"""The command line as a stranger meets it: output, exit codes, one clear line for every mistake."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream import __version__
+from slipstream.apps import cli
+from slipstream.apps.cli import compare
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    captured = capsys.readouterr()
+    code = done.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+TOY = ("--target", "toy")
+PROMPT = ("-p", "The heron")
+LENGTH = ("--num-draft-tokens", "3")  # "auto" may find, on a busy machine, that a toy's draft does not pay
+
+
+def test_generate_writes_the_text_and_the_full_result(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    code, out, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "--max-tokens", "40", "--json", str(file))
+    result = json.loads(file.read_text())["results"][0]
+    assert code == 0 and out.strip() == result["text"].strip() and "tok/s" in err
+    assert result["stats"]["num_output_tokens"] == len(result["token_ids"]) == 40
+
+
+def test_generate_runs_several_prompts_as_a_batch_in_order(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--max-tokens", "20", "--json", str(file))
+    code, _, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "-p", "A sparrow", *flags)
+    batch = [r["token_ids"] for r in json.loads(file.read_text())["results"]]
+    alone = []
+    for prompt in ("The heron", "A sparrow"):
+        assert run(capsys, monkeypatch, "generate", *TOY, "-p", prompt, *flags)[0] == 0
+        alone += [r["token_ids"] for r in json.loads(file.read_text())["results"]]
+    assert code == 0 and batch == alone
+
+
+def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ("compare", *TOY, "--draft", "toy:3", *LENGTH, *PROMPT, "-p", "A fish", "--batch", "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, *arguments)
+    report = json.loads(file.read_text())
+    assert code == 0 and "identical" in out
+    assert report["summary"]["arms"]["speculative"]["identical"] == 2 == report["summary"]["batch"]["identical"]
+    assert report["summary"]["stats"]["num_draft_tokens"] > 0
+
+
+def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypatch) -> None:
+    from slipstream.certificate.wrong_rules import load_wrong_rule
+
+    right = compare.load_decoder
+    wrong = load_wrong_rule("first-mismatch-kept")
+    monkeypatch.setattr(compare, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
+    code, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT)
+    assert code == 1 and "differ from plain decoding" in err
+
+
+def test_lossy_rules_are_announced(capsys, monkeypatch) -> None:
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY, "--draft", "toy:2", *PROMPT, "--acceptance", "topk:5")
+    assert code == 0 and "topk:5 is lossy" in err
+
+
+def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The heron looked at"}\n{"turns": ["A sparrow"], "category": "birds"}\n')
+    arguments = ("verify", *TOY, "--draft", "toy:2", "--prompt-file", str(prompts), "--budget", "1")
+    code, out, _ = run(capsys, monkeypatch, *arguments)
+    assert code == 0 and "VERIFIED" in out
+    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "law-of-next-position")
+    assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
+
+
+WRONG_USE = [
+    (("generate", *TOY), "exactly one of them"),
+    (("generate", *TOY, *PROMPT, "--temperature", "-1"), "temperature=-1.0; allowed"),
+    (("generate", *TOY, *PROMPT, "--temperature", "warm"), "--temperature"),
+    (("generate", *TOY, *PROMPT, "--max-tokens", "0"), "max_tokens=0; allowed"),
+    (("generate", *TOY, *PROMPT, "--no-such-flag"), "--no-such-flag"),
+    (
+        ("generate", *TOY, *PROMPT, "--drafter", "magic"),
+        "drafter='magic'; allowed: auto, hybrid, layer_skip, model, ngram, ngram_table",
+    ),
+    (("generate", *TOY, *PROMPT, "--acceptance", "magic"), "acceptance='magic'; allowed"),
+    (("generate", *TOY, *PROMPT, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),
+    (("generate", *TOY, *PROMPT, "--load-options", "{"), "is not JSON"),
+    (("generate", *TOY, *PROMPT, "--logit-bias", "x=1"), "TOKEN_ID=NUMBER"),
+    (("generate", *TOY, *PROMPT, "--drafter", "model"), "needs a draft model"),
+    (("generate", *TOY, *PROMPT, "--dtype", "float32"), "loaded already"),
+    (("generate", "--target", "/no/such/folder", *PROMPT), "'/no/such/folder' is not a folder"),
+    (("generate", "--target", "missing.gguf", *PROMPT), "'missing.gguf' does not exist"),
+    (("generate", *TOY, "--prompt-file", "missing.txt"), "'missing.txt' cannot be read"),
+    (("generate", *TOY, *PROMPT, "--category", "x"), "--prompt-file"),
+    (("generate", *TOY, *PROMPT, "--json", "/no/such/folder/x.json"), "cannot be written"),
+    (("generate", *TOY, *PROMPT, "--config", "missing.json"), "cannot be read"),
+    (("compare", *TOY, *PROMPT, "--hf"), "no Hugging Face model"),
+    (("frobnicate",), "frobnicate"),
+]
+
+
+@pytest.mark.parametrize("arguments,message", WRONG_USE, ids=lambda value: " ".join(value)[-40:] if value else "")
+def test_wrong_use_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message: str) -> None:
+    code, _, err = run(capsys, monkeypatch, *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in err
+
+
+def test_a_damaged_prompt_file_names_the_line(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"turns": []}\n')
+    code, _, err = run(capsys, monkeypatch, "compare", *TOY, "--prompt-file", str(file))
+    assert code == 2 and "line 2" in err
+
+
+def test_settings_come_from_a_config_file_and_unknown_keys_are_refused(capsys, monkeypatch, tmp_path: Path) -> None:
+    file, report = tmp_path / "config.json", tmp_path / "out.json"
+    file.write_text('{"drafter": "none"}')
+    flags = ("--config", str(file), "--json", str(report))
+    assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)[0] == 0
+    assert json.loads(report.read_text())["results"][0]["stats"]["num_draft_tokens"] == 0
+    file.write_text('{"speed": 11}')
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)
+    assert code == 2 and "unknown key 'speed'" in err
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags, "--drafter", "none")
+    assert code == 2 and "one or the other" in err
+
+
+def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -> None:
+    from slipstream.decoder import SpeculativeDecoder
+
+    whole, file = SpeculativeDecoder.rounds, tmp_path / "out.json"
+
+    def interrupted(self, *args, **kwargs):
+        for number, done in enumerate(whole(self, *args, **kwargs)):
+            if number == 6:
+                raise KeyboardInterrupt
+            yield done
+
+    monkeypatch.setattr(SpeculativeDecoder, "rounds", interrupted)
+    flags = ("--drafter", "none", "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "-p", "A sparrow", *flags)
+    results = json.loads(file.read_text())["results"]
+    assert code == 0 and [r["finish_reason"] for r in results] == ["interrupted"] * 2
+    assert all(len(r["token_ids"]) == 3 and r["text"] in out for r in results)
+
+
+def test_the_installed_command_starts_and_names_its_version() -> None:
+    command = [str(Path(sys.executable).with_name("slipstream")), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == __version__
+
+
+NAMES = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+
+
+@pytest.mark.parametrize("command", [*NAMES, "models", "models check"])
+def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
+    code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
+    assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
+    assert ("--json" in out) == (command not in ("chat", "report"))
+
+
+def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    code, out, _ = run(capsys, monkeypatch, "models", "check", "toy", "toy:2", "--json", str(file))
+    assert code == 0 and "usable as is" in out and json.loads(file.read_text())["usable"]
+    code, _, err = run(capsys, monkeypatch, "models", "check", "toy", "/nowhere/at/all")
+    assert code == 2 and "/nowhere/at/all" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", [("-p", "A sparrow"), ()])
+def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    arguments = (
+        "generate",
+        *TOY,
+        "--draft",
+        "toy:2",
+        *LENGTH,
+        *PROMPT,
+        *more,
+        "--max-tokens",
+        "20",
+        "--json",
+        str(file),
+    )
+    _, _, err = run(capsys, monkeypatch, *arguments, "--debug")
+    results = json.loads(file.read_text())["results"]
+    assert sum(r["stats"]["num_rounds"] for r in results) == sum(
+        " | " in line and "/" in line[:10] for line in err.splitlines()
+    )
+    assert "-rejected-" in err
+    assert "-rejected-" not in run(capsys, monkeypatch, *arguments)[2]
+
+
+def test_compare_and_demo_take_debug(capsys, monkeypatch) -> None:
+    _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
+    assert "-rejected-" in err

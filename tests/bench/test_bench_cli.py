@@ -1,0 +1,235 @@
+"""`slipstream bench` as a stranger meets it: tables, records, exit codes, one clear line for every mistake."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import run
+
+from slipstream.apps.cli import bench
+from slipstream.bench.arms import parse_arms, reference_of
+from slipstream.bench.records import FILE, read_records
+from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+
+PLANS = Path(__file__).parents[2] / "benchmarks"
+PROMPTS = ({"prompt": "The heron looked", "category": "birds"}, {"prompt": "a fish, a fish", "category": "fish"})
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> tuple[str, ...]:
+    """The arguments every call shares."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    models = ("--target", "toy", "--draft", "toy:2", "--prompt-file", str(file))
+    return ("bench", *models, "--max-tokens", "16", "--predict", "0", "--repeats", "2", "--out", str(tmp_path / "runs"))
+
+
+def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    report = tmp_path / "out.json"
+    options = ("--arms", "none,ngram@3,model@4", "--batch-sizes", "1,2", "--json", str(report))
+    code, out, err = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0
+    assert "batch size 1; speed-up against none" in out and "batch size 2" in out
+    assert re.search(r"ngram@3 .*x .*2 identical", out) and "where the time went" in out and "birds" in out
+    assert "1/3 birds/1, batch 1: none" in err and "3/3 birds/1, fish/1, batch 2" in err
+    header, runs = read_records(tmp_path / "runs")
+    assert len(runs) == 3 * 2 * 3 and header.settings["arms"] == ["none", "ngram@3", "model@4"]
+    told = json.loads(report.read_text())
+    assert told["settings"] == header.settings and len(told["summary"]) == 6
+    ngram = next(one for one in told["summary"] if (one["arm"], one["batch"]) == ("ngram@3", 1))
+    assert ngram["verdicts"]["identical"] == 2 and set(ngram["families"]) == {"birds", "fish"}
+    assert ngram["speed"]["tokens"] == 32 and ngram["speed"]["speed_up"]["low"] > 0
+    assert sum(ngram["time_split"].values()) == pytest.approx(1.0)
+
+
+def test_it_goes_on_where_it_was_and_refuses_other_settings(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    assert run(capsys, monkeypatch, *toy)[0] == 0
+    file = tmp_path / "runs" / FILE
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:4]) + lines[4][:30])
+    code, _, err = run(capsys, monkeypatch, *toy)
+    assert code == 0 and "3 of 8 measurements are there already" in err
+    again = file.read_bytes()
+    assert again.startswith(b"".join(lines[:4])) and len(again.splitlines()) == len(lines)
+    code, _, err = run(capsys, monkeypatch, *toy, "--temperature", "0.5")
+    assert code == 2 and "was begun with params.temperature=0.0, now 0.5" in err and len(err.splitlines()) == 1
+    assert file.read_bytes() == again
+
+
+def test_defaults_are_plain_decoding_and_the_decoders_own_drafter(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    assert run(capsys, monkeypatch, *toy, "--drafter", "ngram_table", "--num-draft-tokens", "3")[0] == 0
+    header, runs = read_records(tmp_path / "runs")
+    assert header.settings["arms"] == ["none", "ngram_table"]
+    lengths = {len(done["draft"]) for one in runs if one.arm == "ngram_table" and one.rounds for done in one.rounds}
+    assert 0 < max(lengths) <= 3
+
+
+def test_the_builtin_prompts_are_the_default(capsys, monkeypatch, tmp_path: Path) -> None:
+    options = ("--limit", "1", "--max-tokens", "4", "--repeats", "1", "--predict", "0", "--out", str(tmp_path))
+    assert run(capsys, monkeypatch, "bench", "--target", "toy", *options)[0] == 0
+    families = {one.family for one in read_records(tmp_path)[1]}
+    assert {"code", "summary"} <= families and all("/" in one.prompts[0] for one in read_records(tmp_path)[1])
+
+
+def test_a_wrong_lossless_arm_is_exit_code_1_a_lossy_one_is_not(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    right = bench.load_decoder
+    wrong = load_wrong_rule("first-mismatch-kept")
+    monkeypatch.setattr(bench, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
+    code, out, err = run(capsys, monkeypatch, *toy, "--arms", "none,model@4")
+    assert code == 1 and "DIFFERENT" in out
+    assert re.search(r"error: arm model@4, batch 1: \d of 2 texts differ from plain decoding", err)
+    monkeypatch.setattr(bench, "load_decoder", right)
+    options = ("--out", str(tmp_path / "lossy"), "--arms", "none,model@4/topk:10")
+    code, out, err = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0 and "different" in out and "DIFFERENT" not in out
+    assert "model@4/topk:10 (lossy)" in out and "topk:10 is lossy" in err
+
+
+def test_a_failed_arm_has_a_line_and_no_number(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    class Broken(bench.Lineup):
+        def generate(self, arm: Any, prompts: Any, params: Any) -> Any:
+            if arm.name == "ngram":
+                raise MemoryError("no [room] left")
+            return super().generate(arm, prompts, params)
+
+    monkeypatch.setattr(bench, "Lineup", Broken)
+    code, out, err = run(capsys, monkeypatch, *toy, "--arms", "none,ngram")
+    assert code == 1 and re.search(r"ngram +failed", out) and "MemoryError: no [room] left" in out
+    assert "ngram FAILED" in err and "error: arm ngram, batch 1: 4 of its runs failed: MemoryError: no [room]" in err
+    assert re.search(r"none +[\d.]+ ", out)
+
+
+def test_predictions_stand_beside_what_was_observed(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    report = tmp_path / "out.json"
+    options = ("--predict", "0.2", "--arms", "none,model@2", "--json", str(report))
+    code, out, _ = run(capsys, monkeypatch, *toy, *options)
+    none, model = json.loads(report.read_text())["summary"]
+    assert code == 0 and "predicted" in out and none["prediction"] is None
+    assert model["prediction"]["predicted"] > 0 and model["prediction"]["observed"] > 0
+
+
+def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monkeypatch, toy) -> None:
+    options = ("--predict", "0.05", "--simulate", "--arms", "none,model@2", "--report")
+    code, first, _ = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0
+    monkeypatch.setattr(bench, "load_decoder", lambda *args: pytest.fail("a model was loaded"))
+    code, again, err = run(capsys, monkeypatch, *toy, *options)
+    assert code == 0 and again == first and "all 8 measurements are there already" in err and "report.html" in err
+    assert run(capsys, monkeypatch, *toy, *options[:-3], "--arms", "none,model@2")[1] in first
+    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # other seconds are measured anew
+        run(capsys, monkeypatch, *toy, "--predict", "0.07", *options[2:])
+
+
+def test_simulations_stand_below_the_tables_and_in_the_report(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    file = tmp_path / "out.json"
+    options = ("--predict", "0.05", "--simulate", "--arms", "none,ngram@2,model@3", "--json", str(file), "--report")
+    code, out, _ = run(capsys, monkeypatch, *toy, *options)
+    told = json.loads(file.read_text())
+    assert code == 0 and list(told["simulations"]) == ["ngram@2", "model@3"]
+    model = told["simulations"]["model@3"]["simulation"]
+    assert model["lengths"] == [1, 2, 3] and model["batches"] == [1, 4, 8]
+    stats = next(one["stats"] for one in told["summary"] if one["arm"] == "model@3")
+    kept = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
+    assert model["tokens"]["3"] == pytest.approx(1 + sum(kept))
+    assert out.count("predicted speed-up (*") == 2 and out.count("batch 8: ") == 2
+    assert "simulation of model@3" in out and "Simulated" in (tmp_path / "runs" / "report.html").read_text()
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> None:
+    class Impatient(bench.Lineup):
+        def generate(self, arm: Any, prompts: Any, params: Any) -> Any:
+            if (tmp_path / "runs" / FILE).read_text().count('"kind":"run"') == 3:
+                raise KeyboardInterrupt
+            return super().generate(arm, prompts, params)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "Lineup", Impatient)
+        code, out, err = run(capsys, monkeypatch, *toy)
+    last = err.splitlines()[-1]
+    assert code == 130 and out == "" and last.startswith("error: interrupted") and f"--out {tmp_path / 'runs'}" in last
+    code, out, err = run(capsys, monkeypatch, *toy)
+    assert code == 0 and "3 of 8 measurements are there already" in err
+
+
+def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path) -> None:
+    plan, prompts = tmp_path / "plan.json", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    options = {"target": "toy", "draft": "toy:2", "arms": ["none", "model@2"], "prompt_file": str(prompts)}
+    options |= {"max_tokens": 16, "predict": 0, "repeats": 3, "category": ["fish"], "batch_sizes": [1], "raw": True}
+    plan.write_text(json.dumps(options | {"out": str(tmp_path / "runs"), "load_options": {}, "stop": ["zz"]}))
+    assert run(capsys, monkeypatch, "bench", "--plan", str(plan), "--repeats", "2", "--draft", "toy:3")[0] == 0
+    header, runs = read_records(tmp_path / "runs")
+    told = header.settings
+    assert (told["target"], told["draft"], told["repeats"], told["chat"]) == ("toy", "toy:3", 2, False)
+    assert (
+        told["arms"] == ["none", "model@2"] and told["params"]["stop"] == ["zz"] and list(told["prompts"]) == ["fish/1"]
+    )
+    assert len(runs) == 4
+
+
+WRONG_PLANS = [
+    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, arms, at_once, bad_words, batch_sizes"),
+    ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
+    ('{"repeats": 1.5}', "Invalid value for '--repeats'"),
+    ('{"plan": "x.json"}', "has the unknown key 'plan'"),
+    ("[1]", "is not an object"),
+    ("{", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("content,message", WRONG_PLANS, ids=[content for content, _ in WRONG_PLANS])
+def test_a_wrong_plan_is_one_line(capsys, monkeypatch, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    code, out, err = run(capsys, monkeypatch, "bench", "--target", "toy", "--plan", str(tmp_path / "plan.json"))
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and message in err
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS.glob("*.json")), ids=lambda plan: plan.name)
+def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp_path: Path, plan: Path) -> None:
+    toy = ("--target", "toy", "--draft", "toy:2", "--arms", "none,model@2", "--reference", "none")
+    small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--predict", "0.01", "--out", str(tmp_path))
+    monkeypatch.setattr(bench, "write_report", lambda folder, tokenizer: folder / "report.html")
+    wanted = json.loads(plan.read_text())
+    fewer = ("--at-once", "8") if "at_once" in wanted else ()
+    code, _, err = run(capsys, monkeypatch, "bench", "--plan", str(plan), *toy, *small, *fewer)
+    assert code == 0, err
+    arms = parse_arms(",".join(wanted["arms"]))
+    assert reference_of(arms, wanted["reference"]) == ("hf" if "hf" in wanted["arms"] else "none")
+    assert read_records(tmp_path)[0].settings["repeats"] == 1
+
+
+WRONG_USE = [
+    (("--simulate",), "--simulate beside --predict 0"),
+    (("--arms", "magic"), "drafter='magic'; allowed: auto, exit, hybrid, lookup, model, ngram"),
+    (("--arms", "none,none"), "arm 'none' is given twice"),
+    (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),
+    (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is none"),
+    (("--arms", "none", "--drafter", "ngram"), "--drafter ngram beside --arms"),
+    (("--arms", "none,hf-lookup", "--batch-sizes", "2"), "'hf-lookup' decodes one prompt at a time"),
+    (("--reference", "hf"), "reference 'hf' is not among the arms"),
+    (("--batch-sizes", "one"), "--batch-sizes 'one'; allowed"),
+    (("--batch-sizes", "9"), "batch size 9; allowed: up to max_batch_size (8)"),
+    (("--batch-sizes", "3"), "batch size 3; allowed: 1 to 2"),
+    (("--at-once", "2"), "--at-once beside batch sizes 1; allowed: max_batch_size (8)"),
+    (("--at-once", "3", "--batch-sizes", "1", "--max-batch-size", "1"), "--at-once 3; allowed: 1 to 2"),
+    (("--repeats", "0"), "--repeats"),
+    (("--category", "plants"), "category 'plants' is not in"),
+    (("--config", "missing.json"), "cannot be read"),
+    (("--out", "/proc/none/runs"), "cannot be made"),
+]
+
+
+@pytest.mark.parametrize("options,message", WRONG_USE, ids=lambda value: " ".join(value)[-40:])
+def test_wrong_use_is_one_line_and_exit_code_2(capsys, monkeypatch, toy, options, message: str) -> None:
+    code, _, err = run(capsys, monkeypatch, *toy, *options)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_the_help_explains_how_arms_are_written(capsys, monkeypatch) -> None:
+    code, out, _ = run(capsys, monkeypatch, "bench", "--help")
+    assert code == 0 and "DRAFTER[@LENGTH][/RULE]" in " ".join(out.split())

@@ -1,0 +1,228 @@
+"""Runs: in turn, each from an empty memory, judged against plain decoding."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
+from slipstream.bench.arms import parse_arms
+from slipstream.bench.lineup import Lineup
+from slipstream.bench.plan import name_prompts, plan
+from slipstream.bench.records import Arm, Header, Run, read_records, start
+from slipstream.bench.runner import Runner
+from slipstream.bench.sampled_drafts import draws
+from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.text.prompts import NamedPrompt
+
+HEADER = Header({}, {}, {}, "2026-01-01T00:00:00+00:00")
+TEXTS = (("The heron was", "birds"), ("a fish, a", "fish"), ("It", "fish"))
+PROMPTS = name_prompts([NamedPrompt(text, family) for text, family in TEXTS])
+GREEDY = SamplingParams(max_tokens=24)
+
+
+def toy(**options: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy", "toy:2", **options)
+
+
+def measured(
+    folder: Path,
+    decoder: SpeculativeDecoder,
+    arms: str,
+    params: SamplingParams = GREEDY,
+    batches: Sequence[int] = (1,),
+    repeats: int = 1,
+) -> list[Run]:
+    """The runs of these arms on PROMPTS, as the folder holds them afterwards."""
+    runner = runner_of(folder, decoder, arms, params, batches, repeats)
+    done = list(runner.run([]))
+    assert read_records(folder)[1] == done
+    return done
+
+
+def runner_of(
+    folder: Path, decoder: SpeculativeDecoder, arms: str, params: SamplingParams, batches: Sequence[int], repeats: int
+) -> Runner:
+    chosen = parse_arms(arms)
+    start(folder, HEADER)
+    return Runner(Lineup(decoder, chosen, params), plan(chosen, PROMPTS, batches, repeats), folder)
+
+
+def verdicts(runs: Sequence[Run], arm: str) -> list[str]:
+    return [verdict for run in runs if run.arm == arm for verdict in run.verdicts]
+
+
+class Spy(Lineup):
+    """Notes what is asked of it, and fails where it is told to."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.events: list[tuple[str, str, int]] = []
+        self.broken: dict[str, Exception] = {}
+
+    def forget(self, arm: Arm) -> None:
+        self.events.append(("forget", arm.name, 0))
+        super().forget(arm)
+
+    def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Any:
+        self.events.append(("generate", arm.name, params[0].max_tokens))
+        if arm.name in self.broken:
+            raise self.broken[arm.name]
+        return super().generate(arm, prompts, params)
+
+
+def spied(folder: Path, arms: str, repeats: int = 2) -> tuple[Spy, Runner]:
+    start(folder, HEADER)
+    chosen = parse_arms(arms)
+    spy = Spy(toy(), chosen, GREEDY)
+    return spy, Runner(spy, plan(chosen, PROMPTS[:2], [1], repeats), folder)
+
+
+def test_each_run_is_in_its_turn_warm_and_from_an_empty_memory(tmp_path: Path) -> None:
+    spy, runner = spied(tmp_path, "none,ngram")
+    runs = list(runner.run([]))
+    names, ids = ("none", "ngram"), ("birds/1", "fish/1")
+    order = [(prompt, repeat, arm) for prompt in ids for repeat in (0, 1) for arm in names]
+    assert [(run.prompts[0], run.repeat, run.arm) for run in runs] == order
+    first = [(kind, arm, n) for arm in names for kind, n in (("generate", 8), ("forget", 0), ("generate", 24))]
+    later = [(kind, arm, n) for _, _, arm in order[2:] for kind, n in (("forget", 0), ("generate", 24))]
+    assert spy.events == [*first, *later]
+
+
+def test_the_memory_of_an_earlier_run_is_not_used(tmp_path: Path) -> None:
+    runs = measured(tmp_path, toy(), "none,ngram", repeats=2)
+    decoder = toy()
+    fed = []
+    for run in runs[:2]:
+        decoder.forget()
+        before = decoder._target_session.prefill_tokens
+        decoder.using(run.arm).generate(PROMPTS[0].text, GREEDY)
+        fed.append(decoder._target_session.prefill_tokens - before)
+    assert fed[0] == fed[1] > 0
+
+
+def test_a_failed_arm_is_an_error_line_and_the_others_go_on(tmp_path: Path) -> None:
+    spy, runner = spied(tmp_path, "none,ngram", repeats=1)
+    spy.broken["ngram"] = RuntimeError("out of memory\nin a long trace")
+    runs = list(runner.run([]))
+    assert [run.error for run in runs] == [None, "RuntimeError: out of memory"] * 2
+    failed = runs[1]
+    assert (failed.seconds, failed.texts, failed.stats, failed.tokens_per_second) == (0.0, [], None, None)
+    none, ngram = summarise(read_records(tmp_path)[1], "none")
+    assert none.speed is not None and ngram.speed is None and ngram.failed == 2
+
+
+def test_texts_of_lossless_arms_are_identical_alone_and_in_a_batch(tmp_path: Path) -> None:
+    arms = "none,ngram@3,ngram_table,model@4,none.plain"
+    runs = measured(tmp_path, toy(), arms, batches=(1, 2, 3), repeats=2)
+    assert verdicts(runs, "none")[:2] == ["reference", "identical"]
+    rest = [v for arm in arms.split(",") for v in verdicts([r for r in runs if r.repeat or r.batch > 1], arm)]
+    assert set(rest) == {"identical"} and not wrong_texts(summarise(runs, "none"))
+    assert all(run.num_output_tokens == 24 * run.batch == sum(map(len, run.texts)) for run in runs)
+    assert all(run.stats["num_output_tokens"] == run.num_output_tokens for run in runs if run.stats)
+
+
+@pytest.mark.parametrize("arms,batch", [("ngram,model@4", 1), ("none,ngram", 3)])
+def test_a_reference_is_made_where_the_arm_none_does_not_decode_a_prompt_alone(
+    tmp_path: Path, arms: str, batch: int
+) -> None:
+    runs = measured(tmp_path, toy(), arms, batches=[batch])
+    assert {run.arm for run in runs} == set(arms.split(","))
+    assert {v for run in runs for v in run.verdicts} == {"identical"}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
+    params = replace(GREEDY, temperature=0.9 if sampled else 0.0, seed=1)
+    decoder = toy().using(acceptance=load_wrong_rule("first-mismatch-kept"))
+    runs = measured(tmp_path, decoder, "model@4", params)
+    # under sampling a rule that does not couple draws promises a law and no text
+    assert ("different" in verdicts(runs, "model@4")) is not sampled
+    assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
+
+
+def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tmp_path: Path) -> None:
+    arms = "none,ngram,model@4,model@4/match,model@4/rejection,ngram/rejection,none~0.5"
+    runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
+    found = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
+    assert found["none"] == found["none~0.5"] == {"reference"}
+    assert found["ngram"] == found["model@4/match"] == {"identical"}
+    assert found["model@4"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
+    texts = {arm: [run.texts for run in runs if run.arm == arm] for arm in ("none", "none~0.5")}
+    assert texts["none"] != texts["none~0.5"] and len({str(text) for text in texts["none"]}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
+def test_whether_a_drafter_draws_is_found_out_by_asking_it(name: str) -> None:
+    decoder = toy(drafter=name)
+    assert draws(decoder) == (name in ("model", "hybrid", "layer_skip"))
+    assert decoder.tokens_in_memory() == (0, 0)
+    assert not draws(toy(drafter="none"))
+
+
+def test_a_drafter_that_draws_for_some_rows_counts_as_drawing() -> None:
+    class Hybrid:
+        def __init__(self) -> None:
+            self.looked_up = 0
+
+        def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+            if all(len(row.tokens) > 1 for row in rows):
+                self.looked_up += 1
+                return Draft.from_lists([[1] for _ in rows], sampler.device)
+            tokens = torch.ones(len(rows), 1, dtype=torch.int64)
+            return Draft(
+                tokens, (1,) * len(rows), torch.full((len(rows), 1, sampler.vocab_size), 1 / sampler.vocab_size)
+            )
+
+    hybrid = Hybrid()
+    assert draws(toy(drafter=hybrid, num_draft_tokens=1)) and hybrid.looked_up
+
+
+def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:
+    class Forger(Lineup):
+        def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Any:
+            output = super().generate(arm, prompts, params)
+            if arm.name == "ngram":
+                output.texts[0][-1] ^= 1
+            return output
+
+    start(tmp_path, HEADER)
+    arms = parse_arms("none,ngram")
+    lineup = Forger(toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
+    runs = list(Runner(lineup, plan(arms, PROMPTS, [1], 1), tmp_path).run([]))
+    assert verdicts(runs, "ngram") == ["different"] * 3
+
+
+def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
+    spy, runner = spied(tmp_path, "none,ngram")
+    whole = []
+    for run in runner.run([]):
+        whole.append(run)
+        if len(whole) == 3:
+            break
+    again = Spy(toy(), spy.arms, GREEDY)
+    runner = Runner(again, runner.plan, tmp_path)
+    rest = list(runner.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*whole, *rest)] == [one.key for one in runner.plan]
+    assert read_records(tmp_path)[1] == [*whole, *rest]
+    # the reference text came from the first process, so the rest is judged against it
+    assert [run.verdicts for run in (*whole, *rest)].count(["reference"]) == 2
+    assert len([event for event in again.events if event[2] == 24]) == len(runner.plan) - 3
+
+
+@pytest.mark.parametrize(
+    "arms,params,message",
+    [
+        ("hf", GREEDY, "arm 'hf' needs a Hugging Face model; target 'toy' is none"),
+        ("hf-lookup", replace(GREEDY, presence_penalty=1.0), "arm 'hf-lookup' with presence_penalty=1.0"),
+    ],
+)
+def test_arms_that_cannot_be_are_refused_before_anything_runs(arms: str, params: SamplingParams, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Lineup(toy(), parse_arms(arms), params)
+    with pytest.raises(UsageError, match="needs a draft model"):
+        Lineup(SpeculativeDecoder("toy"), parse_arms("none,model"), GREEDY)

@@ -1,0 +1,115 @@
+"""The files that a tuning leaves for this and other engines, parsed back, with the keys those engines document."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.bench.tuning.advice_files import config_of, files_for
+from slipstream.bench.tuning.candidates import Candidate
+from slipstream.bench.tuning.engine_settings import engine_settings
+from slipstream.config import DecoderConfig
+
+VLLM = {
+    *("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+}
+SGLANG = {
+    *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps"),
+    *("--speculative-eagle-topk", "--speculative-num-draft-tokens"),
+    *("--speculative-ngram-max-bfs-breadth", "--speculative-ngram-match-type"),
+}
+LLAMACPP = {
+    *("--spec-type", "--spec-draft-model", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min"),
+    *("--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"),
+}
+MODEL, HYBRID, AUTO = (
+    Candidate("model", 4, "my models/d"),
+    Candidate("hybrid", None, "d"),
+    Candidate("auto", None, "d.gguf"),
+)
+EVERY = [MODEL, HYBRID, AUTO, Candidate("auto"), Candidate("ngram", 3), Candidate("suffix", 5)]
+
+
+def options(text: str) -> tuple[list[str], dict[str, str]]:
+    """The comment lines of a file of flags, and its flags with their values."""
+    lines = text.splitlines()
+    words = shlex.split(" ".join(line for line in lines if not line.startswith("#")))
+    return [line for line in lines if line.startswith("#")], dict(zip(words[::2], words[1::2], strict=True))
+
+
+def parsed(
+    candidate: Candidate | None, *, stops_early: bool = False
+) -> tuple[Any, dict[str, str], dict[str, str], str]:
+    """vLLM's object, SGLang's flags, llama.cpp's flags, and all comments."""
+    files = files_for(candidate, DecoderConfig(), stops_early=stops_early)
+    read = {name: options(files[f"{name}.txt"]) for name in ("vllm", "sglang", "llamacpp")}
+    value = json.loads(files["vllm.json"])
+    flags = read["vllm"][1]
+    assert flags == {} if value is None else json.loads(flags["--speculative-config"]) == value
+    return (
+        value,
+        read["sglang"][1],
+        read["llamacpp"][1],
+        "\n".join(line for notes, _ in read.values() for line in notes),
+    )
+
+
+@pytest.mark.parametrize("candidate", EVERY)
+def test_only_documented_keys_are_written(candidate: Candidate) -> None:
+    value, sglang, llamacpp, _ = parsed(candidate, stops_early=candidate is AUTO)
+    assert set(value) <= VLLM and set(sglang) <= SGLANG and set(llamacpp) <= LLAMACPP
+    assert {"method", "num_speculative_tokens"} <= set(value)
+
+
+def test_a_draft_model_is_named_as_the_user_named_it() -> None:
+    value, sglang, llamacpp, notes = parsed(MODEL)
+    assert value == {"method": "draft_model", "model": "my models/d", "num_speculative_tokens": 4}
+    assert sglang["--speculative-algorithm"] == "STANDALONE" and sglang["--speculative-eagle-topk"] == "1"
+    assert sglang["--speculative-draft-model-path"] == "my models/d" == llamacpp["--spec-draft-model"]
+    assert (sglang["--speculative-num-steps"], sglang["--speculative-num-draft-tokens"]) == ("4", "5")
+    assert llamacpp["--spec-type"] == "draft-simple" and llamacpp["--spec-draft-n-max"] == "4"
+    assert llamacpp["--spec-draft-p-min"] == "0" and "GGUF" in notes and "counterpart" not in notes
+
+
+def test_look_ups_keep_their_lengths_and_bounds() -> None:
+    value, sglang, llamacpp, notes = parsed(Candidate("ngram", 3))
+    assert value == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert sglang["--speculative-algorithm"] == "NGRAM" and sglang["--speculative-ngram-match-type"] == "BFS"
+    assert llamacpp["--spec-type"] == "ngram-simple" and llamacpp["--spec-ngram-simple-size-m"] == "3"
+    assert notes.count("no exact counterpart") == 2
+    value, sglang, _, _ = parsed(Candidate("suffix", 5))
+    assert value["method"] == "suffix" and value["suffix_decoding_min_token_prob"] == 0.05
+    assert sglang["--speculative-ngram-match-type"] == "PROB"
+    assert (
+        parsed(Candidate("auto"))[0]["method"] == "suffix"
+        and parsed(Candidate("auto"))[0]["num_speculative_tokens"] == 7
+    )
+
+
+def test_what_has_no_counterpart_is_said_in_a_comment() -> None:
+    value, sglang, llamacpp, notes = parsed(HYBRID)
+    assert value["method"] == "draft_model" and sglang["--speculative-algorithm"] == "STANDALONE"
+    assert llamacpp["--spec-type"] == "ngram-simple,draft-simple" and llamacpp["--spec-ngram-simple-size-m"] == "7"
+    assert value["num_speculative_tokens"] == 6 and llamacpp["--spec-draft-n-max"] == "6"
+    assert "hybrid has no counterpart: vLLM" in notes and "hybrid has no counterpart: SGLang" in notes
+    _, _, llamacpp, notes = parsed(AUTO, stops_early=True)
+    assert llamacpp["--spec-draft-p-min"] == "0.4" and "would not pay" in notes and "GGUF" not in notes
+
+
+def test_not_to_speculate_is_a_comment_and_no_flag() -> None:
+    value, sglang, llamacpp, notes = parsed(None)
+    assert value is None and sglang == {} == llamacpp and notes.count("do not speculate") == 3
+    assert [one.flags for one in engine_settings(None)] == [()] * 3
+
+
+@pytest.mark.parametrize("candidate", [None, *EVERY])
+def test_the_configuration_is_one_that_config_takes(candidate: Candidate | None, tmp_path: Path) -> None:
+    file = tmp_path / "slipstream.json"
+    file.write_text(files_for(candidate, DecoderConfig(max_batch_size=4), stops_early=False)["slipstream.json"])
+    config = DecoderConfig.from_json(file)
+    assert config == config_of(candidate, DecoderConfig(max_batch_size=4)) and config.max_batch_size == 4
+    assert config.drafter == ("none" if candidate is None else candidate.drafter)
+    assert config.num_draft_tokens == ("auto" if candidate is None or candidate.length is None else candidate.length)

@@ -1,0 +1,259 @@
+"""Predictions against enumeration, limits and laws, and against observed statistics."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.bench.prediction.accepted_lengths import Acceptance
+from slipstream.bench.prediction.formula import (
+    Costs,
+    best_length,
+    break_even_acceptance,
+    expected_tokens,
+    pays_until,
+    predict_from_stats,
+    predicted_speed_up,
+    round_milliseconds,
+)
+from slipstream.bench.prediction.simulation import Load, simulate
+from slipstream.core.stats import Stats
+
+ALPHAS = st.floats(0.0, 1.0)
+LENGTHS = st.integers(0, 12)
+
+
+def linear_costs(base: float = 10.0, per_token: float = 0.5, step: float = 1.0, **changes: Any) -> Costs:
+    """Forward = base + per_token * tokens, 0.25 ms around it, at batches 1, 2, 4 and 8 and widths 1 to 17."""
+    batches, widths = (1, 2, 4, 8), range(1, 18)
+    return replace(
+        Costs(
+            target={b: {w: base + per_token * b * w for w in widths} for b in batches},
+            overhead={b: dict.fromkeys(widths, 0.25) for b in batches},
+            draft_step=dict.fromkeys(batches, step),
+            draft_round=dict.fromkeys(batches, 0.5),
+        ),
+        **changes,
+    )
+
+
+RAGGED = Acceptance.by_position([0.9, 0.7, 0.8, 0.5], [0.8, 0.8, 0.6, 0.3])
+
+
+def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Costs) -> tuple[float, float]:
+    """Expected tokens of one row and milliseconds of a round, over every fate of every row.
+
+    lengths[n]: probability that a row proposes n tokens.
+    """
+    fates = []  # (probability, proposed, accepted) of one row
+    for proposed, share in enumerate(lengths):
+        reached = share
+        for accepted in range(proposed + 1):
+            stops = 1 - alphas[accepted] if accepted < proposed else 1.0
+            fates.append((reached * stops, proposed, accepted))
+            if accepted < proposed:
+                reached *= alphas[accepted]
+    tokens = milliseconds = 0.0
+    for rows in itertools.product(fates, repeat=batch):
+        chance = 1.0
+        for share, _, _ in rows:
+            chance *= share
+        longest = max(proposed for _, proposed, _ in rows)
+        tokens += chance * (1 + rows[0][2])
+        milliseconds += chance * costs.round(batch, longest + 1, longest)
+    return tokens, milliseconds
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_the_formula_equals_the_enumeration_of_every_fate(batch: int) -> None:
+    costs, shares = linear_costs(), [0.2, 0.0, 0.2, 0.6]  # proposals of 0, 1, 2 and 3 tokens
+    acceptance = Acceptance.by_position([0.9, 0.7, 0.8], [0.8, 0.8, 0.6])
+    tokens, milliseconds = enumerated([0.9, 0.7, 0.8], shares, batch, costs)
+    assert expected_tokens(acceptance, 3) == pytest.approx(tokens)
+    assert round_milliseconds(costs, acceptance, 3, batch) == pytest.approx(milliseconds)
+    plain = costs.plain(batch, 1)
+    assert predicted_speed_up(costs, acceptance, 3, batch) == pytest.approx(tokens / milliseconds * plain)
+
+
+@given(ALPHAS, LENGTHS)
+def test_one_alpha_gives_leviathan_s_equation(alpha: float, n: int) -> None:
+    closed = n + 1 if alpha == 1 else sum(alpha**i for i in range(n + 1))
+    assert expected_tokens(alpha, n) == pytest.approx(closed)
+    if alpha < 0.99:
+        assert expected_tokens(alpha, n) == pytest.approx((1 - alpha ** (n + 1)) / (1 - alpha))
+
+
+def test_the_speed_up_of_the_design_notes() -> None:
+    """(1 - a^(g+1)) / ((1 - a)(g c + v)), with c the cost of a draft step and v of the forward relative to plain."""
+    costs = Costs({1: {1: 10.0, 5: 12.0}}, {1: {1: 0.0, 5: 0.0}}, {1: 2.5}, {1: 0.0})
+    assert predicted_speed_up(costs, 0.7, 4) == pytest.approx((1 - 0.7**5) / (0.3 * (4 * 0.25 + 1.2)))
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_limits_of_acceptance(n: int, batch: int) -> None:
+    costs = linear_costs()
+    assert expected_tokens(0.0, n) == 1
+    assert expected_tokens(1.0, n) == n + 1
+    assert predicted_speed_up(costs, 1.0, 0, batch) == pytest.approx(1)
+    if n:
+        assert predicted_speed_up(costs, 0.0, n, batch) < 1
+
+
+@given(ALPHAS, ALPHAS, st.integers(1, 12), st.integers(1, 8))
+def test_more_acceptance_never_makes_it_slower(one: float, two: float, n: int, batch: int) -> None:
+    costs, (low, high) = linear_costs(), sorted((one, two))
+    assert predicted_speed_up(costs, low, n, batch) <= predicted_speed_up(costs, high, n, batch) + 1e-12
+    assert best_length(costs, low, 12, batch) <= best_length(costs, high, 12, batch)
+
+
+@given(ALPHAS, st.integers(1, 12), st.floats(0, 5), st.floats(0, 5))
+def test_a_dearer_draft_never_makes_it_faster(alpha: float, n: int, one: float, two: float) -> None:
+    cheap, dear = (linear_costs(step=step) for step in sorted((one, two)))
+    assert predicted_speed_up(dear, alpha, n) <= predicted_speed_up(cheap, alpha, n) + 1e-12
+
+
+@given(ALPHAS, st.integers(1, 7))
+def test_larger_batches_gain_less_where_tokens_cost(alpha: float, batch: int) -> None:
+    costs = linear_costs()
+    assert predicted_speed_up(costs, alpha, 4, batch + 1) <= predicted_speed_up(costs, alpha, 4, batch) + 1e-12
+
+
+def test_a_batch_waits_for_its_longest_proposal() -> None:
+    costs = linear_costs()
+    rare = Acceptance.by_position([0.5] * 4, [0.1] * 4)
+    alone, eight = (round_milliseconds(costs, rare, 4, b) - costs.round(b, 1, 0) for b in (1, 8))
+    full = [costs.round(b, 5, 4) - costs.round(b, 1, 0) for b in (1, 8)]
+    assert alone / full[0] == pytest.approx(0.1)
+    assert eight / full[1] == pytest.approx(1 - 0.9**8)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95, 1.0])
+def test_the_best_length_is_the_best_of_all(alpha: float) -> None:
+    costs = linear_costs()
+    speed_ups = [predicted_speed_up(costs, alpha, n) for n in range(17)]
+    assert best_length(costs, alpha) == speed_ups.index(max(speed_ups))
+
+
+def test_of_equal_lengths_the_shortest_is_best() -> None:
+    free = linear_costs(per_token=0.0, step=0.0, draft_round=dict.fromkeys((1, 2, 4, 8), 0.0))
+    assert best_length(free, 0.0) == 0
+    assert best_length(free, Acceptance((0.5, 0.0, 0.0), (1.0, 1.0, 1.0))) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_at_break_even_the_speed_up_is_one(n: int, batch: int) -> None:
+    alpha = break_even_acceptance(linear_costs(), n, batch)
+    assert alpha is not None and 0 < alpha < 1
+    assert predicted_speed_up(linear_costs(), alpha, n, batch) == pytest.approx(1)
+
+
+def test_break_even_at_its_ends() -> None:
+    assert break_even_acceptance(linear_costs(step=100.0), 4) is None
+    faster = Costs({1: {1: 10.0, 2: 5.0}}, {1: {1: 0.0, 2: 0.0}}, {1: 0.0}, {1: 0.0})  # wider forwards can be cheaper
+    assert break_even_acceptance(faster, 1) == 0.0
+
+
+def test_where_speculation_stops_paying() -> None:
+    costs = linear_costs(per_token=2.0, step=4.0)
+    stops = pays_until(costs, 0.75)
+    assert stops is not None and stops > 1
+    assert best_length(costs, 0.75, batch=stops) == 0 < best_length(costs, 0.75, batch=stops - 1)
+    assert pays_until(linear_costs(step=0.1), 0.9) is None
+    assert pays_until(costs, 0.75, [1, 8]) == 8
+
+
+def test_widths_are_padded_where_shapes_are_kept() -> None:
+    costs, padded = linear_costs(), linear_costs(padded=(2, 4, 8))
+    assert [padded.pad(w) for w in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 9]
+    assert round_milliseconds(padded, 0.5, 4) == pytest.approx(4 * 1.0 + 0.5 + 10 + 0.5 * 8 + 0.25)
+    other = round_milliseconds(costs, 0.5, 4, pad=lambda width: 8)
+    assert other == round_milliseconds(padded, 0.5, 4)
+
+
+def test_acceptance_from_statistics() -> None:
+    stats = Stats(num_rounds=10, accepted_per_position=[6, 3], drafted_per_position=[8, 5]).to_dict()
+    acceptance = Acceptance.from_stats(stats)
+    assert acceptance == Acceptance((0.6, 0.3), (0.8, 0.5))
+    assert acceptance.alphas == (0.6, 0.5)
+    assert expected_tokens(acceptance, 2) == pytest.approx(1.9)
+    assert expected_tokens(acceptance, 1) == pytest.approx(1.6)
+    assert Acceptance((0.0, 0.0), (1.0, 1.0)).alphas == (0.0, None)
+
+
+def test_expected_tokens_are_those_of_the_run() -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=5)
+    stats = decoder.generate("The heron", SamplingParams(max_tokens=120, ignore_eos=True)).stats
+    acceptance = Acceptance.from_stats(stats.to_dict())
+    assert expected_tokens(acceptance, 5) == pytest.approx(stats.block_efficiency)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Acceptance.constant(1.5), "acceptance 1.5; allowed: from 0 to 1"),
+        (lambda: Acceptance.constant(float("nan")), "acceptance nan"),
+        (lambda: Acceptance((0.5,), (0.4,)), "allowed: at most proposed"),
+        (lambda: Acceptance((0.5, 0.6), (1.0, 1.0)), "never rise"),
+        (lambda: Acceptance((0.5,), (1.0, 1.0)), "the same number"),
+        (lambda: Acceptance.by_position([0.5, 0.5], [1.0]), "the same number"),
+        (lambda: Acceptance.from_stats(Stats().to_dict()), "num_rounds=0"),
+        (lambda: Acceptance.from_stats({}), "num_rounds is missing"),
+        (lambda: expected_tokens(0.5, -1), "num_draft_tokens=-1"),
+        (lambda: expected_tokens(RAGGED, 5), "num_draft_tokens=5; allowed: at most 4"),
+        (lambda: expected_tokens(0.5, 65), "at most 64"),
+        (lambda: break_even_acceptance(linear_costs(), 0), "num_draft_tokens=0"),
+        (lambda: Load(rows=0, batch=1, tokens=1), "rows=0"),
+        (lambda: simulate(linear_costs(), 0.5, []), "lengths=[]"),
+        (lambda: predict_from_stats(Stats(num_rounds=2, num_steps=1).to_dict(), linear_costs()), "more than 0 of both"),
+    ],
+)
+def test_refusals(build: Any, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        build()
+    assert message in str(error.value)
+
+
+def test_prediction_from_statistics() -> None:
+    costs = linear_costs()
+    stats = Stats(
+        num_rounds=20,
+        num_steps=10,
+        num_output_tokens=56,
+        accepted_per_position=[20, 16],
+        drafted_per_position=[20, 20],
+        prefill_seconds=1.0,
+        total_seconds=1.2,
+    )
+    plain = Stats(num_rounds=20, num_steps=10, num_output_tokens=20, prefill_seconds=1.0, total_seconds=1.15)
+    found = predict_from_stats(stats.to_dict(), costs, plain=plain.to_dict())
+    assert found.predicted_tokens == found.observed_tokens == pytest.approx(2.8)
+    assert found.observed_ms == pytest.approx(20)
+    assert found.predicted_ms == pytest.approx(2 * 1.0 + 0.5 + 10 + 0.5 * 2 * 3 + 0.25)
+    assert found.observed == pytest.approx(2.8 * 15 / 20)
+    assert found.predicted == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / found.predicted_ms)
+    assert found.to_dict()["deviation"] == pytest.approx(found.predicted / found.observed - 1)
+    without = predict_from_stats(stats.to_dict(), costs)
+    assert without.observed == pytest.approx(2.8 * (10 + 0.5 * 2 + 0.25) / 20)
+    assert predict_from_stats(stats.to_dict(), costs, batch=1).predicted > found.predicted
+
+
+def test_statistics_of_a_run_that_costs_what_the_table_says_are_predicted_exactly() -> None:
+    costs = linear_costs()
+    acceptance = Acceptance.by_position([0.75, 0.5])
+    milliseconds = round_milliseconds(costs, acceptance, 2)
+    stats = Stats(
+        num_rounds=800,
+        num_steps=800,
+        num_output_tokens=round(800 * expected_tokens(acceptance, 2)),
+        accepted_per_position=[600, 300],
+        drafted_per_position=[800, 800],
+        total_seconds=0.8 * milliseconds,
+    )
+    assert predict_from_stats(stats.to_dict(), costs).deviation == pytest.approx(0)

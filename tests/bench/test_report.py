@@ -1,0 +1,344 @@
+"""What a report is made of: ratios with intervals, charts, samples, and a page that escapes all it is given."""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from test_formula import linear_costs
+from toy_runs import NASTY, fail, make, timed
+
+from slipstream.apps import cli
+from slipstream.apps.cli.common import app
+from slipstream.apps.cli.report import report_command
+from slipstream.bench import report
+from slipstream.bench.prediction.simulation import conclusions
+from slipstream.bench.records import read_records
+from slipstream.bench.report import plots, write_report
+from slipstream.bench.report.charts import Chart, Line, Point
+from slipstream.bench.report.figures import charts, selected
+from slipstream.bench.report.html import render
+from slipstream.bench.report.ratios import acceptance, acceptance_at, decoding_speed_up, total_ratio
+from slipstream.bench.report.report_data import load
+from slipstream.bench.report.text_samples import chosen, restored, sample
+from slipstream.bench.saved_costs import FILE, Kept
+from slipstream.bench.sweep_grid import summarise_by_temperature
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.toy import ToyTokenizer
+from slipstream.text.round_view import views
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("runs") / "bench")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return write_report(folder, ToyTokenizer()).read_text()
+
+
+class Reader(HTMLParser):
+    """Collects tags, the cells of tables and every attribute that could load something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self._inside = False
+        self.input_batch(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "xlink:href", "data", "action", "srcset")]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        self._inside = tag in ("td", "th")
+        if self._inside:
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.tables[-1][-1][-1] += data
+
+
+# ratios
+
+
+def test_a_ratio_of_totals_is_not_a_mean_of_ratios() -> None:
+    found = total_ratio([[1, 30]], [[10, 40]])
+    assert found is not None and found.value == pytest.approx(31 / 50)
+    assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.75)
+
+
+def test_a_ratio_without_anything_below_is_none_and_one_prompt_has_no_interval() -> None:
+    assert total_ratio([[1, 2]], [[0, 0]]) is None and total_ratio([[]], [[]]) is None
+    single = total_ratio([[3]], [[4]])
+    assert single is not None and (single.value, single.low, single.high) == (0.75, None, None)
+
+
+def test_acceptance_counts_tokens_over_all_runs() -> None:
+    runs = timed("ngram@1", [1.0], accepted=4) + timed("ngram@1", [1.0], drafted=30, accepted=6)
+    for found in (acceptance(runs), acceptance_at(runs, 0)):
+        assert found is not None and found.value == pytest.approx(10 / 40)
+    assert acceptance_at(runs, 1) is None and acceptance(timed("none", [1.0], drafted=0)) is None
+
+
+def test_decoding_speed_up_leaves_prompt_processing_out() -> None:
+    own, base = timed("ngram@1", [2.0, 2.0]), timed("none", [4.0, 4.0])
+    for run in [*own, *base]:
+        run.stats["prefill_seconds"] = 1.0
+    found = decoding_speed_up(own, base)
+    assert found is not None and found.value == pytest.approx(3.0)
+    assert decoding_speed_up(own, []) is None
+
+
+# charts
+
+
+def test_every_kind_of_chart_comes_out_of_runs_and_says_its_units(folder: Path) -> None:
+    found = charts(load(folder))
+    kinds = ("speed_up_by_family", "speed_by_draft_length", "acceptance_by_draft_length", "acceptance_by_position")
+    assert {c.name for c in found} == {f"{kind}_batch_{batch}" for kind in kinds for batch in (1, 2)}
+    assert all("Texts: " in chart.caption for chart in found if chart.name.startswith("speed"))
+    for chart in found:
+        assert re.search(r"\(times\)|\(tokens\)", chart.x_label) and "95 % bootstrap intervals" in chart.caption
+        points = [p for line in chart.lines for p in line.points]
+        assert points and all(p.low is None or (p.high is not None and p.low <= p.high) for p in points)
+        assert any(p.low is not None for p in points)
+
+
+def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
+    chart = next(c for c in charts(load(folder)) if c.name == "speed_by_draft_length_batch_1")
+    assert {line.name: [p.x for p in line.points] for line in chart.lines} == {
+        "ngram": [0, 2],
+        "model": [0, 1, 3],
+        "model/topk:2": [0, 3],
+    }
+
+
+def test_predictions_are_drawn_beside_what_was_observed(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", batches=[1], repeats=1)
+    Kept(1.0, predictions={"model@3 batch 1": {"predicted": 1.5, "observed": 1.2}}).save(folder)
+    found = {c.name: c for c in charts(load(folder))}
+    (dot,) = found["predicted_observed_batch_1"].lines[0].points
+    assert (dot.x, dot.value) == (1.5, 1.2) and dot.low is not None and dot.low <= 1.2 <= dot.high
+    observed, predicted = found["predicted_by_draft_length_batch_1"].lines
+    assert predicted.plain and predicted.points == (Point(3, 1.5),) and observed.points[0].value == 1.2
+    assert "+25%" in render(load(folder), [], None)
+
+
+def test_simulations_are_shown_where_they_were_asked_for(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", "none,model@3", batches=[1], repeats=1)
+    Kept(1.0, costs={"model@3": linear_costs()}).save(folder)
+    assert "Simulated" not in render(load(folder), [], None)
+    Kept(1.0, simulated=True, costs={"model@3": linear_costs()}).save(folder)
+    data = load(folder)
+    page, (one,) = render(data, [], None), data.simulations
+    head, *rows = next(table for table in Reader(page).tables if table[0][0] == "draft length")
+    assert head[2:] == [f"batch {batch}" for batch in linear_costs().batches] and len(rows) == 3
+    assert rows[2][2] == one.simulation.marked(1, 3)
+    assert all(escape(line) in page for line in conclusions(one.costs, one.simulation))
+
+
+@pytest.mark.parametrize("content", ["no json", "[]", '{"model@3 batch 1": {"predicted": 1.0, "observed": 1.0}}'])
+def test_predictions_of_another_kind_are_refused(tmp_path: Path, content: str) -> None:
+    folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
+    (folder / FILE).write_text(content)
+    with pytest.raises(UsageError, match=r"predictions\.json' (cannot be read|holds no predictions)"):
+        load(folder)
+
+
+def test_of_many_arms_the_fastest_of_each_kind_is_shown() -> None:
+    runs = [run for n in range(1, 9) for run in timed(f"ngram@{n}", [1.0 + abs(n - 5)])] + timed("none", [2.0])
+    summaries = summarise_by_temperature(runs, "none")
+    assert [one.arm for one in selected(summaries)] == ["ngram@5", "none"]
+    assert len(selected(summaries[:6])) == 6
+
+
+def test_plots_are_files_that_open_and_come_out_the_same_twice(folder: Path, tmp_path: Path) -> None:
+    found = charts(load(folder))[:2]
+    files = plots.save(found, tmp_path / "a")
+    assert [file.name for file in files] == [f"{chart.name}.{ending}" for chart in found for ending in ("png", "svg")]
+    for file in files[::2]:
+        assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and file.stat().st_size > 5000
+    for file in files[1::2]:
+        assert ET.fromstring(file.read_text()).tag.endswith("svg")
+    (again, *_) = plots.save(found[:1], tmp_path / "b")[1:]
+    assert again.read_bytes() == files[1].read_bytes()
+    with pytest.raises(UsageError, match="plots cannot be written to"):
+        plots.save(found, files[0])
+
+
+def test_inline_charts_share_a_page() -> None:
+    lines = (Line("a", (Point(0, 1, 0.9, 1.1), Point(1, 2)), 0), Line("costs $5 & <more>", (Point(0, 1),), 1))
+    one, two = (plots.inline_svg(Chart(name, "T", "c", "x (s)", "y", lines)) for name in ("one", "two"))
+    ids = re.findall(r'\bid="([^"]+)"', one)
+    assert ids and not set(ids) & set(re.findall(r'\bid="([^"]+)"', two))
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', one)
+    assert used and all((a or b) in ids for a, b in used)
+    assert (
+        "currentColor" in one and "var(--grid)" in one and "<style" not in one and "costs $5 &amp; &lt;more&gt;" in one
+    )
+    assert ET.fromstring(one).attrib["aria-label"] == "T"
+
+
+def test_long_and_foreign_names_fit_without_warnings() -> None:
+    rows = ("a family with a name that goes on and on and never seems to end", "\u7ffb\u8a33")
+    chart = Chart("n", "T", "c", "x (times)", "", (Line("a", (Point(0, 1), Point(1, 2)), 0),), "rows", rows)
+    drawn = plots.inline_svg(chart)
+    assert f"{rows[0][:25]}..." in drawn and rows[1] in drawn
+
+
+def test_a_computed_line_of_one_point_can_be_seen() -> None:
+    one, two = (
+        Chart("n", "T", "c", "x (tokens)", "y", (Line("a", points, 0, plain=True),))
+        for points in ((Point(2, 1.0),), (Point(2, 1.0), Point(3, 1.0)))
+    )
+    with plots._drawn(one, "none") as dot, plots._drawn(two, "none") as dashes:
+        assert [figure.axes[0].lines[0].get_marker() for figure in (dot, dashes)] == ["x", "None"]
+
+
+def test_lines_differ_without_colour() -> None:
+    looks = [plots._look(Line("x", (), look)) for look in range(24)]
+    assert len({(look["marker"], look["linestyle"]) for look in looks}) == len(looks)
+
+
+def test_a_missing_matplotlib_is_one_line_with_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(SlipstreamError, match=r"^plots need matplotlib; run: pip install 'slipstream-lm\[bench\]'$"):
+        write_report(folder, ToyTokenizer())
+
+
+# samples
+
+
+def test_recorded_rounds_show_what_the_loop_had_made(folder: Path) -> None:
+    _, runs = read_records(folder)
+    for run in (run for run in runs if run.rounds):
+        for row, text in enumerate(run.texts):
+            rounds = restored(run.rounds, row, run.batch)
+            assert [token for done in rounds for token in done.tokens] == text
+            found = [
+                piece for view in views(rounds, ToyTokenizer()) for piece in view.pieces if piece.kind != "rejected"
+            ]
+            assert "".join(piece.text for piece in found) == ToyTokenizer().decode(text)
+
+
+def test_samples_take_every_prompt_once_and_only_runs_that_drafted(folder: Path) -> None:
+    _, runs = read_records(folder)
+    found = chosen(runs, ["model@3", "model@1", "ngram@2", "model@3/topk:2", "none"], 2)
+    assert [[(run.arm, run.prompts[row]) for run, row in texts] for texts in found.values()] == [
+        [("model@3", f"{family}/{n}") for n in (1, 2)] for family in ("chat", NASTY)
+    ]
+    assert chosen([run for run in runs if run.arm == "none"], ["none"], 2) == {}
+
+
+def test_a_sample_marks_accepted_and_rejected_tokens_and_says_its_parity(folder: Path) -> None:
+    _, runs = read_records(folder)
+    run = next(run for run in runs if run.arm == "model@3" and run.stats["num_rejected_rounds"])
+    shown = sample(run, 0, ToyTokenizer())
+    assert all(f'<span class="{name}">' in shown for name in ("acc", "rej", "own")) and "text: identical" in shown
+    assert re.search(r"\[\d+\]", sample(run, 0, None))
+
+
+# the page
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    reader = Reader(page)
+    assert all(load.split("=", 1)[1].startswith("#") for load in reader.loads)
+    assert not {"script", "img", "link", "iframe", "object"} & set(reader.tags)
+    assert "@import" not in page and "url(http" not in page and "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+def test_whatever_the_runs_hold_is_escaped(page: str) -> None:
+    assert "<script" not in page and "alert(" in page and "<b>fish" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_every_speed_stands_beside_its_parity(page: str) -> None:
+    overall = Reader(page).tables[0]
+    assert overall[0][:8] == [
+        "arm",
+        "tokens per second",
+        "speed-up",
+        "over",
+        "reference",
+        "identical",
+        "tie",
+        "different",
+    ]
+    rows = {row[0]: row for row in overall[1:]}
+    assert rows["none"][4:8] == ["4", "0", "0", "0"] and rows["ngram@2"][4:8] == ["0", "4", "0", "0"]
+    assert re.fullmatch(r"\d+\.\d \(\d+\.\d to \d+\.\d\)", rows["model@3"][1])
+    assert re.fullmatch(r"\d+\.\d\dx \(.+ to .+\)", rows["model@3"][2]) and rows["model@3"][3] == "none"
+    families = next(table for table in Reader(page).tables if table[0] == ["arm", "chat", NASTY])
+    assert all(cell.endswith("; 2 of 2") for row in families[1:5] for cell in row[1:])
+
+
+def test_lossy_arms_are_named_as_such(page: str) -> None:
+    assert "model@3/topk:2 is lossy: its text is not the target&#x27;s own." in page
+
+
+def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) -> None:
+    header, _ = read_records(folder)
+    for name in (*header.settings, *header.versions, *header.machine):
+        assert f"<dt>{name}</dt>" in page
+    assert header.versions["torch"] in page and header.started in page
+
+
+def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
+    assert "Failures" not in render(load(folder), [], None)
+    fail(folder, "ngram@2", "RuntimeError: out of <memory>")
+    found = Reader(render(load(folder), [], None))
+    assert next(row for row in found.tables[0] if row[0] == "ngram@2")[1] == "failed"
+    assert ["ngram@2", "1", "1", "RuntimeError: out of <memory>"] in [row for table in found.tables for row in table]
+
+
+def test_wrong_texts_are_the_first_thing_said(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bench", "none,ngram@2", batches=[1], repeats=1)
+    data = load(folder)
+    assert 'class="bad"' not in render(data, [], None)
+    (folder / "runs.jsonl").write_text((folder / "runs.jsonl").read_text().replace('"identical"', '"different"'))
+    assert "ngram@2, batch 1: 4 texts differ from plain decoding" in render(load(folder), [], None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ('{"kind":"header","settings":{},"versions":{},"machine":{},"started":""}\n', "names no arms or no reference"),
+        (
+            '{"kind":"header","settings":{"arms":["none"],"reference":"none"},"versions":{},"machine":{},"started":""}\n',
+            "holds no runs yet",
+        ),
+    ],
+)
+def test_a_folder_without_runs_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "runs.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        write_report(tmp_path)
+
+
+def test_the_command_writes_the_report_without_loading_weights(capsys, monkeypatch, folder: Path) -> None:
+    assert any(one.callback is report_command for one in app.registered_commands)
+    monkeypatch.setattr(report, "charts", lambda data: [])  # drawn and tested above
+    for arguments, in_ids in (((), False), (("--ids",), True)):
+        monkeypatch.setattr(sys, "argv", ["slipstream", "report", str(folder), *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert done.value.code == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+        assert bool(re.search(r">\[\d+\]<", (folder / "report.html").read_text())) == in_ids

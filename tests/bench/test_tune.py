@@ -1,0 +1,249 @@
+"""`slipstream tune` from end to end with the toy models: the answer, the folder, the budget, refusals, failures."""
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_runs import PROMPTS
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps import cli
+from slipstream.apps.cli import tune as command
+from slipstream.bench.plan import name_prompts
+from slipstream.bench.records import read_records, start
+from slipstream.bench.run_header import make_header
+from slipstream.bench.tuning.candidates import Candidate, Ground
+from slipstream.bench.tuning.meter import SCREENING, Budget, Meter
+from slipstream.bench.tuning.stages import Tuned, tune
+from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.config import DecoderConfig
+from slipstream.errors import UsageError
+
+pytestmark = pytest.mark.slow
+LINES = [{"prompt": f"The {word}", "category": kind} for kind in ("birds", "fish") for word in ("heron", "sparrow")]
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["slipstream", "tune", "--target", "toy", *arguments])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    captured = capsys.readouterr()
+    return (done.value.code if isinstance(done.value.code, int) else 0), captured.out, captured.err
+
+
+@pytest.fixture(autouse=True)
+def slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's budget is counted in looks at the clock, so that no load of the machine changes what happens."""
+    monkeypatch.setattr(command, "Budget", ticking)
+
+
+def ticking(seconds: float, tick: float = 0.004) -> Budget:
+    """A budget whose clock goes on by `tick` seconds whenever somebody looks."""
+    ticks = count()
+    return Budget(seconds, lambda: tick * next(ticks))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[str, ...]:
+    """Two families of two prompts, into a folder."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)))
+    return ("--prompt-file", str(file), "--max-tokens", "12", "--budget", "1", "--out", str(tmp_path / "runs" / "t"))
+
+
+def tuned(
+    folder: Path, seconds: float, *, drafts: tuple[str, ...] = ("toy:2",), longest: int = 3, tick: float = 0.004
+) -> tuple[Tuned, Budget, Ground]:
+    params, prompts = SamplingParams(max_tokens=12, seed=0), name_prompts(PROMPTS)
+    ground = Ground(SpeculativeDecoder("toy", drafts[0] if drafts else None), drafts, params)
+    start(folder, make_header({"target": "toy"}, [ground.plain], prompts, DecoderConfig(), params))
+    budget = ticking(seconds, tick)
+    meter = Meter(ground.lineup, folder, budget, lambda stage, doing: None)
+    return tune(ground, meter, prompts, [1, 2], longest), budget, ground
+
+
+def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    report = tmp_path / "out.json"
+    code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:3", "--batch-sizes", "1,2", "--json", str(report))
+    folder = tmp_path / "runs" / "t"
+    assert code == 0, err
+    told = json.loads(report.read_text())
+    assert told == json.loads((folder / "tune.json").read_text())
+    assert [one["batch"] for one in told["advice"]] == [1, 2]
+    for one in told["advice"]:
+        names = {standing["name"] for standing in [*one["others"], *([one["best"]] if one["best"] else [])]}
+        assert {"auto", "model"} <= names and one["sentence"] in out and one["speculate"] == (one["best"] is not None)
+        assert all(standing["lost"] for standing in one["others"])
+        measured = [standing for standing in one["others"] if standing["measured"] is not None]
+        assert all(standing["texts"]["different"] == 0 and standing["units"] > 0 for standing in measured)
+    assert "batch size 1; speed-up over plain decoding" in out and "use it: slipstream generate --target toy" in out
+    assert DecoderConfig.from_json(folder / "slipstream.json").drafter in (
+        "none",
+        "auto",
+        "model",
+        "ngram",
+        "suffix",
+    )
+    assert {"vllm.json", "vllm.txt", "sglang.txt", "llamacpp.txt"} <= {path.name for path in folder.iterdir()}
+    header, runs = read_records(folder)
+    assert header.settings["drafts"] == ["toy:3"] and header.settings["budget"] == 1
+    screening = {one.arm for one in runs if one.repeat == SCREENING}
+    assert screening == {"none", "ngram@8", "suffix@8", "model@8"}
+    assert {one.batch for one in runs if one.repeat != SCREENING} == {1, 2}
+    assert "screening" in err and "costs of a round" in err and "batch size 2" in err
+
+
+def test_it_needs_no_draft_model_and_samples_if_asked(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    code, out, err = run(capsys, monkeypatch, *small, "--temperature", "0.8", "--longest", "2")
+    assert code == 0 and "batch 1: " in out, err
+    told = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())
+    assert told["settings"]["params"]["temperature"] == 0.8
+    assert [one["drafter"] for one in told["screened"]] == ["ngram", "suffix"]
+    assert all(len(one["acceptance"]["accepted"]) <= 2 for one in told["screened"])
+
+
+def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
+    result, _, ground = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
+    names = {
+        one.name: one.candidate
+        for advice in result.advice
+        for one in [*advice.others, *([advice.best] if advice.best else [])]
+    }
+    assert {"auto toy:2", "model toy:2", "auto toy:4", "model toy:4", "suffix"} >= {n for n in names if "@" not in n}
+    drafted = {name: one for name, one in names.items() if one.kind == "model"}
+    assert {one.draft for one in drafted.values()} == {"toy:2", "toy:4"}
+    loaded = {draft: ground.decoder(Candidate("model", 2, draft)).draft for draft in ("toy:2", "toy:4")}
+    assert all(one is not None and one.name == draft for draft, one in loaded.items())
+    with pytest.raises(UsageError, match=r"draft 'toy' is given twice"):
+        Ground(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    result, _, _ = tuned(tmp_path, 1)
+    assert [one.candidate.drafter for one in result.screened] == ["ngram", "suffix", "model"]
+    assert all(one.acceptance is not None and one.costs is not None for one in result.screened)
+    first = result.screened[0].costs
+    assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
+    assert set(first.target) == {1, 2} and set(first.target[1]) == {1, 2, 3, 4}
+    every = [one for advice in result.advice for one in [*advice.others, *([advice.best] if advice.best else [])]]
+    assert all((one.predicted is None) == (one.candidate.length is None) for one in every)
+
+
+@pytest.mark.parametrize("seconds", [0.8, 1.6])
+def test_the_budget_is_kept(tmp_path: Path, seconds: float) -> None:
+    _, budget, _ = tuned(tmp_path, seconds)
+    assert budget.now <= seconds * 1.05
+    runs = [one for one in read_records(tmp_path)[1] if one.repeat != SCREENING]
+    assert {one.batch for one in runs} == {1, 2}
+
+
+def test_what_there_was_no_time_for_is_said(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    whole = Meter.unit
+
+    def slow(self: Meter, arms: Any, group: Any, batch: int, repeat: int, until: float) -> Any:
+        return None if batch == 2 and len(self._seen.get(2, {})) else whole(self, arms, group, batch, repeat, until)
+
+    monkeypatch.setattr(Meter, "unit", slow)
+    code, out, err = run(capsys, monkeypatch, *small, "--batch-sizes", "1,2")
+    assert code == 0 and "batch 1: " in out and "batch 2: " not in out
+    assert "batch 2: the budget was over before it; give more --budget" in err
+    assert json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["unmeasured"] == [2]
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.05])
+def test_too_small_a_budget_is_refused_in_one_line(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"^--budget .* without a comparison of all candidates on two groups of prompts; allowed: more seconds",
+    ):
+        tuned(tmp_path, seconds, tick=0.004)
+
+
+def test_the_command_says_so_with_exit_code_2(capsys, monkeypatch, small) -> None:
+    code, out, err = run(capsys, monkeypatch, *small, "--budget", "0.000001")
+    assert code == 2 and out == "" and "error: --budget 1e-06 is over after" in err
+
+
+def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    params, prompts = SamplingParams(max_tokens=4, seed=0), name_prompts(PROMPTS)
+    ground = Ground(SpeculativeDecoder("toy"), [], params)
+    start(tmp_path, make_header({"target": "toy"}, [ground.plain], prompts, DecoderConfig(), params))
+    meter = Meter(ground.lineup, tmp_path, ticking(100, tick=1.0), lambda stage, doing: None)
+    arms, group = [ground.plain, ground.arm(Candidate("ngram", 2))], command.groups(prompts, 1)[0]
+    assert meter.expected(arms, 1) == 0
+    first = meter.unit(arms, group, 1, 1, 100)
+    assert first is not None and [one.arm for one in first] == ["none", "ngram@2"]
+    assert meter.expected(arms, 1) > 0 and meter.expected(arms, 2) > 0
+    assert meter.unit(arms, group, 1, 2, meter.budget.now + 1) is None
+    assert len(read_records(tmp_path)[1]) == 2
+
+
+def test_a_wrong_text_is_not_advised_and_fails_the_command(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    right, wrong = command.load_decoder, load_wrong_rule("first-mismatch-kept")
+    monkeypatch.setattr(command, "load_decoder", lambda *args: right(*args).using(acceptance=wrong))
+    code, out, err = run(capsys, monkeypatch, *small, "--draft", "toy:2")
+    assert code == 1 and "texts differ from plain decoding and are no ties" in err and "DIFFERENT" in out
+    (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
+    failed = [one for one in advice["others"] if one["failed"]]
+    assert failed and all("no ties" in one["lost"] for one in failed)
+    assert advice["best"] is None or not advice["best"]["failed"]
+
+
+def test_a_drafter_that_breaks_is_left_out_and_fails_the_command(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("slipstream.drafters.ngram.NgramDrafter.propose", broken)
+    code, _, err = run(capsys, monkeypatch, *small)
+    assert code == 1 and "ngram@7, batch 1: failed: RuntimeError: no memory" in err
+    (advice,) = json.loads((tmp_path / "runs" / "t" / "tune.json").read_text())["advice"]
+    assert next(one["units"] for one in advice["others"] if one["name"] == "ngram@7") == 0
+
+
+def test_an_interruption_says_what_is_kept(capsys, monkeypatch, tmp_path: Path, small) -> None:
+    whole, calls = Meter.unit, iter(range(100))
+
+    def interrupted(self: Meter, *arguments: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Meter, "unit", interrupted)
+    code, out, err = run(capsys, monkeypatch, *small)
+    folder = tmp_path / "runs" / "t"
+    assert code == 130 and out == "" and f"finished runs are kept in {folder / 'runs.jsonl'}" in err
+    assert "start anew with another --out" in err and read_records(folder)[1]
+    code, _, err = run(capsys, monkeypatch, *small)
+    assert code == 2 and "holds runs already; allowed: a new folder" in err
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "0"), "--budget 0; allowed: a number of seconds > 0"),
+        (("--budget", "nan"), "--budget nan; allowed: a number of seconds > 0"),
+        (("--drafter", "ngram"), "--drafter ngram is what tune is to find"),
+        (("--num-draft-tokens", "3"), "--num-draft-tokens 3 is what tune is to find; allowed: --longest"),
+        (("--acceptance", "topk:2"), "--acceptance topk:2 changes the text; allowed: lossless rules"),
+        (("--batch-sizes", "1,x"), "--batch-sizes '1,x'; allowed: different whole numbers"),
+        (("--batch-sizes", "1,1"), "--batch-sizes '1,1'; allowed: different whole numbers"),
+        (("--batch-sizes", "9"), "batch size 9; allowed: up to max_batch_size (8)"),
+        (("--batch-sizes", "8", "--category", "code"), "batch size 8; allowed: 1 to 5, the number of prompts"),
+        (("--draft", "toy:2", "--draft", "toy:2"), "draft 'toy:2' is given twice"),
+        (("--category", "poetry"), "category 'poetry'"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(capsys, monkeypatch, elsewhere: Path, arguments, message: str) -> None:
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+    assert list(elsewhere.iterdir()) == []

@@ -1,0 +1,130 @@
+"""Lengths that pay, over known texts and known costs: what they gain, what they lose, and what they follow."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import policy_change  # noqa: E402
+import policy_replay as replay  # noqa: E402
+
+from slipstream.bench.prediction.formula import Costs  # noqa: E402
+from slipstream.draft_length.controller import DraftController  # noqa: E402
+from slipstream.draft_length.early_stop import WhilePays  # noqa: E402
+from slipstream.draft_length.policies import Auto, Fixed  # noqa: E402
+from slipstream.drafters import Setup, load  # noqa: E402
+
+STEPS = 6
+
+
+def costs(column: float = 1.0, step: float = 5.0) -> Costs:
+    """A forward of one token takes 20 ms, each further one `column`, a step of the draft model `step`."""
+    grid = {b: {w: 20 + column * (b * w - 1) for w in range(1, 33)} for b in (1, 4, 8)}
+    nothing = {b: dict.fromkeys(points, 0.0) for b, points in grid.items()}
+    return Costs(grid, nothing, dict.fromkeys(grid, step), dict.fromkeys(grid, 0.0))
+
+
+def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts in which nothing repeats; the draft model is right with this chance, and says so truly."""
+    dice, made = random.Random(seed), []
+    for _ in range(count):
+        output = [dice.randrange(1 << 19) for _ in range(length)]
+        model = [[t if dice.random() < accepted else 0 for t in output[at : at + STEPS]] for at in range(length)]
+        model = [line + [0] * (STEPS - len(line)) for line in model]
+        made.append({"family": "f", "prompt": [1, 2, 3], "output": output, "model": model})
+        made[-1]["chances"] = [[accepted] * STEPS for _ in range(length)]
+    return made
+
+
+def seconds(records: list[dict[str, Any]], table: Costs, drafter: str, length: int | None, batch: int = 1) -> float:
+    """Of one setting over all texts; length None is what pays."""
+    controller = DraftController(replay.pace_of(table)) if length is None else None
+    stop = None if controller is None else WhilePays(controller)
+    made = replay.Recorded(records, stop)
+    if drafter != "model":
+        made = load(drafter, Setup(replay.CPU, 1 << 20, controller=controller, acceptance_probs=controller is not None))
+    policy = Fixed(length or 0) if controller is None else Auto(controller, 6, stepwise=drafter == "model")
+    one = replay.Replay(records, table, made, policy)
+    return sum(one.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("step", [1.0, 5.0, 15.0])
+def test_lengths_that_pay_come_near_the_best_fixed_length(accepted: float, step: float) -> None:
+    records, table = texts(accepted), costs(step=step)
+    fixed = [seconds(records, table, "model", n) for n in range(STEPS + 1)]
+    assert seconds(records, table, "model", None) < 1.08 * min(fixed)
+
+
+@pytest.mark.parametrize("batch", [4])
+@pytest.mark.parametrize("accepted", [0.0, 0.6, 0.9])
+def test_and_in_batches(accepted: float, batch: int) -> None:
+    records, table = texts(accepted), costs(column=0.3)
+    fixed = [seconds(records, table, "model", n, batch) for n in range(STEPS + 1)]
+    assert seconds(records, table, "model", None, batch) < 1.08 * min(fixed)
+
+
+@pytest.mark.parametrize("drafter", ["suffix:outputs=0", "ngram", "ngram_table", "model"])
+def test_random_tokens_cost_next_to_nothing(drafter: str) -> None:
+    dice = random.Random(1)
+    records = texts(0.0, count=6)
+    for record in records:
+        record["output"] = [dice.randrange(50) for _ in range(200)]  # everything seems to repeat, nothing does
+        record["prompt"] = [dice.randrange(50) for _ in range(300)]
+        record["model"], record["chances"] = [[60] * STEPS] * 200, [[0.9] * STEPS] * 200  # sure, and wrong
+    plain = seconds(records, costs(), "none", 0)
+    assert seconds(records, costs(), drafter, None) < plain / (0.96 if drafter == "ngram_table" else 0.97)
+    assert drafter == "suffix:outputs=0" or seconds(records, costs(), drafter, 6) > plain / 0.97
+
+
+@pytest.mark.parametrize("column", [1.0, 4.0])
+def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None:
+    dice = random.Random(2)
+    prompt, prose = ([dice.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
+    output = prose[:60] + prompt[100:220] + prose[60:]
+    rounds = policy_change.replayed(prompt, output, policy_change.simple_costs(20, column))
+    drafted = [(done.start - len(prompt), len(done.draft)) for done in rounds]
+    assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
+    quoting = [length for at, length in drafted if 60 <= at < 180]
+    assert next(i for i, length in enumerate(quoting) if length >= 7) < 8
+    assert len(quoting) < 30
+
+
+def test_the_command_prints_and_plots(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 1000)):
+        (tmp_path / name).write_text(" ".join(f"w{i}" for i in range(first, first + 400)))
+    plot = tmp_path / "lengths.png"
+    command = [str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(plot)]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "policy_change.py"), *command], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("prose: 60 tokens in 60 rounds") and plot.read_bytes()[1:4] == b"PNG"
+
+
+def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
+    records = [record | {"family": name} for record, name in zip(texts(0.8, 3, 30), "aab", strict=True)]
+    header = {"costs": costs().to_dict()}
+    file = tmp_path / "record.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in [header, *records]))
+    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "batch 1, 3 texts" in done.stdout and done.stdout.count("1.00") >= 3
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
+def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "file.jsonl"
+    if text is not None:
+        file.write_text(text)
+    command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "" and done.stdout.count("\n") == 1 and "allowed" in done.stdout

@@ -1,0 +1,80 @@
+"""The comparison of two checkouts' texts, on the toy model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "benchmarks" / "same_texts.py"
+AUTO = '{"draft_dtype": "auto"}'  # the toy cannot be quantised
+TOY = ("--target", "toy", "--draft", "toy:1", "--options", AUTO, "--prompts", "3", "--max-tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def same_texts() -> Any:
+    spec = importlib.util.spec_from_file_location("same_texts", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["same_texts"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(FILE), *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("after", "first"),
+    [
+        ([[1, 2, 3], [4, 5]], None),
+        ([[1, 2, 3], [4, 6]], (1, 1)),
+        ([[1, 2], [4, 5]], (0, 2)),
+        ([[1, 2, 3], [4, 5, 6]], (1, 2)),
+    ],
+)
+def test_the_first_difference_is_found_and_an_early_end_is_one(
+    same_texts: Any, after: list[list[int]], first: tuple[int, int] | None
+) -> None:
+    found = same_texts.compare([[1, 2, 3], [4, 5]], after)
+    assert found == same_texts.Comparison(2 - (first is not None), int(first is not None), first)
+
+
+def test_missing_texts_are_an_error_and_no_agreement(same_texts: Any) -> None:
+    with pytest.raises(ValueError, match="2 texts before, 1 after"):
+        same_texts.compare([[1], [2]], [[1]])
+
+
+def test_prompts_come_from_all_categories_in_turn(same_texts: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"category": name[0], "turns": [name, "more"]} for name in ("a1", "a2", "a3", "b1", "b2")]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert same_texts.choose_prompts([file], 4) == ["a1", "b1", "a2", "b2"]
+    with pytest.raises(typer.BadParameter, match="the files hold 5"):
+        same_texts.choose_prompts([file], 6)
+
+
+@pytest.mark.slow
+def test_a_checkout_agrees_with_itself_until_a_token_is_changed(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    same = run(ROOT, ROOT, *TOY, "--json", out)
+    assert same.returncode == 0, same.stderr
+    report = json.loads(out.read_text())
+    assert len(report["comparisons"]) == 10 and all(len(texts) == 3 for texts in report["texts"]["before"].values())
+    changed = run(ROOT, ROOT, *TOY, "--drafters", "ngram", "--temperatures", "0", "--self-check")
+    assert changed.returncode == 1 and "prompt 0, token 11" in changed.stdout, changed.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_without_sources_is_not_compared_with_installed_ones(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    done = run(ROOT, tmp_path, *TOY, "--drafters", "none", "--temperatures", "0")
+    assert done.returncode == 1 and "is not in" in done.stderr

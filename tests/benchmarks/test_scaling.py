@@ -1,0 +1,88 @@
+"""The benchmark of rounds against context and batch, on the toy and on a tiny transformer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tiny import fresh, perturbed, shared
+from typer.testing import CliRunner
+
+from slipstream import SpeculativeDecoder, UsageError
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
+
+
+@pytest.fixture(scope="module")
+def scaling() -> Any:
+    spec = importlib.util.spec_from_file_location("scaling", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["scaling"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(scaling: Any, *arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(scaling.main)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_line_per_batch_and_context_in_the_table_and_in_the_file(scaling: Any, tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    sampled = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"]
+    sizes = ["--contexts", "16,64", "--batches", "1,3", "--rounds", "3", "--turns", "1"]
+    result = run(scaling, "toy", *sizes, *sampled, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert [(line["batch"], line["context"]) for line in found["lines"]] == [(1, 16), (1, 64), (3, 16), (3, 64)]
+    for line in found["lines"]:
+        parts = [line[name] for name in ("draft", "verify", "accept", "overhead")]
+        assert line["total"] == pytest.approx(sum(parts)) and min(parts) >= 0 and line["verify"] > 0
+        assert f"{line['total']:.2f}" in result.output
+        assert line["attention"] is None  # the toy has none
+    assert found["options"]["top_k"] == 50
+
+
+def test_attention_is_measured_beside_a_transformer_and_grows_with_the_keys(scaling: Any) -> None:
+    decoder = SpeculativeDecoder(fresh("llama", max_position_embeddings=4096), perturbed("llama"), reproducible=False)
+    lines = scaling.Scaling(decoder, rounds=4).measure([128, 3840], [1, 2], turns=1)
+    assert [line.width for line in lines] == [5] * 4
+    for short, long in (lines[:2], lines[2:]):
+        assert long.attention > short.attention > 0  # thirty times the keys
+    drafted = scaling.Scaling(decoder, "model", num_draft_tokens=2, rounds=2).measure([64], [1], turns=1)
+    assert drafted[0].draft > 0 and drafted[0].width == 3
+
+
+def test_every_row_reads_the_prompt_from_one(scaling: Any) -> None:
+    made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=2)
+    made.measure([100, 300], [1, 4], turns=2)
+    assert made._target.prefill_tokens == 299
+
+
+def test_a_context_beyond_the_model_s_positions_is_refused_in_one_line(scaling: Any) -> None:
+    made = scaling.Scaling(SpeculativeDecoder(shared("llama"), reproducible=False), rounds=7)
+    with pytest.raises(UsageError, match=r"contexts=1024; allowed: at most 974 \(the model's context is 1024"):
+        made.measure([128, 1024], [1])
+    assert made.measure([974], [1], turns=1)[0].context == 974
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contexts", "0,8"], "contexts=[0, 8]"),
+        (["--batches", "x"], "'x'"),
+        (["--rounds", "0"], "rounds=[0]"),
+        (["--drafter", "nobody"], "drafter='nobody'"),
+        (["--num-draft-tokens", "65"], "num_draft_tokens=65"),
+    ],
+)
+def test_wrong_use_exits_with_2(scaling: Any, arguments: list[str], message: str) -> None:
+    result = run(scaling, "toy", "--contexts", "16", "--batches", "1", *arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())

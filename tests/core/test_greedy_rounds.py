@@ -1,0 +1,152 @@
+"""Whole rounds on a backend that drafts and verifies in one call each: the text of the plain loop, fewer calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tape import Tape
+from tiny import fresh, perturbed, prompts, shared
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.interfaces import GreedyRounds
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.draft_length.policies import Fixed
+from slipstream.drafters.model import ModelDrafter
+from slipstream.errors import UsageError
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.hf import pretrained as loading
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.loaded import LoadOptions
+
+GREEDY = SamplingParams(max_tokens=30)
+
+
+class Counting(GraphedBackend):
+    """Counts calls and knows its draft lengths."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, Tape())
+        self.calls: Counter[str] = Counter()
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.calls["scored" if options["logits"] else "prefilled"] += 1
+        return super().forward(*args, **options)
+
+    def draft_greedy(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.calls["drafted"] += 1
+        return super().draft_greedy(*args, **options)
+
+    def verify_greedy(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.calls["verified"] += 1
+        return super().verify_greedy(*args, **options)
+
+
+def run(
+    name: str, backend: Any, params: SamplingParams = GREEDY, kind: Any = ModelDrafter, acceptance: str = "auto"
+) -> tuple[list[Row], Any, Any]:
+    """Five ragged rows, three at a time, with four draft tokens; and both backends."""
+    target, draft = backend(shared(name)), backend(perturbed(name))
+    session = Session(draft)
+    engine = Engine(Session(target), kind(session, target.vocab_size), Fixed(4), acceptance, 3, session)
+    rows = [Row(i, ids, params, 7 + i) for i, ids in enumerate(prompts((5, 1, 17, 30, 9)))]
+    for _ in engine.run(rows):
+        pass
+    return rows, target, draft
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
+def test_greedy_text_and_rounds_are_those_of_the_plain_loop(name: str) -> None:
+    (plain, _, _), (fast, target, draft) = run(name, HFBackend), run(name, Counting)
+    assert [row.tokens for row in plain] == [row.tokens for row in fast]
+    counts = [[(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds] for row in fast]
+    assert counts == [[(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds] for row in plain]
+    assert any(0 < kept < drafted for row in counts for drafted, kept in row)
+    steps = {r.step for row in fast for r in row.rounds if r.seconds.verify}  # a prompt's answer is no round of its own
+    assert target.calls["verified"] == len(steps)
+    assert 0 < draft.calls["drafted"] <= len(steps)  # a row's last token is not drafted for
+    assert target.calls["scored"] == draft.calls["scored"] == 0
+    assert target._graphs.reason is draft._graphs.reason is None
+
+
+def test_sampled_rows_take_the_plain_path() -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.8)
+    (plain, _, _), (fast, target, draft) = run("llama", HFBackend, params), run("llama", Counting, params)
+    assert [row.tokens for row in plain] == [row.tokens for row in fast]
+    assert target.calls["verified"] == draft.calls["drafted"] == 0 < target.calls["scored"]
+
+
+@pytest.mark.parametrize("changes", [{"repetition_penalty": 1.3}, {"logit_bias": {9: 2.0}}])
+def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=20, **changes)
+    (plain, _, _), (fast, target, _) = run("llama", HFBackend, params), run("llama", Counting, params)
+    assert [row.tokens for row in plain] == [row.tokens for row in fast]
+    assert target.calls["verified"] == 0
+
+
+def test_a_rule_that_looks_at_laws_takes_the_plain_path() -> None:
+    _, target, draft = run("llama", Counting, acceptance="rejection")
+    assert target.calls["verified"] == 0 < draft.calls["drafted"]
+
+
+class Watching(ModelDrafter):
+    """A drafter that sees logits."""
+
+    seen = 0
+
+    def observe(self, *_: Any) -> None:
+        Watching.seen += 1
+
+
+def test_a_drafter_that_observes_gets_logits() -> None:
+    _, target, draft = run("llama", Counting, kind=Watching)
+    assert target.calls["verified"] == 0 < draft.calls["drafted"]
+    assert Watching.seen > 0
+
+
+def test_only_backends_with_both_methods_are_unrolled() -> None:
+    assert isinstance(GraphedBackend(shared("llama"), Tape()), GreedyRounds)
+    assert not isinstance(HFBackend(shared("llama")), GreedyRounds)
+
+
+def test_models_on_the_cpu_are_not_captured() -> None:
+    for fast in ("auto", False, True):
+        assert type(loading.wrap_model(fresh("llama"), None, LoadOptions(fast=fast)).backend) is HFBackend
+
+
+class OnCuda:
+    """A model that says it is on a GPU."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.device = model, torch.device("cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(loading, "GraphedBackend", lambda model: made.append("graphed"))
+    monkeypatch.setattr(loading, "HFBackend", lambda model: made.append("plain"))
+    model = fresh("llama")
+    for fast in ("auto", True, False):
+        loading._backend(OnCuda(model), fast)
+    assert made == ["plain", "graphed", "plain"]
+    model.quantization_method = "bitsandbytes"
+    loading._backend(OnCuda(model), "auto")  # says why itself
+    with pytest.raises(UsageError, match="fast=True, but OnCuda cannot be captured: it is quantised with bitsandbytes"):
+        loading._backend(OnCuda(model), True)
+
+
+def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):
+        monkeypatch.setattr(loading, "_backend", lambda model, fast, make=backend: make(model))
+        decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), num_draft_tokens=3, reproducible=False)
+        texts.append([result.token_ids for result in decoder.generate(prompts((4, 20, 9)), GREEDY)])
+    assert texts[0] == texts[1]

@@ -1,0 +1,250 @@
+"""Ragged forwards against rectangular ones, what is read in one forward, and where none can be had."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounding import BATCH, BIT, RoundingBackend
+from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.interfaces import Backend, RowSegment, read_memory
+from slipstream.core.ragged_session import RaggedSession, end_to_end, last_of_each, make_session, portions
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_layer import is_fused
+from slipstream.models.hf.ragged_attention import lay_out
+from slipstream.reproducibility.calibration import TOTALS, calibrate
+
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (100, 7, 33, 64)
+OPTIONS = SamplingParams(max_tokens=100)
+
+
+def backend_of(name: str) -> HFBackend:
+    backend = fast(name)
+    read_memory(backend, 256, EXACT_FIT.reads)
+    return backend
+
+
+def tokens_of(rows: int, length: int = 200) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(4))
+
+
+def one_by_one(backend: HFBackend, tokens: Tensor, segments: Sequence[RowSegment]) -> Tensor:
+    """Logits of the pieces' tokens, [T, V], in forwards of one row."""
+    parts = []
+    for row, segment in zip(tokens, segments, strict=True):
+        own = row[None, segment.start : segment.start + segment.count]
+        parts.append(backend.forward(own, [segment.start], first_slot=segment.slot, logits=True)[0])
+    return torch.cat(parts)
+
+
+def cut_out(tokens: Tensor, segments: Sequence[RowSegment], padding: int = 0) -> Tensor:
+    own = [row[segment.start : segment.start + segment.count] for row, segment in zip(tokens, segments, strict=True)]
+    return torch.cat([*own, torch.zeros(padding, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("widths", [WIDTHS, ()], ids=["padded", "exact"])
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 1, 2, 5), (1, 16, 1, 2), (21, 1, 1, 9), (8, 8, 8, 8)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
+def test_a_round_of_rows_that_take_different_numbers_of_tokens(
+    name: str, counts: tuple[int, ...], widths: tuple[int, ...]
+) -> None:
+    backend, tokens = backend_of(name), tokens_of(4)
+    assert backend.ragged
+    backend.reserve(4, 256)
+    for slot, context in enumerate(CONTEXTS):
+        backend.forward(tokens[slot : slot + 1, :context], [0], first_slot=slot, logits=False)
+    segments = [RowSegment(slot, CONTEXTS[slot], count) for slot, count in enumerate(counts)]
+    for padding in (0, 3):
+        inputs = cut_out(tokens, segments, padding)
+        got = backend.forward_ragged(inputs, segments, widths=widths)
+        assert got.shape == (sum(counts) + padding, VOCAB)
+        columns = torch.tensor([sum(counts) - 1, 0])
+        few = backend.forward_ragged(inputs, segments, widths=widths, columns=columns)
+        expected = one_by_one(backend, tokens, segments)
+        torch.testing.assert_close(got[: sum(counts)], expected, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(few, expected[columns], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 3)])
+def test_prompts_share_a_forward(name: str, slots: tuple[int, ...]) -> None:
+    backend, tokens = backend_of(name), tokens_of(3)
+    backend.reserve(4, 256)
+    segments = [RowSegment(slot, 0, count) for slot, count in zip(slots, (70, 9, 97), strict=True)]
+    backend.forward_ragged(cut_out(tokens, segments), segments, widths=None, columns=torch.tensor([0]))
+    later = [RowSegment(slot, segment.count, 20) for slot, segment in zip(slots, segments, strict=True)]
+    got = backend.forward_ragged(cut_out(tokens, later, 4), later, widths=None)[:60]
+    fresh_one = backend_of(name)
+    fresh_one.reserve(4, 256)
+    one_by_one(fresh_one, tokens, segments)
+    torch.testing.assert_close(got, one_by_one(fresh_one, tokens, later), rtol=1e-4, atol=2e-5)
+
+
+def test_a_long_row_attends_on_its_own_where_a_wide_rectangle_would_cost_more() -> None:
+    layout = lay_out([RowSegment(i, 10, count) for i, count in enumerate((1, 16, 1, 1, 2, 1, 1, 1))], 24, WIDTHS)
+    assert layout.shape == (8, 2) and [(cut.row, cut.width, cut.count) for cut in layout.cuts] == [(1, 16, 16)]
+    layout = lay_out([RowSegment(i, 10, 5) for i in range(4)], 20, WIDTHS)
+    assert layout.shape == (4, 8) and not layout.cuts
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_models_whose_layers_keep_their_own_forward_have_no_ragged_ones(name: str) -> None:
+    plain, quick = HFBackend(shared(name)), backend_of(name)
+    assert type(make_session(plain)) is Session and not plain.ragged
+    made = make_session(quick)
+    assert quick.ragged == any(map(is_fused, quick.model.modules())) == isinstance(made, RaggedSession)
+    unknown = make_session(quick, Shapes((2, 4, 8), 64))  # which numbers of tokens agree is not known
+    assert made.num_tokens(2, 3) == (5 if quick.ragged else None) and unknown.num_tokens(2, 3) is None
+
+
+def new_row(index: int, tokens: list[int]) -> Row:
+    return Row(index, tokens, OPTIONS, seed=0)
+
+
+def test_a_rectangle_is_taken_where_it_has_no_more_tokens() -> None:
+    backend = RaggedHash()
+    session = make_session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session.reserve(2, 64)
+    rows = [new_row(0, [1, 2, 3]), new_row(1, [4, 5])]
+    session.prefill(rows)
+    backend.forwards.clear(), backend.together.clear()
+    for lengths, together in (([3, 3], False), ([0, 7], False), ([3, 0], False), ([0, 8], True), ([15, 0], False)):
+        draft = torch.zeros(2, max(lengths), dtype=torch.int64)
+        session.score(rows, draft, lengths)
+        assert bool(backend.together) == together, lengths
+        backend.forwards.clear(), backend.together.clear()
+
+
+def test_texts_are_read_together_and_common_beginnings_once() -> None:
+    backend = RaggedHash()
+    session = make_session(backend, Shapes((1, 4, 8, 16), 64, totals=(8, 16)))
+    session.reserve(5, 200)
+    common = [5] * 20
+    texts = [[*common, *[i] * 30] for i in (1, 2, 3)] + [[6] * 9 + [4] * 40, [*common, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1]]
+    session.prefill([new_row(i, text) for i, text in enumerate(texts)])
+    # the first with the one that has nothing in common, then two behind the beginning, and the last knows all of its
+    assert session.prefill_tokens == (49 + 48) + (29 + 29)
+    expected = [([48], 48), ([1, 47], 64), ([1], 16), ([29, 19], 64), ([10], 16)]
+    assert backend.together == expected
+
+
+def test_what_is_read_together_is_cut_into_chunks() -> None:
+    needs = [RowSegment(3, 5, 30), RowSegment(0, 0, 4), RowSegment(1, 9, 50)]
+    assert [*portions(needs, 40)] == [
+        [RowSegment(3, 5, 30), RowSegment(0, 0, 4), RowSegment(1, 9, 6)],
+        [RowSegment(1, 15, 40)],
+        [RowSegment(1, 55, 4)],
+    ]
+    assert [*portions([], 40)] == []
+    assert end_to_end([[1, 2], [], [3]], 5).tolist() == [1, 2, 3, 0, 0]
+
+
+def test_each_row_gets_the_logits_it_wants_and_its_last_ones_again() -> None:
+    logits = torch.arange(9)[:, None].expand(9, 2)
+    got = last_of_each(logits, [2, 4, 1], [1, 3, 1], 3)
+    assert got[..., 0].tolist() == [[1, 1, 1], [3, 4, 5], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) -> None:
+    texts = prompts((40, 3, 90, 17, 200), seed=2)
+    draft = fresh("llama", seed=0) if drafter == "model" else None
+    decoder = SpeculativeDecoder(
+        fresh("llama"), draft, drafter=drafter, fast=True, reproducible=reproducible, num_draft_tokens="auto"
+    )
+    assert isinstance(decoder._target_session, RaggedSession)
+    params = [SamplingParams(max_tokens=20 + i, num_draft_tokens=n) for i, n in enumerate((None, 2, 9, 0, None))]
+    together = decoder.generate(texts, params)
+    for text, own, result in zip(texts, params, together, strict=True):
+        decoder.forget()
+        assert decoder.generate(text, own).token_ids == result.token_ids
+
+
+class RaggedRounding(RoundingBackend):
+    """Off by a bit in ragged forwards of `odd` tokens, and in those of prompts if told so."""
+
+    ragged = True
+
+    def __init__(self, odd: tuple[int, ...] = (), prompts: bool = True, max_length: int = 1000) -> None:
+        super().__init__(max_length=max_length)
+        self.odd, self.prompts = odd, prompts
+
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        assert max(segment.start + segment.count for segment in segments) <= self.max_length
+        out = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float64)
+        differs, at = (len(tokens) in self.odd) if widths is not None else not self.prompts, 0
+        for segment in segments:
+            own = tokens[None, at : at + segment.count]
+            out[at : at + segment.count] = self.forward(own, [segment.start], first_slot=segment.slot, logits=True)[0]
+            if differs:
+                self.slots[segment.slot, segment.start + segment.count - 1] += BIT
+            at += segment.count
+        return out + BIT * differs
+
+
+@pytest.mark.parametrize("odd", [(), (8,), (24, 40), TOTALS], ids=str)
+def test_exactly_the_numbers_of_tokens_that_agree_are_kept(odd: tuple[int, ...]) -> None:
+    found = calibrate(RaggedRounding(odd), BATCH)
+    kept = tuple(total for total in TOTALS if total not in odd)
+    assert tuple(found.totals) == kept and set(found.shapes.totals) <= set(kept)
+    assert all(ms > 0 for ms in found.totals.values())
+
+
+@pytest.mark.parametrize("backend", [RaggedRounding(prompts=False), RoundingBackend()], ids=["prompts", "none"])
+def test_no_number_is_kept_where_prompts_read_together_differ_or_there_are_no_such_forwards(backend: Backend) -> None:
+    assert calibrate(backend, BATCH).totals == {}
+    assert calibrate(backend, BATCH).prompts
+
+
+def test_a_short_context_and_a_batch_of_one() -> None:
+    assert calibrate(RaggedRounding(max_length=128), BATCH).agrees
+    assert calibrate(RaggedRounding(), 1).totals == {} != calibrate(RaggedRounding(), 2).totals
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("ragged").main
+
+
+def test_the_benchmark_compares_both_ways(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fresh("llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    file = tmp_path / "out.json"
+    command(str(tmp_path / "model"), "1,1,9/2,2,2", "float32", context=20, turns=2, json_file=file)
+    lines = json.loads(file.read_text())
+    assert [line["counts"] for line in lines] == [[1, 1, 9], [2, 2, 2]]
+    assert all(line["same"] and line["rectangle"] > 0 < line["ragged"] for line in lines)
+    assert f"{lines[0]['ragged'] / lines[0]['rectangle']:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("counts", ["3", "1,0", "1,40", "1,x", ""])
+def test_the_benchmark_refuses_counts_that_are_none(command: Any, counts: str) -> None:
+    with pytest.raises(UsageError, match=f"--counts {counts!r}; allowed: tokens of two rows or more, 1 to 32 each"):
+        command("toy", counts)
+
+
+def test_the_benchmark_refuses_models_without_ragged_forwards(command: Any) -> None:
+    with pytest.raises(UsageError, match="model 'toy' has no ragged forwards here"):
+        command("toy")

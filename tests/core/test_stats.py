@@ -1,0 +1,114 @@
+"""Statistics against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream import Round, Stats
+from slipstream.core.types import Seconds
+
+
+def make_round(draft: int, accepted: int, tokens: int, *, rejected: bool, step: int = 0, row: int = 0) -> Round:
+    seconds = Seconds(prefill=0.5, draft=1.0, verify=2.0, accept=0.25, total=4.0)
+    return Round(row, step, 1, 0, tuple(range(draft)), tuple(range(tokens)), accepted, rejected, None, seconds)
+
+
+ROUNDS = [
+    make_round(4, 4, 5, rejected=False, step=0),  # all kept, and a bonus token
+    make_round(4, 2, 3, rejected=True, step=1),  # two kept, the third refused, one recovered
+    make_round(0, 0, 1, rejected=False, step=2),  # plain
+    make_round(3, 0, 1, rejected=True, step=3),  # the first refused
+    make_round(4, 2, 2, rejected=False, step=4),  # ended inside the draft, by length
+]
+
+
+def test_totals_are_those_of_the_rounds() -> None:
+    stats = Stats.of(ROUNDS)
+    assert stats.num_rounds == stats.num_steps == 5
+    assert stats.num_output_tokens == 5 + 3 + 1 + 1 + 2
+    assert stats.num_draft_tokens == 4 + 4 + 0 + 3 + 4
+    assert stats.num_accepted_tokens == 4 + 2 + 0 + 0 + 2
+    assert stats.num_rejected_rounds == 2
+
+
+def test_ratios_follow_their_definitions() -> None:
+    stats = Stats.of(ROUNDS)
+    assert stats.acceptance_rate == pytest.approx(8 / 15)  # accepted / drafted
+    assert stats.alpha == pytest.approx(8 / 10)  # accepted / (accepted + rounds that ended in a rejection)
+    assert stats.block_efficiency == pytest.approx(12 / 5)  # output tokens per target forward
+
+
+def test_counts_per_position_are_those_of_the_drafts() -> None:
+    stats = Stats.of(ROUNDS)
+    assert stats.drafted_per_position == [4, 4, 4, 3]
+    assert stats.accepted_per_position == [3, 3, 1, 1]
+    assert sum(stats.drafted_per_position) == stats.num_draft_tokens
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+
+
+def test_counts_per_position_grow_with_a_longer_draft_that_comes_later() -> None:
+    stats = Stats.of([make_round(1, 1, 2, rejected=False), make_round(3, 1, 2, rejected=True, step=1)])
+    assert stats.drafted_per_position == [2, 1, 1]
+    assert stats.accepted_per_position == [2, 0, 0]
+
+
+def test_time_of_a_step_is_counted_once_for_all_its_rows() -> None:
+    rounds = [make_round(2, 1, 2, rejected=True, step=step, row=row) for step in (7, 9) for row in range(3)]
+    stats = Stats.of(rounds)
+    assert (stats.num_rounds, stats.num_steps) == (6, 2)
+    assert stats.total_seconds == pytest.approx(8.0)
+    assert (stats.prefill_seconds, stats.draft_seconds) == pytest.approx((1.0, 2.0))
+    assert (stats.verify_seconds, stats.accept_seconds) == pytest.approx((4.0, 0.5))
+    assert stats.overhead_seconds == pytest.approx(8.0 - 7.5)
+    assert stats.tokens_per_second == pytest.approx(12 / 8.0)
+    assert stats.block_efficiency == pytest.approx(2.0)  # per round of a row, not per step
+
+
+def test_statistics_of_rows_add_up_to_those_of_the_batch() -> None:
+    rows = [[make_round(4, row, row + 1, rejected=True, step=step, row=row) for step in range(3)] for row in range(4)]
+    whole = Stats.of(done for row in rows for done in row)
+    parts = [Stats.of(row) for row in rows]
+    for name in ("num_rounds", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rejected_rounds"):
+        assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
+    assert whole.total_seconds == parts[0].total_seconds
+
+
+def test_nothing_drafted_has_no_acceptance_and_nothing_decoded_no_speed() -> None:
+    plain, nothing = Stats.of([make_round(0, 0, 1, rejected=False)]), Stats.of([])
+    assert plain.acceptance_rate is None and plain.alpha is None
+    assert plain.block_efficiency == 1.0
+    assert nothing.block_efficiency == nothing.tokens_per_second == nothing.overhead_seconds == 0.0
+
+
+def test_overhead_is_never_negative() -> None:
+    done = Round(0, 0, 1, 0, (), (1,), 0, False, None, Seconds(draft=2.0, total=1.0))
+    assert Stats.of([done]).overhead_seconds == 0.0
+
+
+def test_lossy_statistics_say_so() -> None:
+    assert Stats.of(ROUNDS).lossless
+    assert not Stats.of(ROUNDS, lossless=False).to_dict()["lossless"]
+
+
+def test_dictionary_holds_every_total_and_ratio_and_fits_in_json() -> None:
+    stats = Stats.of(ROUNDS)
+    values = json.loads(json.dumps(stats.to_dict()))
+    assert values["alpha"] == stats.alpha and values["acceptance_rate"] == stats.acceptance_rate
+    for name in ("block_efficiency", "overhead_seconds", "tokens_per_second", "num_rounds", "accepted_per_position"):
+        assert values[name] == getattr(stats, name)
+
+
+@pytest.mark.parametrize(
+    ("done", "origins"),
+    [
+        (ROUNDS[0], ["accepted"] * 4 + ["bonus"]),
+        (ROUNDS[1], ["accepted"] * 2 + ["recovered"]),
+        (ROUNDS[2], ["plain"]),
+        (ROUNDS[3], ["recovered"]),
+        (ROUNDS[4], ["accepted"] * 2),
+    ],
+)
+def test_origins_tell_where_each_token_came_from(done: Round, origins: list[str]) -> None:
+    assert list(done.origins) == origins

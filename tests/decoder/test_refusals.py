@@ -1,0 +1,189 @@
+"""What a decoder refuses before it decodes: prompts, parameters and models that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.models.hf.vocabulary import differing_tokens
+
+CONTEXT = 32
+WORDS = {"<unk>": 0, "the": 1, "heron": 2, "sparrow": 3, "waits": 4}
+
+
+def tiny(vocab: int = len(WORDS), context: int = CONTEXT) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def words(vocabulary: dict[str, int]) -> Any:
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def toy() -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy")
+
+
+@pytest.fixture(scope="module")
+def bare() -> SpeculativeDecoder:
+    """A model without a tokenizer and with a short context."""
+    return SpeculativeDecoder(tiny())
+
+
+def refused(message: str, decoder: SpeculativeDecoder, *arguments: Any) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
+        decoder.generate(*arguments)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
+    refused(r"^prompt \d is empty; allowed: at least one token$", toy, prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [[]],
+        ["a", []],
+        None,
+        5,
+        1.5,
+        {"role": "user"},
+        b"bytes",
+        [1, "a"],
+        ["a", 1],
+        [1, None],
+        [1.0, 2.0],
+        [True, 1],
+    ],
+    ids=repr,
+)
+def test_prompt_of_another_kind_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
+    refused("^prompt .*; allowed: a text, a list of token ids or a list of chat messages$", toy, prompt)
+
+
+@pytest.mark.parametrize(("prompt", "index", "token"), [([1, 257], 0, 257), ([-1], 0, -1), (["a", [3, 999]], 1, 999)])
+def test_token_id_outside_the_vocabulary_is_refused(
+    toy: SpeculativeDecoder, prompt: Any, index: int, token: int
+) -> None:
+    refused(f"^prompt {index}: token id {token}; allowed: 0 to 256$", toy, prompt)
+
+
+@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 500])
+def test_prompt_that_fills_the_context_is_refused(bare: SpeculativeDecoder, length: int) -> None:
+    refused(f"^prompt 0 has {length} tokens; allowed: at most {CONTEXT - 1}$", bare, [1] * length)
+
+
+def test_max_tokens_may_fill_the_context_and_not_more(bare: SpeculativeDecoder) -> None:
+    message = rf"^max_tokens=23; allowed: at most 22 after a prompt of 10 tokens \(the model's context is {CONTEXT}\)$"
+    refused(message, bare, [1] * 10, SamplingParams(max_tokens=23))
+    assert len(bare.generate([1] * 10, SamplingParams(max_tokens=22)).token_ids) == 22
+    assert len(bare.generate([1] * 31, SamplingParams(max_tokens=1)).token_ids) == 1
+
+
+def test_one_bad_prompt_refuses_the_batch_before_anything_is_decoded(bare: SpeculativeDecoder) -> None:
+    refused("^prompt 1: token id 5; allowed: 0 to 4$", bare, [[1, 2], [5]], SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, count: int) -> None:
+    refused(
+        f"^params: {count} given for 2 prompts; allowed: one, or one per prompt$",
+        toy,
+        ["a", "b"],
+        [SamplingParams(max_tokens=1)] * count,
+    )
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
+def test_params_of_another_kind_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
+    refused("^params: .*; allowed: SamplingParams$", toy, "a", params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(stop="x"), "^stop=.* needs a tokenizer; allowed: stop_token_ids$"),
+        (SamplingParams(bad_words=["x"]), "^bad_words: 'x' is text but there is no tokenizer"),
+        (SamplingParams(logit_bias={5: 1.0}), "^logit_bias: token id 5; allowed: 0 to 4$"),
+        (SamplingParams(stop_token_ids=[99]), "^stop_token_ids: token id 99; allowed: 0 to 4$"),
+        (SamplingParams(bad_words=[[1, 7]]), "^bad_words: token id 7; allowed: 0 to 4$"),
+    ],
+)
+def test_option_that_the_model_cannot_serve_is_refused(
+    bare: SpeculativeDecoder, params: SamplingParams, message: str
+) -> None:
+    refused(message, bare, [1, 2], SamplingParams(**{**vars(params), "max_tokens": 2}))
+
+
+def test_text_without_a_tokenizer_and_chat_without_a_template_are_refused(
+    bare: SpeculativeDecoder, toy: SpeculativeDecoder
+) -> None:
+    refused("^prompt is text but there is no tokenizer", bare, "the heron")
+    refused("no chat template", toy, [{"role": "user", "content": "hello"}])
+
+
+def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
+    with pytest.raises(UsageError, match=r"^prompt is a list of prompts; allowed"):
+        next(toy.stream(["a", "b"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
+def test_model_that_is_none_is_refused_by_name(source: Any) -> None:
+    with pytest.raises(UsageError) as refusal:
+        SpeculativeDecoder(source)
+    assert str(source) in str(refusal.value) and "allowed" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_draft_with_another_tokenizer_is_refused_naming_tokens_that_differ() -> None:
+    with pytest.raises(UsageError) as refusal:
+        SpeculativeDecoder("toy", tiny(), tokenizer=words(WORDS))
+    message = str(refusal.value)
+    assert message.startswith("draft 'LlamaForCausalLM' has another vocabulary than target 'toy'")
+    assert "'<0x00>' is 0 in the target and absent in the draft" in message and "\n" not in message
+
+
+def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() -> None:
+    with pytest.raises(UsageError, match=r"has 7 logits, target .* has 5, and no tokenizers are at hand"):
+        SpeculativeDecoder(tiny(), tiny(vocab=7))
+
+
+def test_draft_with_a_padded_head_and_the_same_tokenizer_is_taken() -> None:
+    decoder = SpeculativeDecoder(tiny(), tiny(vocab=8), tokenizer=words(WORDS))
+    assert decoder.drafter_name == "hybrid"
+    params = SamplingParams(max_tokens=6)
+    plain = SpeculativeDecoder(tiny(), tokenizer=words(WORDS), drafter="none").generate([1, 2], params)
+    assert decoder.generate([1, 2], params).token_ids == plain.token_ids
+
+
+def test_differing_tokens_are_described_in_the_order_of_the_targets_ids() -> None:
+    target = {"a": 0, "b": 1, "c": 2, "d": 3}
+    draft = {"a": 0, "b": 2, "c": 1, "e": 4}
+    assert differing_tokens(target, target) == []
+    assert differing_tokens(target, draft) == [
+        "'b' is 1 in the target and 2 in the draft",
+        "'c' is 2 in the target and 1 in the draft",
+        "'d' is 3 in the target and absent in the draft",
+        "'e' is absent in the target and 4 in the draft",
+    ]

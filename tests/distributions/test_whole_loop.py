@@ -1,0 +1,247 @@
+"""The law of the whole loop: joint frequencies of generated tokens against the target's law, and what must be caught.
+
+A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and die found in real
+projects fails the same test with the same number of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from chi_square import (
+    OPTIONS,
+    PROMPT,
+    RUNS,
+    SUSPICIOUS,
+    Runs,
+    close,
+    counts,
+    exact_law,
+    model,
+    observe,
+    p_value,
+)
+from torch import Tensor
+
+from slipstream import Draft, Drafter, SpeculativeDecoder
+from slipstream.certificate.wrong_rules import WRONG_RULES
+from slipstream.core.acceptance import _RULES, Rule, load_rule
+from slipstream.core.rng import Stream, Words, key, words
+from slipstream.core.types import Row
+from slipstream.sampling import logits_processors as history
+from slipstream.sampling.sampler import Sampler
+
+# every lossless rule; "gumbel" is another name of "match"
+RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]
+DRAFTERS = ["ngram:1-3", "ngram_table:2-3+fill", "suffix:outputs=0", "other", "close", "hesitant", "mixed"]
+WITH_MODEL = {"other": "model", "close": "model", "hesitant": "model:p=60", "mixed": "hybrid:2+outputs=0"}
+WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
+# the rule that is wrong for sampled drafts only
+FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
+
+SOME, LONGER = 12, 10  # rows and tokens of texts that are compared one by one
+
+over_ways = pytest.mark.parametrize(("drafter", "rule"), WAYS)
+over_models = pytest.mark.parametrize("name", OPTIONS)
+
+
+@cache
+def plain_texts(name: str) -> list[list[int]]:
+    params = [replace(OPTIONS[name], seed=seed, max_tokens=LONGER) for seed in range(SOME)]
+    return [result.token_ids for result in decoder(name, "none", "auto").generate([PROMPT] * SOME, params)]
+
+
+def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDecoder:
+    """A decoder on the target `name`; "other" has another model as its draft, the rest of WITH_MODEL a similar one."""
+    draft = None if drafter not in WITH_MODEL else model(name, 1) if drafter == "other" else close(name)
+    options = {"num_draft_tokens": 2, "max_batch_size": 64, "reproducible": False, **options}
+    chosen = WITH_MODEL.get(drafter, drafter)
+    return SpeculativeDecoder(model(name), draft, drafter=chosen, acceptance=rule, **options)
+
+
+def seeds(drafter: str, rule: str) -> range:
+    """Each way of decoding has dice of its own, so that their texts are independent."""
+    first = WAYS.index((drafter, rule)) * RUNS
+    return range(first, first + RUNS)
+
+
+@cache
+def runs(name: str, drafter: str, rule: str) -> Runs:
+    return observe(decoder(name, drafter, rule), name, seeds(drafter, rule))
+
+
+@over_models
+@over_ways
+def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
+    assert runs(name, drafter, rule).p_value > SUSPICIOUS
+
+
+@over_models
+def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
+    texts = [text for way in WAYS for text in runs(name, *way).texts]
+    assert len(texts) == len(WAYS) * RUNS
+    assert p_value(counts(texts), exact_law(name)) > SUSPICIOUS
+
+
+@over_models
+@over_ways
+def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:
+    rounds = runs(name, drafter, rule).rounds
+    kept = sum(done.num_accepted_tokens for done in rounds)
+    refused = sum(done.rejected for done in rounds)
+    if drafter == "none":
+        assert (kept, refused) == (0, 0)
+    else:  # or the frequencies would say little about the rule
+        assert kept > RUNS / 6 and refused > RUNS / 6
+
+
+@over_models
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("drafter", "rule"), [("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")])
+def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, size: int) -> None:
+    some = seeds(drafter, rule)[:SOME]
+    small = observe(decoder(name, drafter, rule, max_batch_size=size), name, some)
+    assert small.texts == runs(name, drafter, rule).texts[: len(some)]
+
+
+@over_models
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("length", "size"), [(1, 64), (6, 5), (3, 1)])
+def test_matched_text_is_that_of_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
+    params = [replace(OPTIONS[name], seed=seed, max_tokens=LONGER) for seed in range(SOME)]
+    made = decoder(name, drafter, "match", num_draft_tokens=length, max_batch_size=size)
+    results = made.generate([PROMPT] * SOME, params)
+    assert [result.token_ids for result in results] == plain_texts(name)
+    assert len(set(map(tuple, plain_texts(name)))) > SOME / 2
+    assert any(done.num_accepted_tokens for result in results for done in result.rounds)
+
+
+# what must be caught
+
+MORE = range(3 * RUNS // 2)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "wrong"), [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)]
+)
+def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Rule(wrong, True, WRONG_RULES[wrong])
+    monkeypatch.setattr("slipstream.core.loop.rule_for", lambda choice, draft: rule)
+    assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["topk:2", "typical"])
+def test_a_lossy_rule_is_caught(rule: str) -> None:
+    assert not load_rule(rule).lossless
+    assert observe(decoder("llama", "close", rule), "llama").p_value < SUSPICIOUS
+
+
+Draw = Callable[[Sampler, Tensor, int], Tensor]
+
+
+@dataclass
+class Dice:
+    """A sampler that draws draft tokens in another way than it is told to."""
+
+    sampler: Sampler
+    how: Draw
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.sampler, attribute)
+
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.DRAFT) -> Tensor:
+        return self.how(self.sampler, probs, first)
+
+
+@dataclass
+class DrawsOtherwise:
+    """Drafts of another drafter, drawn otherwise than their law says."""
+
+    inner: Drafter
+    how: Draw
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return self.inner.propose(rows, lengths, Dice(sampler, self.how))  # type: ignore[arg-type]
+
+
+@dataclass
+class StopsAfterUnlikely:
+    """Drafts that end at the first token with a small q, which is kept in the draft or not."""
+
+    inner: Drafter
+    keeps: bool
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        draft = self.inner.propose(rows, lengths, sampler)
+        if draft.probs is None:
+            return draft
+        unlikely = draft.probs.gather(-1, draft.tokens[..., None])[..., 0] < 0.35
+        shorter = []
+        for row, length in enumerate(draft.lengths):
+            first = [*unlikely[row, :length].tolist(), True].index(True)
+            shorter.append(min(first + self.keeps, length))
+        return Draft(draft.tokens, tuple(shorter), draft.probs)
+
+
+def likeliest(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return probs.argmax(-1)
+
+
+def colder(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return sampler.draw(probs**2, first, Stream.DRAFT)
+
+
+def as_told(sampler: Sampler, probs: Tensor, first: int) -> Tensor:
+    return sampler.draw(probs, first, Stream.DRAFT)
+
+
+def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
+    made = decoder("llama", "close", rule)
+    return observe(made.using(change(made._engine.drafter)), "llama")
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("how", [likeliest, colder])
+def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str) -> None:
+    assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
+    assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_ending_a_draft_after_an_unlikely_token_keeps_the_law(rule: str) -> None:
+    seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
+    assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
+    assert seen.p_value > SUSPICIOUS
+
+
+def test_the_same_wrapper_with_the_right_draw_keeps_the_law() -> None:
+    assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
+def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
+        return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
+
+    monkeypatch.setattr(Sampler, "_keys", forgetful)
+    assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
+    assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
+
+
+def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
+    monkeypatch.setattr(history.Penalties, "_said", blind)
+    assert observe(decoder("gpt2", "close", "auto"), "gpt2").p_value < SUSPICIOUS

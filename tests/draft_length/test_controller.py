@@ -1,0 +1,205 @@
+"""Whether and how far to draft: what pays is drafted, what does not is left, and tried again now and then."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from slipstream import Draft, SamplingParams
+from slipstream.core.loop import lengths_for
+from slipstream.core.types import Round, Row, Seconds
+from slipstream.draft_length.controller import DraftController, bin_of
+from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.draft_yields import FIRST, LATEST, SOONEST, Backoff, DraftYields, Yield
+from slipstream.draft_length.policies import Auto, Heuristic
+
+CPU = torch.device("cpu")
+numbers = itertools.count()
+
+
+def row(index: int = 0, **options: int) -> Row:
+    return Row(index, [1, 2], SamplingParams(max_tokens=200, **options), seed=0)
+
+
+def controller(column: float = 0.05, step: float = 0.25) -> DraftController:
+    """A forward costs 1 and `column` for every further token of the batch; a step of the draft model costs `step`."""
+    cost_model = CostModel()
+    cost_model.verify = lambda rows, longest, drafted=None: 1 + column * (rows * (longest + 1) - 1)  # type: ignore[method-assign]
+    cost_model.step = lambda rows: step  # type: ignore[method-assign]
+    return DraftController(cost_model)
+
+
+def draft(*acceptance_probs: Sequence[float] | None, lengths: Sequence[int] = ()) -> Draft:
+    sizes = [
+        len(acceptance_prob) if acceptance_prob is not None else n
+        for acceptance_prob, n in itertools.zip_longest(acceptance_probs, lengths, fillvalue=0)
+    ]
+    made = Draft.from_lists([[3] * n for n in sizes], CPU)
+    return Draft(made.tokens, made.lengths, None, acceptance_probs)
+
+
+def happened(of: Row, drafted: int, kept: int, steps: int = 0) -> None:
+    done = Round(0, next(numbers), 1, len(of.tokens), (3,) * drafted, (3,) * (kept + 1), kept, kept < drafted)
+    of.rounds.append(Round(*[getattr(done, name) for name in list(done.__dataclass_fields__)[:9]], Seconds(), steps))
+    of.tokens.extend(done.tokens)
+
+
+@pytest.mark.parametrize(("column", "kept"), [(0.01, 5), (0.1, 2), (0.8, 0)])
+def test_a_look_up_is_verified_as_far_as_it_pays(column: float, kept: int) -> None:
+    cut = controller(column).cut([row()], draft([0.6, 0.3, 0.1, 0.05, 0.02]))
+    assert cut.lengths == (kept,) and cut.width == kept
+
+
+def test_rows_of_a_batch_share_the_width_so_the_sum_of_hopes_counts() -> None:
+    acceptance_probs = [0.5, 0.3, 0.2]
+    alone = controller(0.3).cut([row()], draft(acceptance_probs)).lengths
+    together = (
+        controller(0.3)
+        .cut([row(i) for i in range(4)], draft(acceptance_probs, [0.9] * 3, [0.9] * 3, [0.9] * 3))
+        .lengths
+    )
+    assert alone[0] < together[0]
+
+
+def test_a_request_that_said_how_many_tokens_gets_them_verified() -> None:
+    cut = controller(0.8).cut([row(num_draft_tokens=3), row(1)], draft([0.1] * 3, [0.1] * 3))
+    assert cut.lengths == (3, 3)  # the width is paid for, so the other row may use it
+    assert controller(0.8).cut([row()], draft([0.1] * 3)).lengths == (0,)
+
+
+def test_drafts_that_say_nothing_of_a_row_leave_it_whole() -> None:
+    assert controller(0.8).cut([row(), row(1)], draft(None, [0.1] * 5, lengths=[2, 5])).lengths == (2, 2)
+    drawn = Draft(torch.zeros(1, 3, dtype=torch.int64), (3,), torch.full((1, 3, 4), 0.25))
+    assert controller(0.8).cut([row()], drawn) is drawn
+
+
+def test_look_ups_that_say_nothing_are_judged_by_position() -> None:
+    one, of = controller(0.2), row()
+    untold = Draft.from_lists([[3] * 6], CPU)
+    lengths = []
+    for _ in range(40):
+        one.learn([of])
+        lengths.append(one.cut([of], untold).lengths[0])
+        happened(of, lengths[-1], 0)
+    assert lengths[0] > 0 and sum(n > 0 for n in lengths[-20:]) <= 2
+    for _ in range(LATEST + 8):
+        one.learn([of])
+        lengths.append(one.cut([of], untold).lengths[0])
+        happened(of, lengths[-1], lengths[-1])
+    assert lengths[-1] > 0
+
+
+def test_a_draft_model_that_brings_nothing_is_left_alone() -> None:
+    one, of = controller(), row()
+    asked = []
+    for _ in range(60):
+        one.learn([of])
+        asked.append(one.lengths([of])[0])
+        happened(of, min(asked[-1], 2), 0, min(asked[-1], 2))
+    assert asked[0] == one.steps
+    rested = asked[asked.index(0) :]
+    assert set(rested) == {0, 1} and rested.count(1) <= 4
+    other = row(1)
+    assert one.lengths([other])[0] == one.steps  # a new row gets its chance, for a time
+
+
+def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
+    one = controller()
+    for index in range(12):
+        of = row(index)
+        for _ in range(30):
+            one.learn([of])
+            asked = one.lengths([of])[0]
+            happened(of, min(asked, 2), 0, min(asked, 2))
+    assert one.lengths([row(99)])[0] <= 1
+
+
+def test_a_draft_model_goes_on_while_another_step_pays() -> None:
+    dear, cheap, of = controller(step=0.3), controller(step=0.1), row()
+    for sure, costs, goes_on in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
+        assert costs.another_step([of], [[sure]], 1) is goes_on
+    assert not cheap.another_step([], [], 1)
+    chances = [[0.9] * n for n in range(1, 12)]
+    assert [cheap.another_step([of], [one], 1) for one in chances] == sorted(
+        (cheap.another_step([of], [one], 1) for one in chances), reverse=True
+    )
+
+
+def test_the_model_is_preferred_for_the_rows_it_serves_better() -> None:
+    of = [row(i) for i in range(3)]
+    assert controller().prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]) == [False, True, True]
+    assert controller(step=9.0).prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]) == [False] * 3
+    assert controller().prefer_model(of[:1], [[]], [0]) == [False]
+
+
+def test_yields_follow_the_row_and_the_rows_together() -> None:
+    draft_yields, of = DraftYields(8), row()
+    assert draft_yields.of(of) == Yield(*FIRST)
+    for _ in range(40):
+        draft_yields.ask(of, 8, 4)
+        happened(of, 6, 5)  # two tokens came from elsewhere
+        assert draft_yields.learn(of) == 4
+    assert draft_yields.of(of).brought == pytest.approx(4, abs=0.1) == draft_yields.of(of).drafted
+    assert FIRST[1] < draft_yields.of(row(1)).brought < 4
+    assert draft_yields.learn(of) is None
+    assert draft_yields.of(of).cut(2).drafted == pytest.approx(2)
+
+
+def test_rests_become_longer_and_end_with_a_success() -> None:
+    rest, of = Backoff(), row()
+
+    def pause() -> int:
+        return next(n for n in itertools.count(1) if rest.due(of))
+
+    assert [pause() for _ in range(6)] == [SOONEST, 8, 16, 32, LATEST, LATEST]
+    rest.tried(of, 0)
+    assert pause() == LATEST
+    rest.tried(of, 1)
+    assert pause() == LATEST // 4
+    rest.over(of)
+    assert pause() == SOONEST
+
+
+def test_the_policy_leaves_sampled_rows_to_the_dice_where_drafts_are_drawn() -> None:
+    sampled = Row(0, [1, 2], SamplingParams(max_tokens=200, temperature=0.7), seed=0)
+    policy = Auto(controller(0.8), 6, drawn=True, stepwise=True)
+    policy.controller.cost_model.step = lambda rows: 9.0  # type: ignore[method-assign]
+    assert policy.num_draft_tokens([sampled, row(1)]) == [6, 0]
+    unlikely = draft([0.1] * 3, [0.1] * 3)
+    assert policy.worth_verifying([sampled, row(1)], unlikely) is unlikely
+    assert policy.worth_verifying([row(1)], draft([0.1] * 3)).lengths == (0,)
+
+
+def test_the_heuristic_schedule() -> None:
+    policy, of = Heuristic(8), row()
+    seen = []
+    for drafted, kept in [(5, 5), (7, 7), (8, 3), (7, 0), (0, 0)] + [(3, 1)] * 8:
+        seen.append(policy.num_draft_tokens([of])[0])
+        happened(of, drafted, kept)
+    assert seen == [5, 7, 8, 7, 6, 6, 5, 4, 3, 2, 1, 1, 1]
+    assert lengths_for(policy, [row(1, num_draft_tokens=2)]) == [2]
+
+
+def test_kinds_by_probability() -> None:
+    assert [bin_of(chance) for chance in (0.0, 0.049, 0.05, 0.5, 0.9999, 1.0)] == [0, 0, 1, 10, 19, 19]
+
+
+def test_a_text_is_read_by_the_draft_model_if_that_is_made_up_for() -> None:
+    of = row()
+    for each, read in ((0.0, True), (1.0, True), (50.0, False)):  # seconds per token, of a text of two tokens
+        one = controller()
+        one.cost_model.reading = lambda tokens, each=each: tokens * each  # type: ignore[method-assign]
+        assert one.prefer_model([of], [[]], [7]) == [read]
+        assert one.lengths([of]) == [one.steps if read else 0]
+        assert one.lengths([of]) == [one.steps if read else 0]
+        one._read.add(of)
+        assert one.prefer_model([of], [[]], [7]) == [True]  # what is read is read
+
+
+def test_a_draft_model_that_was_left_alone_gets_another_chance_with_later_texts() -> None:
+    one = controller()
+    one.draft_yields._all = Yield(2.0, 0.1)
+    one.cost_model.reading = lambda tokens: 0.1  # type: ignore[method-assign]
+    rounds = next(n for n in itertools.count() if one.lengths([row(n)])[0])
+    assert 30 < rounds < 3000

@@ -1,0 +1,233 @@
+"""What rounds cost: learned from rounds, guessed by a calibration before, and by a rule of thumb without one."""
+
+import itertools
+import random
+from math import log
+
+import pytest
+
+from slipstream import SamplingParams
+from slipstream.core.types import Round, Row, Seconds
+from slipstream.draft_length.cost_model import COLUMN, ROW, STEP, CostModel, best_lengths
+
+numbers = itertools.count()
+PARAMS = SamplingParams(max_tokens=100)
+
+
+def rows(count: int = 1) -> list[Row]:
+    """Rows that have had one round, as in the middle of a text."""
+    made = [Row(i, [1], PARAMS, seed=0) for i in range(count)]
+    for row in made:
+        row.rounds.append(Round(row.index, -1, count, 1, (), (5,), 0, False))
+    return made
+
+
+def happen(
+    cost_model: CostModel, of: list[Row], drafted: int, verify: float, draft: float = 0.0, steps: int = 0
+) -> None:
+    seconds, step = Seconds(draft=draft, verify=verify, total=verify + draft), next(numbers)
+    for row in of:
+        made = Round(row.index, step, len(of), 2, (3,) * drafted, (5,), 0, False, None, seconds, steps)
+        row.rounds.append(made)
+    cost_model.learn(of)
+
+
+def test_one_shape_follows_the_speed_of_the_machine() -> None:
+    cost_model, of = CostModel(), rows()
+    for seconds in (0.3, 0.3, 5.0, 0.3, 0.3):
+        happen(cost_model, of, 3, seconds)
+    assert cost_model.verify(1, 3) == pytest.approx(0.3, rel=0.4)  # one that was disturbed changes little
+    for _ in range(20):
+        happen(cost_model, of, 3, 0.6)
+    assert cost_model.verify(1, 3) == pytest.approx(0.6, rel=0.1)
+
+
+def test_shapes_that_were_seen_at_different_speeds_of_the_machine_are_comparable() -> None:
+    cost_model, of = CostModel(measured={1: 10.0, 8: 20.0}), rows()
+    for _ in range(3):
+        happen(cost_model, of, 0, 0.010)
+        happen(cost_model, of, 7, 0.020)
+    for _ in range(6):
+        happen(cost_model, of, 0, 0.020)  # the machine is busy: everything takes twice as long
+    for _ in range(12):
+        happen(cost_model, of, 7, 0.020)  # and now it is not
+    assert cost_model.verify(1, 0) / cost_model.verify(1, 7) == pytest.approx(0.5, rel=0.35)
+
+
+def test_what_a_shape_shows_is_believed_in_time() -> None:
+    cost_model, of = CostModel(measured={1: 10.0, 8: 20.0}), rows()
+    for _ in range(60):
+        happen(cost_model, of, 0, 0.010)
+        happen(cost_model, of, 7, 0.040)  # twice as dear as the calibration said
+    assert cost_model.verify(1, 7) / cost_model.verify(1, 0) == pytest.approx(4, rel=0.3)
+
+
+def test_a_step_is_counted_once_whoever_asks() -> None:
+    cost_model, of = CostModel(), rows(2)
+    happen(cost_model, of, 0, 0.4)
+    cost_model.learn(of)
+    cost_model.learn(of)
+    assert cost_model._speed == pytest.approx(log(0.4 / (1 + COLUMN)))
+
+
+def test_unseen_shapes_follow_the_calibration_at_the_speed_of_those_seen() -> None:
+    cost_model, of = CostModel(measured={1: 10.0, 2: 11.0, 4: 12.0, 8: 20.0}), rows()
+    happen(cost_model, of, 0, 0.020)
+    assert cost_model.verify(1, 3) == pytest.approx(0.024)
+    assert cost_model.verify(1, 5) == pytest.approx(0.032)  # between four and eight tokens
+    assert cost_model.verify(2, 3) == pytest.approx(0.040)  # eight tokens in all
+    assert cost_model.verify(4, 3) == pytest.approx(0.072)  # beyond, on the slope from four to eight
+
+
+def test_without_a_calibration_tokens_cost_little() -> None:
+    cost_model, of = CostModel(), rows()
+    happen(cost_model, of, 0, 1.0)
+    assert cost_model.verify(1, 5) == pytest.approx(1 + 5 * COLUMN)
+    assert cost_model.step(1) == pytest.approx(STEP)
+
+
+def test_widths_that_are_padded_alike_cost_the_same() -> None:
+    cost_model, of = CostModel(pad=lambda width, rows: 4 if width <= 4 else 16), rows()
+    happen(cost_model, of, 1, 1.0)
+    assert cost_model.verify(1, 0) == cost_model.verify(1, 3) == pytest.approx(1.0)
+    assert cost_model.verify(1, 3) < cost_model.verify(1, 4) == cost_model.verify(1, 15)
+
+
+def test_steps_of_a_draft_model() -> None:
+    cost_model, of = CostModel(), rows()
+    happen(cost_model, of, 4, 1.0, draft=0.8, steps=4)
+    assert cost_model.step(1) == pytest.approx(0.2) and cost_model.step(5) == pytest.approx(0.2 * (1 + 4 * ROW))
+    of = rows(5)
+    happen(cost_model, of, 4, 1.0, draft=1.6, steps=4)
+    assert cost_model.step(5) == pytest.approx(0.4) and cost_model.step(1) == pytest.approx(0.2)
+
+
+def test_first_rounds_are_not_believed() -> None:
+    cost_model = CostModel()
+    row = Row(0, [1], PARAMS, seed=0)
+    happen(cost_model, [row], 4, 1.0, draft=50.0, steps=4)  # the draft model has read the prompt as well
+    assert cost_model.verify(1, 0) == pytest.approx(1e-3) and cost_model.step(1) == pytest.approx(STEP * 1e-3)
+    happen(cost_model, [row], 0, 0.5)
+    assert cost_model.verify(1, 0) == pytest.approx(0.5)
+
+
+def test_where_only_the_whole_round_can_be_timed_its_parts_are_told_apart() -> None:
+    cost_model, of = CostModel(timed=False), rows()
+    happen(cost_model, of, 0, 1.0)
+    happen(cost_model, of, 0, 0.0, draft=1.0)  # issued as drafting, spent on verifying
+    assert cost_model.verify(1, 0) == pytest.approx(1.0)
+    happen(cost_model, of, 4, 0.1, draft=2.0 + 4 * COLUMN - 0.1, steps=4)
+    assert cost_model.step(1) == pytest.approx(0.25)
+
+
+def some_hopes(dice: random.Random, rows: int, longest: int) -> list[list[float]]:
+    chances = [[dice.random() ** 0.5 for _ in range(dice.randint(0, longest))] for _ in range(rows)]
+    return [list(itertools.accumulate(row, lambda a, b: a * b)) for row in chances]
+
+
+def test_the_best_length_for_all_rows_is_found() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        acceptance_probs = some_hopes(dice, dice.randint(1, 4), 6)
+        costs = [dice.random()]
+        for _ in range(6):
+            costs.append(costs[-1] + dice.random() / 3)
+        rates = [
+            (len(acceptance_probs) + sum(sum(row[:n]) for row in acceptance_probs)) / costs[n]
+            for n in range(max(map(len, acceptance_probs)) + 1)
+        ]
+        lengths, rate = best_lengths(
+            acceptance_probs, lambda longest, drafted, costs=costs: costs[longest], len(acceptance_probs)
+        )
+        assert rate == pytest.approx(max(rates)) and rates[max(lengths)] == pytest.approx(max(rates))
+        assert lengths == [min(max(lengths), len(row)) for row in acceptance_probs]
+
+
+def test_the_best_length_of_each_row_is_found() -> None:
+    dice = random.Random(1)
+    for _ in range(60):
+        acceptance_probs = some_hopes(dice, dice.randint(2, 3), 3)
+        total = sum(map(len, acceptance_probs))
+        costs = list(itertools.accumulate([dice.random(), *(dice.random() / 3 for _ in range(total))]))
+        choices = list(itertools.product(*(range(len(row) + 1) for row in acceptance_probs)))
+        rates = {
+            chosen: (2 + sum(sum(row[:n]) for row, n in zip(acceptance_probs, chosen, strict=True)))
+            / costs[sum(chosen)]
+            for chosen in choices
+        }
+        lengths, rate = best_lengths(
+            acceptance_probs, lambda longest, drafted, costs=costs: costs[drafted], 2, even=False
+        )
+        assert rate == pytest.approx(max(rates.values())) == rates[tuple(lengths)]
+
+
+def test_a_ragged_forward_costs_what_its_tokens_do() -> None:
+    totals = (8, 16, 24)
+    cost_model = CostModel(
+        ragged=lambda rows, drafted: next((n for n in totals if n >= rows + drafted), None),
+        measured={1: 10.0, 8: 12.0},
+        together={8: 26.0, 16: 30.0, 24: 40.0},
+        most=8,
+    )
+    assert not cost_model.even and CostModel().even
+    assert cost_model.verify(8, 15, 8) == pytest.approx(0.030)  # not as if all rows had 15
+    assert cost_model.verify(8, 1) == cost_model.verify(8, 15, 3) == pytest.approx(0.030)
+    assert cost_model.verify(8, 15, 30) == pytest.approx(cost_model.verify(8, 15))  # no ragged forward takes so many
+    assert cost_model.verify(4, 4, 8) == pytest.approx(0.030 - 4 * 0.002)  # each row beside the first costs 2 ms
+    assert cost_model.verify(4, 0) == pytest.approx((10 + 2 * 3 / 7 + 3 * 2) / 1e3)
+    of = rows(8)
+    for _ in range(30):
+        for row in of:
+            drafted = (3,) * 8 if row is of[0] else ()
+            made = Round(
+                row.index,
+                10_000 + len(row.rounds),
+                8,
+                2,
+                drafted,
+                (5,),
+                0,
+                False,
+                None,
+                Seconds(verify=0.06, total=0.06),
+            )
+            row.rounds.append(made)
+        cost_model.learn(of)
+    assert cost_model.verify(8, 8, 8) == pytest.approx(0.060, rel=0.1)
+
+
+def test_reading_is_told_from_drafting() -> None:
+    cost_model, of = CostModel(measured={1: 1.0, 8: 8.0}), rows()
+    for _ in range(3):
+        happen(cost_model, of, 2, 3.0, draft=0.4, steps=2)
+    assert cost_model.reading(10) == pytest.approx(10 * STEP * 1.0, rel=0.1)  # a quarter of the target's column
+    seconds, step = Seconds(draft=5.4, verify=3.0, total=8.4), next(numbers)
+    of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
+    cost_model._has_read = True
+    cost_model.learn(of, read=100)
+    assert cost_model.reading(10) == pytest.approx(0.5) and cost_model.step(1) == pytest.approx(0.2)
+
+
+def test_a_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> None:
+    cost_model, of = CostModel(measured={1: 1.0, 8: 8.0}), rows()
+    for _ in range(3):
+        happen(cost_model, of, 2, 3.0, draft=0.4, steps=2)
+    guessed = cost_model.reading(100)
+
+    def read(draft: float) -> None:
+        seconds, step = Seconds(draft=draft, verify=3.0, total=3.0 + draft), next(numbers)
+        of[0].rounds.append(Round(0, step, 1, 2, (3, 3), (5,), 0, False, None, seconds, 2))
+        cost_model.learn(of, read=100)
+
+    read(500.0)
+    assert cost_model.reading(100) == guessed  # the first time memory is filled and kernels are made
+    read(500.4)
+    assert cost_model.reading(100) == pytest.approx(500.0)
+    read(5.4)
+    assert cost_model.reading(100) == pytest.approx(5.0)  # the lesser counts: other work on the machine only adds time
+    for _ in range(24):
+        cost_model.doubt_reading()
+    assert cost_model.reading(100) < 2.5
+    for _ in range(6):
+        read(5.4)
+    assert cost_model.reading(100) == pytest.approx(5.0, rel=0.02)  # a doubt that was wrong is forgotten

@@ -1,0 +1,348 @@
+"""Some layers of the target as its drafter: what it drafts, what it may touch, which models it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from exit_cases import by_hugging_face, decoder_of, left_out
+from tape import Tape
+from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
+from torch import Tensor, nn
+
+from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
+from slipstream.core.loop import Engine
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.draft_length.early_stop import PathBelow, WhilePays
+from slipstream.draft_length.policies import Fixed
+from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, layers_file, remember_layers
+from slipstream.drafters.model import ModelDrafter
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.decoder_layers import LayerSubsetGraphed, make_layer_subset
+from slipstream.models.layer_subset import identity, num_layers
+from slipstream.models.toy import VOCAB_SIZE
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+PROMPTS = prompts((14, 1, 20, 9))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return fresh("llama", num_hidden_layers=4)
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize(
+    ("name", "params"), [*((name, GREEDY) for name in ARCHITECTURES), ("llama", SAMPLED), ("gemma3", SAMPLED)]
+)
+def test_all_layers_draft_what_the_target_says(name: str, params: SamplingParams) -> None:
+    decoder = decoder_of(shared(name))
+    plain = decoder.generate(PROMPTS, params)
+    count = num_layers(decoder.target.backend)
+    results = decoder.using(f"layer_skip:{count}").generate(PROMPTS, params)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    assert all(r.stats.acceptance_rate == 1 and r.stats.num_draft_tokens > 10 for r in results)
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize("argument", ["1", "0,2-3", "2+p=30"])
+def test_fewer_layers_draft_worse_and_change_no_text(llama: Any, argument: str) -> None:
+    decoder = decoder_of(llama)
+    for params in (GREEDY, SAMPLED):
+        plain = decoder.using("none").generate(PROMPTS, params)
+        results = decoder.using(f"layer_skip:{argument}").generate(PROMPTS, params)
+        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+        assert sum(r.stats.num_rejected_rounds for r in results) > 10
+
+
+@pytest.mark.usefixtures("cache_audit")
+def test_in_reproducible_mode_the_text_is_plain_decodings_too(llama: Any) -> None:
+    decoder = decoder_of(llama, reproducible="auto")
+    assert decoder.reproducible
+    for params in (GREEDY, SAMPLED):
+        plain = decoder.generate(PROMPTS, params)
+        results = decoder.using("layer_skip:3").generate(PROMPTS, params)
+        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+
+
+def propose(drafter: Any, rows: list[Row], lengths: list[int], target: Session) -> Draft:
+    engine = Engine(target, drafter, Fixed(0))
+    with torch.inference_mode():
+        return drafter.propose(rows, lengths, Sampler(rows, engine._race, target.backend.vocab_size, CPU))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", (0,)), ("gpt2", (1,)), ("gemma3", (0, 2)), ("gemma3", (1,)), ("gemma3", (1, 2)), ("olmo2", (0,))],
+)
+def test_a_draft_is_what_hugging_face_says_with_layers_left_out(name: str, layers: tuple[int, ...]) -> None:
+    model, texts = shared(name), [prompts((length,), seed=length)[0] for length in (30, 19, 12)]
+    target = Session(HFBackend(model))
+    target.reserve(3, 64)
+    rows = [Row(i, list(text), GREEDY, seed=i) for i, text in enumerate(texts)]
+    drafter = ModelDrafter(SharedCacheSession.of(target, layers), VOCAB)
+    draft = propose(drafter, rows, [5, 5, 5], target)
+    assert draft.tokens.tolist() == [by_hugging_face(model, layers, text, 5) for text in texts]
+    assert draft.tokens.tolist() != [by_hugging_face(model, range(9), text, 5) for text in texts]
+
+
+def contents(backend: HFBackend) -> Tensor:
+    """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend._cache.layers]).clone()
+
+
+class Watched:
+    """Compares the memory before and after every draft: what the target has read must stay, to the bit."""
+
+    def __init__(self, inner: ModelDrafter, target: Session) -> None:
+        self.inner, self.target, self.drafts, self.written = inner, target, list[Draft](), 0
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        before = contents(self.target.backend)
+        read = [self.target.slot_states[slot].base for slot in range(len(rows))]
+        draft = self.inner.propose(rows, lengths, sampler)
+        after = contents(self.target.backend)
+        assert [self.target.slot_states[slot].base for slot in range(len(rows))] == read
+        for slot in range(before.shape[2]):
+            held = min(read[slot], len(rows[slot].tokens) - 1) if slot < len(rows) else before.shape[4]
+            assert torch.equal(before[:, :, slot, :, :held], after[:, :, slot, :, :held])
+            self.written += not torch.equal(before[:, :, slot, :, held:], after[:, :, slot, :, held:])
+        self.drafts.append(draft)
+        return draft
+
+
+class Replayed:
+    """The same drafts again, without a model."""
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        self.drafts = iter(drafts)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return next(self.drafts)
+
+
+def ragged(count: int = 3) -> list[Row]:
+    return [Row(i, ids, GREEDY, seed=i) for i, ids in enumerate(prompts((14, 20, 9, 17))[:count])]
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3)])
+def test_drafting_touches_no_position_the_target_has_read_and_leaves_no_trace(
+    llama: Any, layers: tuple[int, ...]
+) -> None:
+    target, again = Session(HFBackend(llama)), Session(HFBackend(llama))
+    watched = Watched(ModelDrafter(SharedCacheSession.of(target, layers), VOCAB), target)
+    rows, same = ragged(4), ragged(4)
+    for _ in Engine(target, watched, Fixed(4), max_batch_size=3).run(rows):
+        pass
+    assert watched.written > 20
+    for _ in Engine(again, Replayed(watched.drafts), Fixed(4), max_batch_size=3).run(same):
+        pass
+    assert [row.output for row in rows] == [row.output for row in same]
+    for slot_state, other, slot in zip(target.slot_states, again.slot_states, range(3), strict=True):
+        assert slot_state.base == other.base and slot_state.row is not None
+        held = slot_state.valid(slot_state.row)
+        mine, theirs = contents(target.backend), contents(again.backend)
+        assert held > 15 and torch.equal(mine[:, :, slot, :, :held], theirs[:, :, slot, :, :held])
+
+
+@pytest.mark.usefixtures("cache_audit")
+def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        SharedCacheSession, "_input_batch", Session._input_batch
+    )  # never asks the target's memory again
+    target = Session(HFBackend(llama))
+    session = SharedCacheSession.of(target, (0,))
+    session.slot_states = target.slot_states  # and claims as the target's what some layers have read
+    with pytest.raises((SlipstreamError, AssertionError)):
+        for _ in Engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)).run(ragged()):
+            pass
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_drawn_drafts_carry_the_law_of_the_layers(llama: Any, rule: str) -> None:
+    decoder = decoder_of(llama, "layer_skip:2", acceptance=rule)
+    results = decoder.generate(PROMPTS, SAMPLED)
+    assert all(0 < r.stats.acceptance_rate < 1 and r.stats.lossless for r in results)
+    target = Session(HFBackend(llama))
+    target.reserve(1, 64)
+    row = Row(0, PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=9), seed=1)
+    draft = propose(ModelDrafter(SharedCacheSession.of(target, (0, 1)), VOCAB), [row], [2], target)
+    with left_out(llama, (0, 1)), torch.inference_mode():  # first layers read the same whatever follows them
+        ids = torch.tensor([[*row.tokens, *draft.tokens[0, :1].tolist()]])
+        distribution = llama(input_ids=ids).logits[0, -2:].softmax(-1)
+    assert draft.probs is not None
+    torch.testing.assert_close(draft.probs[0], distribution, rtol=1e-4, atol=1e-5)
+
+
+def test_the_target_is_left_as_it_is_and_its_weights_are_shared(llama: Any) -> None:
+    modules, forwards = dict(llama.named_modules()), [m.forward for m in llama.modules()]
+    subset = make_layer_subset(llama, 4, (0, 2))
+    assert dict(llama.named_modules()) == modules and [m.forward for m in llama.modules()] == forwards
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
+    own = {id(parameter) for parameter in llama.parameters()}
+    assert {id(parameter) for parameter in subset.parameters()} < own
+    assert subset.model.layers[2] is llama.model.layers[2] and subset.model.norm is llama.model.norm
+
+
+def test_packed_and_fused_layers_serve_both() -> None:
+    plain = decoder_of(fresh("llama", num_hidden_layers=3))
+    packed = decoder_of(fresh("llama", num_hidden_layers=3), "layer_skip:2", fast=True)
+    assert packed.target.packed
+    results = packed.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain.generate(PROMPTS, GREEDY)]
+    eager = plain.using("layer_skip:2").generate(PROMPTS, GREEDY)
+    assert [r.stats.num_accepted_tokens for r in results] == [r.stats.num_accepted_tokens for r in eager]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(name: str) -> None:
+    tapes, outputs = (Tape(), Tape()), []
+    for graphed in (False, True):
+        backend = GraphedBackend(shared(name), tapes[0]) if graphed else HFBackend(shared(name))
+        target = Session(backend)
+        session = SharedCacheSession.of(target, (0,))
+        if isinstance(backend, GraphedBackend):
+            session.backend = LayerSubsetGraphed(backend, session.backend.model, tapes[1])
+        for _ in range(2):
+            rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
+            for _ in Engine(target, ModelDrafter(session, VOCAB), Fixed(3)).run(rows):
+                pass
+            outputs.append([[(done.draft, done.tokens) for done in row.rounds] for row in rows])
+            if graphed:
+                assert session.backend.graph_memory().count > 0
+            target.reserve(8, 600)  # moves it
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
+    assert 0 < tapes[1].captured < tapes[1].replayed
+
+
+def test_the_toys_layers_are_its_lengths_of_context() -> None:
+    decoder = SpeculativeDecoder("toy", drafter="none")
+    plain = decoder.generate("The heron", GREEDY)
+    for argument, all_right in (("6", True), ("2", False), ("0,3-5", False)):
+        result = decoder.using(f"layer_skip:{argument}", num_draft_tokens=3).generate("The heron", GREEDY)
+        assert result.token_ids == plain.token_ids and result.stats.num_draft_tokens > 0
+        assert (result.stats.acceptance_rate == 1) == all_right or argument == "0,3-5"
+
+
+def layers_of(drafter: Any) -> list[int]:
+    blocks = drafter.session.backend.model.model.layers
+    return [i for i, block in enumerate(blocks) if next(block.parameters(), None) is not None]
+
+
+def test_without_layers_the_remembered_ones_draft_else_the_first_three_quarters(llama: Any) -> None:
+    decoder = decoder_of(llama, "layer_skip")
+    assert layers_of(decoder.drafter) == [0, 1, 2]
+    file = remember_layers(decoder.target.backend, (0, 3), "a test")
+    try:
+        assert (
+            layers_of(decoder.using("layer_skip").drafter)
+            == layers_of(decoder.using("layer_skip:p=30").drafter)
+            == [0, 3]
+        )
+        assert layers_of(decoder.using("layer_skip:2").drafter) == [0, 1]
+        file.write_text("{}")
+        with pytest.raises(UsageError, match=r"layers file .* cannot be read"):
+            decoder.using("layer_skip")
+        file.write_text('{"layers": [0, 4]}')
+        with pytest.raises(UsageError, match=r"layers \[0, 4\]; allowed: at least one of 0 to 3"):
+            decoder.using("layer_skip")
+    finally:
+        file.unlink()
+
+
+def test_a_choice_is_kept_for_the_weights_it_was_made_for(llama: Any) -> None:
+    own = layers_file(HFBackend(llama))
+    packed = decoder_of(fresh("llama", num_hidden_layers=4), fast=True).target.backend
+    assert layers_file(packed) == own  # packing changes no weight
+    others = (fresh("llama", seed=1, num_hidden_layers=4), fresh("llama"), fresh("qwen2"))
+    assert len({own.stem, *(identity(HFBackend(model)) for model in others)}) == 4
+
+
+def test_it_stops_as_the_draft_model_does(llama: Any) -> None:
+    stops = [
+        decoder_of(llama, name, num_draft_tokens=count).drafter.stop
+        for name in ("layer_skip:2", "layer_skip:2+p=25")
+        for count in ("auto", 4)
+    ]
+    assert isinstance(stops[0], WhilePays) and stops[1:] == [None, PathBelow(0.25), PathBelow(0.25)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed"),
+    [
+        ("0", "from 1 to 4 layers"),
+        ("5", "from 1 to 4 layers"),
+        ("2-9", "at least one of 0 to 3"),
+        ("3,1", "each once, rising"),
+        ("1,1", "each once, rising"),
+        ("3-1", "at least one of 0 to 3"),
+        ("2+p=100", "PERCENT from 0 to 99"),
+        ("+p=30", "or layer_skip:p=PERCENT"),
+        ("-1", "a list like layer_skip:0-7,12"),
+        ("1.5", "a list like layer_skip:0-7,12"),
+    ],
+)
+def test_bad_arguments_are_refused(llama: Any, argument: str, allowed: str) -> None:
+    with pytest.raises(UsageError, match=allowed):
+        decoder_of(llama, f"layer_skip:{argument}")
+
+
+def twice(model: Any) -> None:
+    model.model.layers = nn.ModuleList([model.model.layers[0]] * 2)
+
+
+def demanding(model: Any) -> None:
+    def forward(*_: Any, **__: Any) -> None:
+        raise RuntimeError("pixels are missing")
+
+    model.model.forward = forward
+
+
+def wrapped(model: Any) -> None:
+    model.model.forward = model.model.forward  # as tools do that put their own code around a module's
+
+
+def none(model: Any) -> None:
+    layers = model.model.layers
+    model.model.layers = nn.ModuleList([nn.Sequential(*layers)])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (twice, "0 of its lists of 2 modules run in order, once each"),
+        (demanding, "a forward of two tokens fails: pixels are missing"),
+        (wrapped, "of 1 layers kept, 2 ran: something wraps its forward"),
+        (none, "it has no list of 2 layers"),
+    ],
+)
+def test_models_whose_layers_cannot_be_told_are_refused_with_the_reason(change: Any, reason: str) -> None:
+    model = fresh("llama")
+    change(model)
+    with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be told: {reason}; allowed"):
+        SharedCacheSession.of(Session(HFBackend(model)), (0,))
+
+
+def test_backends_without_layers_and_setups_without_a_target_are_refused() -> None:
+    with pytest.raises(UsageError, match="HashBackend has no layers; allowed: Hugging Face models, toy"):
+        drafters.load("layer_skip", drafters.Setup(CPU, 7, target=Session(HashBackend())))
+    with pytest.raises(UsageError, match="allowed: a setup with the target's session"):
+        drafters.load("layer_skip", drafters.Setup(CPU, VOCAB_SIZE))
+
+
+@pytest.mark.smollm2
+def test_the_default_model_says_the_same_with_its_own_layers_drafting() -> None:
+    decoder = SpeculativeDecoder("smollm2", drafter="none", num_draft_tokens=3)
+    prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=24)
+    plain = decoder.generate(prompt, params)
+    for argument in ("28", "0-9,11-29"):
+        result = decoder.using(f"layer_skip:{argument}").generate(prompt, params)
+        assert result.token_ids == plain.token_ids and result.stats.num_accepted_tokens > 0

@@ -1,0 +1,112 @@
+"""The draft model as a drafter: where it stops, and that stopping leaves law and text alone."""
+
+import pytest
+import torch
+from tiny import perturbed, prompts, shared
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError, drafters
+from slipstream.core.rng import Race
+from slipstream.core.session import Session
+from slipstream.core.types import Draft, Row
+from slipstream.models.toy import VOCAB_SIZE, ToyBackend
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+RACE = Race(VOCAB_SIZE, CPU)
+TEXTS = [b"a heron and a sparrow and a heron and a", b"The fish", b"x", b"The sparrow was proud."]
+
+
+def session() -> Session:
+    made = Session(ToyBackend(2))
+    made.reserve(len(TEXTS), 300)
+    return made
+
+
+def rows(temperature: float) -> list[Row]:
+    params = SamplingParams(temperature=temperature, max_tokens=100)
+    return [Row(i, list(text), params, seed=i) for i, text in enumerate(TEXTS)]
+
+
+def propose(of: list[Row], lengths: list[int], percent: int, coupled: bool = False) -> Draft:
+    drafter = drafters.load(f"model:p={percent}", drafters.Setup(CPU, VOCAB_SIZE, session(), coupled))
+    return drafter.propose(of, lengths, Sampler(of, RACE, VOCAB_SIZE, CPU))
+
+
+def own_probability(row: Row, tokens: list[int]) -> list[float]:
+    """The toy model's probability of the first, of the first two, ... tokens after the row's text."""
+    scorer = session()
+    with torch.inference_mode():
+        logits = scorer.score([row], torch.tensor([tokens]), [len(tokens)])[0, :-1].float()
+    temperature = row.params.temperature or 1.0
+    distribution = (logits / temperature).softmax(-1)
+    found: list[float] = distribution[torch.arange(len(tokens)), torch.tensor(tokens)].cumprod(0).tolist()
+    return found
+
+
+@pytest.mark.parametrize("percent", [30, 70, 99])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_draft_ends_with_the_token_that_makes_it_unlikely(temperature: float, percent: int, coupled: bool) -> None:
+    of, lengths, shorter = rows(temperature), [6, 6, 6, 3], 0
+    with torch.inference_mode():
+        full, draft = propose(of, lengths, 0, coupled), propose(of, lengths, percent, coupled)
+    assert full.lengths == tuple(lengths)
+    for i, row in enumerate(of):
+        tokens = draft.tokens[i, : draft.lengths[i]].tolist()
+        assert tokens == full.tokens[i, : len(tokens)].tolist()  # stopping changes no token
+        path = own_probability(row, tokens)
+        assert all(known >= percent / 100 for known in path[:-1])
+        assert path[-1] < percent / 100 or len(tokens) == lengths[i]
+        shorter += len(tokens) < lengths[i]
+    assert shorter or percent == 30
+    if draft.probs is not None:
+        assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)
+
+
+def test_no_forward_is_made_for_columns_that_nobody_wants() -> None:
+    class Counting(ToyBackend):
+        forwards = 0
+
+        def forward(self, *args, **options):
+            self.forwards += 1
+            return super().forward(*args, **options)
+
+    backend = Counting(2)
+    counting = Session(backend)
+    counting.reserve(1, 300)
+    drafter = drafters.load("model:p=99", drafters.Setup(CPU, VOCAB_SIZE, counting))
+    row = rows(1.0)[1]
+    with torch.inference_mode():
+        counting.prefill([row])
+        backend.forwards = 0
+        draft = drafter.propose([row], [6], Sampler([row], RACE, VOCAB_SIZE, CPU))
+    assert backend.forwards == draft.lengths[0] < 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_text_is_plain_decodings(temperature: float) -> None:
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model:p=50", acceptance="match")
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
+    results = decoder.generate(prompts((4, 20, 9)), params)
+    plain = decoder.using("none").generate(prompts((4, 20, 9)), params)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    lengths = {len(done.draft) for result in results for done in result.rounds}
+    assert len(lengths) > 1
+
+
+def test_a_request_that_says_how_many_tokens_gets_them() -> None:
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model")
+    asked = SamplingParams(max_tokens=20, num_draft_tokens=4)
+    results = decoder.generate(prompts((9, 9)), [asked, SamplingParams(max_tokens=20)])
+    lengths = [{len(done.draft) for done in result.rounds if result.rounds[-1] is not done} for result in results]
+    assert 4 in lengths[0] and len(lengths[1]) > 1
+    whole = [len(done.draft) for done in results[0].rounds[1:] if done.start + 5 < len(prompts((9,))[0]) + 20]
+    assert set(whole) == {4}
+    chosen = decoder.using("model:p=99").generate(prompts((9,)), asked)[0]
+    assert {1} <= {len(done.draft) for done in chosen.rounds}
+
+
+def test_bad_arguments_are_refused() -> None:
+    for argument in ("x", "p=", "p=100", "p=-1", "4"):
+        with pytest.raises(UsageError, match=f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT'"):
+            SpeculativeDecoder("toy", "toy:2", drafter=f"model:{argument}")

@@ -1,0 +1,339 @@
+"""The adaptive n-gram table: what it learns, proposes and is filled with, and that the text stays the target's."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from chi_square import OPTIONS, SUSPICIOUS, model, observe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import VOCAB, prompts, shared
+from torch import Tensor
+
+from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, UsageError, Verdict
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.drafters import Setup, load
+from slipstream.drafters import ngram_table as table
+from slipstream.drafters.ngram_table import NgramTableDrafter
+from slipstream.models.toy import FABLE
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+SIZE = 50
+PARAMS = SamplingParams(max_tokens=1000)
+KINDS = ["ngram_table", "ngram_table:3", "ngram_table:3-4+fill", "ngram_table:fill"]
+
+
+def row_of(tokens: Sequence[int]) -> Row:
+    return Row(0, list(tokens), PARAMS, seed=0)
+
+
+def propose(drafter: Drafter, rows: Sequence[Row], length: int, vocab: int = SIZE) -> list[list[int]]:
+    draft = drafter.propose(rows, [length] * len(rows), Sampler(list(rows), Race(vocab, CPU), vocab, CPU))
+    assert draft.probs is None
+    return [draft.tokens[i, :n].tolist() for i, n in enumerate(draft.lengths)]
+
+
+def drafted(tokens: Sequence[int], length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
+    return propose(NgramTableDrafter(SIZE, longest, shortest), [row_of(tokens)], length)[0]
+
+
+# what is known
+
+
+def specification(tokens: Sequence[int], length: int, longest: int, shortest: int) -> list[int]:
+    """The same draft by looking through the whole text for every token."""
+    text, out = list(tokens), list[int]()
+    while len(out) < length:
+        for size in range(longest - 1, shortest - 2, -1):
+            context = text[-size:]
+            ends = [at for at in range(size, len(tokens)) if list(tokens[at - size : at]) == context]
+            if len(text) >= size and ends:
+                count, last = Counter(tokens[at] for at in ends), {tokens[at]: at for at in ends}
+                text.append(max(count, key=lambda token: (count[token], last[token])))
+                out.append(text[-1])
+                break
+        else:
+            break
+    return out
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.tuples(st.integers(2, 6), st.integers(2, 6)).map(sorted),
+    st.integers(1, 8),
+    st.integers(0, 40),
+)
+def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
+    tokens: list[int], sizes: list[int], length: int, cut: int
+) -> None:
+    shortest, longest = sizes
+    expected = specification(tokens, length, longest, shortest)
+    assert drafted(tokens, length, longest, shortest) == expected
+    drafter, row = NgramTableDrafter(SIZE, longest, shortest), row_of(tokens[: cut + 1])
+    propose(drafter, [row], length)
+    row.tokens.extend(tokens[cut + 1 :])
+    assert propose(drafter, [row], length)[0] == expected
+
+
+def test_the_most_frequent_continuation_is_drafted_and_of_equals_the_latest() -> None:
+    assert drafted([7, 1, 9, 7, 2, 8, 7, 1, 5, 7], length=1) == [1]
+    assert drafted([7, 1, 9, 7, 2, 8, 7], length=1) == [2]
+
+
+def test_the_longest_context_counts_however_rare() -> None:
+    often = [7, 1, 20, 7, 1, 21, 7, 1, 22]
+    assert drafted([3, 4, 7, 2, *often, 7], length=1) == [1]
+    assert drafted([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
+
+
+def test_shorter_contexts_are_tried_down_to_the_shortest_allowed() -> None:
+    tokens = [1, 2, 3, 4, 9, 8, 2, 3]  # of the end (9) 8 2 3 only 2 3 has occurred before
+    assert drafted(tokens, length=1, longest=5, shortest=2) == [4]
+    assert drafted(tokens, length=1, longest=5, shortest=3) == [4]
+    assert drafted(tokens, length=1, longest=5, shortest=4) == []
+
+
+def test_a_draft_stops_where_nothing_is_known() -> None:
+    assert drafted([1, 2, 3, 4]) == []
+    # after 1 2 comes 3 and then the end of the text, a token whose continuation nobody has seen
+    assert drafted([1, 2, 9, 1], length=4) == [2, 9, 1, 2]
+    assert drafted([5, 1, 2, 3, 5, 1], length=8, shortest=3) == [2, 3, 5, 1, 2, 3, 5, 1]
+    assert drafted([1, 2, 3, 1, 2], length=4, longest=3, shortest=3) == [3, 1, 2, 3]
+    assert drafted([4, 1, 1, 2], length=4) == []
+
+
+def test_output_is_learned_as_it_comes() -> None:
+    drafter, row = NgramTableDrafter(SIZE), row_of([1, 2, 3])
+    assert propose(drafter, [row], 2) == [[]]
+    row.tokens += [4, 5, 6, 4]
+    assert propose(drafter, [row], 3) == [[5, 6, 4]]
+    row.tokens += [7, 4, 7, 4]  # 7 has followed 4 more often by now
+    assert propose(drafter, [row], 1) == [[7]]
+
+
+# filling
+
+
+def logits_for(rankings: Sequence[Sequence[int]], vocab: int = SIZE) -> Tensor:
+    """[1, len(rankings), vocab] logits whose largest are at the tokens given, best first."""
+    logits = torch.zeros(1, len(rankings), vocab)
+    for j, ranking in enumerate(rankings):
+        logits[0, j, list(ranking)] = torch.arange(len(ranking), 0, -1).float()
+    return logits
+
+
+def tell(
+    drafter: NgramTableDrafter, row: Row, draft: Sequence[int], kept: int, rankings: Sequence[Sequence[int]]
+) -> None:
+    """A round whose draft the target judged so."""
+    verdict = Verdict(torch.tensor([kept]), torch.tensor([rankings[kept][0]]))
+    drafter.observe([row], Draft.from_lists([draft], CPU), logits_for(rankings), verdict)
+    row.tokens += [*draft[:kept], rankings[kept][0]]
+
+
+def test_an_unknown_token_is_followed_by_what_the_target_ranked_highest_after_it() -> None:
+    drafter, row = load("ngram_table:fill", Setup(CPU, SIZE)), row_of([1, 2, 3])
+    assert isinstance(drafter, NgramTableDrafter)
+    assert propose(drafter, [row], 3) == [[]]
+    tell(drafter, row, [], 0, [[4, 11, 12, 13]])
+    row.tokens.append(3)
+    assert propose(drafter, [row], 2) == [[4, 3]]  # the table goes on from there: 3 has followed 4
+    plain = NgramTableDrafter(SIZE)
+    propose(plain, [row], 1)
+    assert propose(plain, [row], 2) == [[4, 3]]
+
+
+def test_ranks_add_up_and_the_best_of_all_occurrences_is_taken() -> None:
+    drafter, row = NgramTableDrafter(SIZE, shortest=3, fill=True), row_of([1])
+    propose(drafter, [row], 1)
+    for ranking in ([20, 30, 31, 32], [21, 30, 33, 34], [22, 30, 35, 36]):
+        tell(drafter, row, [], 0, [ranking])
+        row.tokens.append(1)
+    assert propose(drafter, [row], 1) == [[30]]  # always second, which no table of continuations can know
+    assert propose(NgramTableDrafter(SIZE, shortest=3), [row], 1) == [[]]
+
+
+def test_what_the_target_said_after_rejected_tokens_is_not_noted() -> None:
+    drafter, row = NgramTableDrafter(SIZE, shortest=3, fill=True), row_of([1])
+    propose(drafter, [row], 1)
+    tell(drafter, row, [2, 3], 1, [[2, 40, 41, 42], [9, 43, 44, 45], [8, 46, 47, 48]])
+    assert row.tokens == [1, 2, 9]
+    for last, expected in ((1, [2]), (2, [9]), (3, [])):
+        row.tokens.append(last)
+        assert propose(drafter, [row], 1) == [expected]
+
+
+def test_contexts_of_two_tokens_go_before_filling_and_one_token_after_it() -> None:
+    drafter, row = NgramTableDrafter(SIZE, fill=True), row_of([1, 2, 3, 9, 2, 4, 9, 2])
+    propose(drafter, [row], 1)
+    tell(drafter, row, [], 0, [[5, 6, 7, 8]])
+    row.tokens += [1, 2]
+    assert propose(drafter, [row], 1) == [[3]]
+    row.tokens += [30, 2]
+    assert propose(drafter, [row], 1) == [[5]]
+    assert propose(NgramTableDrafter(SIZE), [row_of(row.tokens)], 1) == [[30]]
+
+
+class Untouchable:
+    """Stands for a tensor that must not be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+def test_without_filling_the_logits_are_not_looked_at() -> None:
+    drafter, row = NgramTableDrafter(SIZE), row_of([1, 2])
+    propose(drafter, [row], 1)
+    never: Any = Untouchable()
+    drafter.observe([row], never, never, never)
+    with pytest.raises(AssertionError, match="was asked for"):
+        NgramTableDrafter(SIZE, fill=True).observe([row], never, never, never)
+
+
+def test_a_row_that_never_asks_for_drafts_is_not_noted() -> None:
+    drafter, row = NgramTableDrafter(SIZE, fill=True), row_of([1, 2])
+    tell(drafter, row, [], 0, [[4, 5, 6, 7]])
+    assert len(drafter._tables) == 0
+
+
+@dataclass
+class Listening:
+    """A table that keeps what the loop told it."""
+
+    inner: NgramTableDrafter
+    heard: list[tuple[list[int], list[int], list[int], int, int]] = field(default_factory=list)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return self.inner.propose(rows, lengths, sampler)
+
+    def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
+        best = logits.argmax(-1)
+        for i, row in enumerate(rows):
+            kept, length = int(verdict.accepted[i]), draft.lengths[i]
+            said = best[i, : length + 1].tolist()
+            self.heard.append((list(row.tokens), draft.tokens[i, :length].tolist(), said, kept, row.index))
+
+
+def test_the_loop_tells_of_every_round_before_it_is_committed() -> None:
+    listening = Listening(NgramTableDrafter(VOCAB))
+    made = SpeculativeDecoder(shared("llama"), drafter=listening, num_draft_tokens=3, reproducible=False)
+    results = made.generate(prompts([9, 22, 5]), SamplingParams(max_tokens=16))
+    assert sum(len(result.rounds) for result in results) == len(listening.heard)
+    for i, result in enumerate(results):
+        whole = [*result.prompt_token_ids, *result.token_ids]
+        told = [heard for heard in listening.heard if heard[-1] == i]
+        for done, (before, draft, said, kept, _) in zip(result.rounds, told, strict=True):
+            assert before == whole[: done.start] and tuple(draft) == done.draft
+            # greedy: position j says what follows the first j draft tokens
+            assert said[: kept + 1] == [*draft[:kept], whole[done.start + kept]]
+
+
+# the text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) -> None:
+    asked = prompts([3, 30, 1, 22, 12], seed=2)
+    params = [
+        SamplingParams(max_tokens=40 - 5 * i, temperature=0.3 * (i % 3), top_p=0.9, seed=i) for i in range(len(asked))
+    ]
+    made = SpeculativeDecoder(
+        shared("llama", 0, torch.float64),
+        drafter=kind,
+        acceptance="match",
+        num_draft_tokens=4,
+        max_batch_size=size,
+        reproducible=False,
+    )
+    plain = made.using("none").generate(asked, params)
+    results = made.generate(asked, params)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    rounds = [done for result in results for done in result.rounds]
+    assert any(done.num_accepted_tokens for done in rounds) and any(done.rejected for done in rounds)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", ["ngram_table:2-3", "ngram_table:2-3+fill"])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_joint_frequencies_are_those_of_the_target(name: str, kind: str, rule: str) -> None:
+    made = SpeculativeDecoder(
+        model(name), drafter=kind, acceptance=rule, num_draft_tokens=2, max_batch_size=64, reproducible=False
+    )
+    runs = observe(made, name)
+    assert runs.p_value > SUSPICIOUS
+    kept, refused = (sum(getattr(done, what) for done in runs.rounds) for what in ("num_accepted_tokens", "rejected"))
+    assert kept > len(runs.texts) / 6 and refused > len(runs.texts) / 6
+
+
+def test_periodic_text_is_drafted_in_full_blocks() -> None:
+    made = SpeculativeDecoder("toy", drafter="ngram_table", num_draft_tokens=7)
+    result = made.generate(FABLE[:400].replace("\n", " ") * 2 + FABLE[:40], SamplingParams(max_tokens=64))
+    assert result.stats.block_efficiency > 6
+
+
+# limits
+
+
+def test_a_table_goes_with_its_row() -> None:
+    drafter, rows = NgramTableDrafter(SIZE), [row_of([1, 2, 1]), row_of([3, 4])]
+    propose(drafter, rows, 1)
+    assert len(drafter._tables) == 2
+    del rows[0]
+    gc.collect()
+    assert len(drafter._tables) == 1
+
+
+def test_a_long_row_is_learned_from_its_later_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "SPAN", 32)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (300,), generator=generator).tolist()
+    drafter, row, sizes = NgramTableDrafter(SIZE, longest=4), row_of(tokens[:1]), [0]
+    for token in tokens[1:]:
+        row.tokens.append(token)
+        fresh = NgramTableDrafter(SIZE, longest=4)
+        assert propose(drafter, [row], 4) == propose(fresh, [row_of(row.tokens)], 4)
+        start = max(0, len(row.tokens) // 32 - 1) * 32
+        assert propose(drafter, [row], 4)[0] == specification(row.tokens[start:], 4, 4, 2)
+        sizes.append(len(drafter._tables[row]._count))
+    assert max(sizes) <= 1 + 64 * 4
+    assert any(after < before for before, after in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("", (2, 5, False)),
+        ("fill", (2, 5, True)),
+        ("4", (2, 4, False)),
+        ("4+fill", (2, 4, True)),
+        ("3-6", (3, 6, False)),
+        ("3-6+fill", (3, 6, True)),
+    ],
+)
+def test_the_argument_says_sizes_and_filling(argument: str, expected: tuple[int, int, bool]) -> None:
+    made = load(f"ngram_table:{argument}" if argument else "ngram_table", Setup(CPU, SIZE))
+    assert isinstance(made, NgramTableDrafter)
+    assert (made.shortest, made.longest, made.fill) == expected
+
+
+@pytest.mark.parametrize("argument", ["x", "+fill", "4+", "4-", "-4", "4+filled", "fill+4", "4 +fill", "3-4-5"])
+def test_another_argument_is_refused(argument: str) -> None:
+    with pytest.raises(UsageError, match=r"^drafter='ngram_table:.*'; allowed: ngram_table, ngram_table:LONGEST"):
+        load(f"ngram_table:{argument}", Setup(CPU, SIZE))
+
+
+@pytest.mark.parametrize("argument", ["1", "0", "1-4", "5-4", "17", "2-99999999999"])
+def test_sizes_out_of_range_are_refused(argument: str) -> None:
+    with pytest.raises(UsageError, match=r"^table sizes shortest=\d+, longest=\d+; allowed: 2 <= shortest"):
+        load(f"ngram_table:{argument}", Setup(CPU, SIZE))

@@ -1,0 +1,400 @@
+"""Suffix drafts: against a search through the whole text, exact on the toy, and nothing kept of rows that are gone."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.drafters import Setup, load, suffix
+from slipstream.drafters.suffix import SuffixDrafter
+from slipstream.drafters.suffix import automaton as suffix_automaton
+from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
+from slipstream.models.toy import FABLE
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+SIZE = 50
+PARAMS = SamplingParams(max_tokens=1000)
+STEADY = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+SMALL = 3  # tokens of context in tests where matches should be longer than the limit
+
+token_lists = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=1, max_size=40))
+
+
+def row_of(tokens: Sequence[int]) -> Row:
+    return Row(0, list(tokens), PARAMS, seed=0)
+
+
+def propose(drafter: SuffixDrafter, rows: Sequence[Row], length: int) -> list[list[int]]:
+    draft = drafter.propose(rows, [length] * len(rows), Sampler(list(rows), Race(SIZE, CPU), SIZE, CPU))
+    assert draft.probs is None
+    return [draft.tokens[i, :n].tolist() for i, n in enumerate(draft.lengths)]
+
+
+def drafted(tokens: Sequence[int], length: int = 8, shortest: int = 1, threshold: float = 0.0) -> list[int]:
+    return propose(SuffixDrafter(SIZE, shortest, threshold), [row_of(tokens)], length)[0]
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(suffix_automaton, "LIMIT", SMALL)
+    monkeypatch.setattr(suffix, "LIMIT", SMALL)
+    return SMALL
+
+
+# the same by looking through whole texts
+
+
+def ends(texts: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[int, int]]:
+    """(text, position behind it) of every occurrence."""
+    size = len(context)
+    return [
+        (number, at)
+        for number, text in enumerate(texts)
+        for at in range(size, len(text) + 1)
+        if list(text[at - size : at]) == list(context)
+    ]
+
+
+def followers(texts: Sequence[Sequence[int]], context: Sequence[int], prompt: int = 0) -> tuple[Counter[int], int]:
+    """How often each token followed, and which did most often.
+
+    Of equals it is the one that came up last, but in the first `prompt` tokens the one that came up first.
+    """
+    count, usual = Counter[int](), -1
+    for number, at in ends(texts, context):
+        if at < len(texts[number]):
+            token = texts[number][at]
+            count[token] += 1
+            if count[token] > count[usual] or (at >= prompt and count[token] == count[usual]):
+                usual = token
+    return count, usual
+
+
+def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, goes_on: bool) -> int:
+    """Length of the longest suffix of `text`, up to the limit, that occurs in the texts (and goes on there)."""
+    for size in range(min(limit, len(text)), 0, -1):
+        context = text[len(text) - size :]
+        if followers(texts, context)[0] if goes_on else ends(texts, context):
+            return size
+    return 0
+
+
+def specification(
+    texts: Sequence[Sequence[int]],
+    text: Sequence[int],
+    length: int,
+    threshold: float,
+    *,
+    prompt: int = 0,
+    limit: int = LIMIT,
+) -> list[int]:
+    """The draft along the most frequent continuations. prompt: of the row's own text, 0 for the store."""
+    text, out, chance = list(text), list[int](), 1.0
+    size = longest(texts, text, limit, goes_on=True)
+    others = 0 if prompt else 1
+    while size and len(out) < length:
+        context = text[len(text) - size :]
+        count, token = followers(texts, context, prompt)
+        chance *= count[token] / (len(ends(texts, context)) + others)
+        if chance < threshold:
+            break
+        others = 0
+        text.append(token)
+        out.append(token)
+        size = longest(texts, text, limit, goes_on=True)
+    return out
+
+
+def learned(texts: Sequence[Sequence[int]]) -> SuffixAutomaton:
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.begin()
+        automaton.learn(text)
+    return automaton
+
+
+def check_substrings(automaton: SuffixAutomaton, texts: Sequence[Sequence[int]], limit: int) -> None:
+    """Every substring of up to `limit` tokens: its count, and its likeliest follower with that one's count."""
+    found = {tuple(text[a:b]) for text in texts for a in range(len(text)) for b in range(a + 1, len(text) + 1)}
+    for context in (one for one in found if len(one) <= limit):
+        match = automaton.find(context)
+        assert match.length == len(context)
+        assert automaton.count(match) == len(ends(texts, context))
+        count, token = followers(texts, context)
+        if count:
+            chance = count[token] / automaton.count(match)
+            assert automaton.follow(match, automaton.count(match), 1, chance) == [token]
+            assert automaton.follow(match, automaton.count(match), 1, chance + 1e-9) == []
+
+
+@STEADY
+@given(st.lists(token_lists, min_size=1, max_size=3))
+def test_counts_and_followers_of_every_substring_are_those_of_the_texts(texts: list[list[int]]) -> None:
+    check_substrings(learned(texts), texts, LIMIT)
+
+
+def test_counts_are_right_where_texts_are_longer_than_the_contexts_counted(small_limit: int) -> None:
+    @STEADY
+    @given(st.lists(token_lists, min_size=1, max_size=3))
+    def check(texts: list[list[int]]) -> None:
+        check_substrings(learned(texts), texts, small_limit)
+
+    check()
+
+
+@STEADY
+@given(st.lists(token_lists, min_size=1, max_size=2), token_lists, st.integers(0, 40))
+def test_the_longest_suffix_is_found_in_one_go_or_two(texts: list[list[int]], text: list[int], cut: int) -> None:
+    automaton = learned(texts)
+    match = automaton.find(text)
+    assert match.length == longest(texts, text, LIMIT, goes_on=False)
+    assert automaton.find(text[cut:], automaton.find(text[:cut])) == match
+    assert automaton.followed(match).length == longest(texts, text, LIMIT, goes_on=True)
+
+
+def test_a_text_that_is_known_takes_no_further_states() -> None:
+    text = [i * i * i % 101 for i in range(100)]
+    once, again = learned([text]), learned([text, text, text[:50]])
+    assert len(again._link) == len(once._link)
+    assert (once.count(once.find(text[:20])), again.count(again.find(text[:20]))) == (1, 3)
+
+
+def test_counting_while_it_grows_costs_at_most_the_limit_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [0]
+    count = suffix_automaton.SuffixAutomaton._step
+
+    def counted(self: SuffixAutomaton, state: int, token: int) -> int:
+        steps[0] += 1
+        return count(self, state, token)
+
+    monkeypatch.setattr(SuffixAutomaton, "_step", counted)
+    for text in ([1] * 4000, [i % 17 for i in range(4000)], [i % 90 % 7 for i in range(4000)]):
+        steps[0] = 0
+        automaton = learned([text])
+        assert steps[0] < 8 * len(text)
+        chain, state = 0, automaton.end.state
+        while state:
+            chain, state = chain + 1, automaton._link[state]
+        assert chain <= LIMIT
+
+
+@STEADY
+@given(
+    tokens=token_lists,
+    length=st.integers(1, 12),
+    threshold=st.sampled_from([0.0, 0.2, 0.5, 0.7]),
+    cut=st.integers(0, 40),
+    shortest=st.integers(1, 3),
+    read=st.booleans(),
+)
+def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
+    tokens: list[int], length: int, threshold: float, cut: int, shortest: int, read: bool
+) -> None:
+    enough = longest([tokens], tokens, LIMIT, goes_on=True) >= shortest
+    drafter, row = SuffixDrafter(SIZE, shortest, threshold), row_of(tokens[: cut + 1])
+    if read:
+        propose(drafter, [row], length)
+    row.tokens.extend(tokens[cut + 1 :])
+    expected = specification([tokens], tokens, length, threshold, prompt=row.prompt_length) if enough else []
+    assert propose(drafter, [row], length)[0] == expected
+
+
+def test_a_draft_is_that_of_the_specification_beyond_the_limit(small_limit: int) -> None:
+    @STEADY
+    @given(token_lists, st.integers(1, 12))
+    def check(tokens: list[int], length: int) -> None:
+        assert drafted(tokens, length) == specification(
+            [tokens], tokens, length, 0.0, prompt=len(tokens), limit=small_limit
+        )
+
+    check()
+
+
+@STEADY
+@given(st.lists(token_lists, min_size=1, max_size=3), token_lists, token_lists, st.integers(1, 8))
+def test_the_longer_of_the_matches_in_the_row_and_in_the_store_is_followed(
+    texts: list[list[int]], tokens: list[int], more: list[int], length: int
+) -> None:
+    drafter, row = SuffixDrafter(SIZE, threshold=0.3), row_of(tokens)
+    drafter.seed(texts)
+    propose(drafter, [row], length)  # where the row stands in the store is kept from here on
+    row.tokens += more
+    text = row.tokens
+    mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], texts))
+    own = mine >= theirs
+    assert propose(drafter, [row], length)[0] == specification(
+        [text] if own else texts, text, length, 0.3, prompt=own and row.prompt_length
+    )
+    drafter.seed([text[1:]])  # the store has grown: where the row stood in it is out of date
+    row.tokens.append(0)
+    mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], [*texts, text[1:-1]]))
+    own = mine >= theirs
+    assert propose(drafter, [row], length)[0] == specification(
+        [text] if own else [*texts, text[1:-1]], text, length, 0.3, prompt=own and row.prompt_length
+    )
+
+
+# rules one by one
+
+
+def test_the_longest_match_counts_however_rare() -> None:
+    often = [7, 1, 20, 7, 1, 21, 7, 1, 22]
+    assert drafted([3, 4, 7, 2, *often, 7], length=1) == [1]
+    assert drafted([3, 4, 7, 2, *often, 3, 4, 7], length=1) == [2]
+
+
+def test_a_draft_is_as_long_as_was_asked_for() -> None:
+    text = list(range(10, 40))
+    for size in (1, 2, 3):
+        tokens = [*text, 5, *text[10 : 10 + size]]
+        assert drafted(tokens, length=9) == text[10 + size : 19 + size]
+
+
+def test_of_equals_a_prompt_goes_on_as_it_did_first_an_output_as_it_did_last() -> None:
+    row, drafter = row_of([7, 1, 7, 2, 7]), SuffixDrafter(SIZE, threshold=0.0)
+    assert propose(drafter, [row], 1) == [[1]]
+    row.tokens += [3, 7]
+    assert propose(drafter, [row], 1) == [[3]]
+    row.tokens += [4, 5, 7]
+    assert propose(drafter, [row], 1) == [[4]]
+
+
+def test_a_draft_ends_where_it_becomes_unlikely() -> None:
+    # after 1 2: 3 twice of three, then 4 as often as 5
+    tokens = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 1, 2, 6, 7, 1, 2]
+    assert drafted(tokens, 4, threshold=0.1) == [3, 4, 9, 1]
+    assert drafted(tokens, 4, threshold=0.4) == [3]  # 2 of 4 occurrences, the end among them
+    assert drafted(tokens, 4, threshold=0.6) == []
+
+
+def test_periodic_text_stays_periodic() -> None:
+    assert drafted([1, 2, 3, 1, 2, 3, 1, 2], length=9) == [3, 1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_matches_shorter_than_asked_for_are_left() -> None:
+    tokens = [1, 2, 3, 4, 9, 2, 3]
+    assert drafted(tokens, 1, shortest=2) == [4]
+    assert drafted(tokens, 1, shortest=3) == []
+
+
+def test_output_is_learned_as_it_comes() -> None:
+    drafter, row = SuffixDrafter(SIZE), row_of([1, 2, 3])
+    assert propose(drafter, [row], 2) == [[]]
+    row.tokens += [4, 5, 6, 4]
+    assert propose(drafter, [row], 3) == [[5, 6, 4]]
+
+
+# rows
+
+
+def test_rows_of_a_batch_are_independent() -> None:
+    texts = [[1, 2, 3, 1, 2], [3, 1, 3, 1], [5, 6, 7], [2, 2, 2]]
+    drafter = SuffixDrafter(SIZE)
+    rows = [row_of(text) for text in texts]
+    for _ in range(3):
+        assert propose(drafter, rows, 4) == [
+            specification([row.tokens], row.tokens, 4, suffix.drafter.THRESHOLD, prompt=row.prompt_length)
+            for row in rows
+        ]
+        for row in rows:
+            row.tokens.append(row.tokens[1])
+        rows = [*rows[1:], rows[0]]
+
+
+def test_nothing_is_held_of_a_row_that_is_gone() -> None:
+    drafter, row = SuffixDrafter(SIZE, outputs=0), row_of(list(range(40)) * 50)
+    propose(drafter, [row], 2)
+    held = drafter.memory_bytes()
+    assert len(drafter._texts) == 1 and held > 2000 * 20
+    del row
+    gc.collect()
+    assert len(drafter._texts) == 0 and drafter.memory_bytes() < held / 10
+
+
+def test_a_finished_row_is_let_go_although_someone_holds_it() -> None:
+    drafter, row = SuffixDrafter(SIZE), row_of([1, 2, 3])
+    propose(drafter, [row], 2)
+    row.tokens += [4, 5]
+    row.finish_reason = "stop"
+    assert drafter.num_stored_tokens == 5 and len(drafter._texts) == 0
+    del row
+    gc.collect()
+    assert drafter.num_stored_tokens == 5  # not a second time
+
+
+# the text stays the target's
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_plain_decoding(temperature: float) -> None:
+    prompts = [list(FABLE[at : at + 40].encode()) for at in range(0, 500, 60)]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60) for i in range(len(prompts))]
+    plain = SpeculativeDecoder("toy", drafter="none").generate(prompts, params)
+    for batch in (1, 3):
+        decoder = SpeculativeDecoder("toy", drafter="suffix", num_draft_tokens=6, max_batch_size=batch)
+        rounds = []
+        for _ in range(2):  # the second time the store knows the texts
+            results = decoder.generate(prompts, params)
+            assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+            rounds.append([done for result in results for done in result.rounds])
+        assert any(done.rejected for done in rounds[0])
+        assert sum(done.num_accepted_tokens for done in rounds[0]) > 100
+        assert len(rounds[1]) < len(rounds[0])
+
+
+def test_a_draft_is_never_longer_than_asked() -> None:
+    drafter, row = SuffixDrafter(SIZE, threshold=0.0), row_of([1, 2] * 40)
+    for length in (0, 1, 5, 64):
+        assert propose(drafter, [row], length) == [([1, 2] * 32)[:length]]
+
+
+# arguments
+
+
+def test_arguments_are_read() -> None:
+    drafter = load("suffix:3+p=35+outputs=1000", Setup(CPU, SIZE))
+    assert isinstance(drafter, SuffixDrafter)
+    assert (drafter.vocab_size, drafter.shortest, drafter.threshold, drafter.outputs) == (SIZE, 3, 0.35, 1000)
+    assert load("suffix", Setup(CPU, SIZE)) == SuffixDrafter(SIZE)
+    assert load("suffix:p=5", Setup(CPU, SIZE)) == SuffixDrafter(SIZE, threshold=0.05)
+    assert load("suffix:4+outputs=0", Setup(CPU, SIZE)) == SuffixDrafter(SIZE, 4, outputs=0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("0", "shortest=0 .* allowed: 1 to 32"),
+        ("33", "shortest=33"),
+        ("2+p=101", "threshold=1.01 .* allowed: 0 to 1"),
+        ("outputs=63", "outputs=63 .* allowed: 0, or 64 to"),
+        ("outputs=99999999", "outputs=99999999"),
+        ("p=0.5", "allowed: suffix, suffix:MIN"),
+        ("outputs=100+p=3", "in this order"),
+        ("-1", "allowed"),
+        ("2+", "allowed"),
+        ("store=", "allowed"),
+        ("outputs=0+store=x.npz", "outputs=0 keeps nothing"),
+        ("store=/no/such/folder/x.npz", "'/no/such/folder' is not a folder"),
+    ],
+)
+def test_a_bad_argument_is_refused_in_one_line(argument: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told) as refused:
+        load(f"suffix:{argument}", Setup(CPU, SIZE))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_match_says_where_a_text_stands() -> None:
+    automaton = learned([[1, 2, 3, 1, 2]])
+    assert automaton.end.length == 5
+    assert automaton.followed(automaton.end).length == 2
+    assert automaton.find([9]) == Match()

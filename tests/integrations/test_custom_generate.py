@@ -1,0 +1,267 @@
+"""`generate` with our loop says what it says without it; what cannot be honoured is refused."""
+
+import gc
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
+from tiny import VOCAB, fresh, perturbed, shared, tokenizer
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopStringCriteria, TextStreamer
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from slipstream import SlipstreamError, UsageError
+from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
+
+pytestmark = pytest.mark.usefixtures("cache_audit")
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
+def test_greedy_text_of_a_padded_batch_is_that_of_generate(name: str, drafter: str) -> None:
+    ours = shared(name).generate(
+        **batch(), **GREEDY, eos_token_id=ENDS, custom_generate=custom_generate, **drafting(name, drafter)
+    )
+    assert torch.equal(ours, expected(name))
+
+
+def test_the_batches_end_raggedly() -> None:
+    padded = [(expected(name)[:, WIDTH:] == 0).any(1) for name in ("llama", "qwen2", "gpt2", "gemma3")]
+    assert any(rows.any() and not rows.all() for rows in padded)
+
+
+def test_a_lossy_rule_fails_the_comparison() -> None:
+    ours = shared("llama").generate(
+        **batch(),
+        **GREEDY,
+        eos_token_id=ENDS,
+        custom_generate=custom_generate,
+        draft=perturbed("llama"),
+        acceptance="topk:20",
+    )
+    assert not torch.equal(ours, expected("llama"))
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_more_rows_than_a_batch_holds_and_options_bound_beforehand(limit: int) -> None:
+    for made in (
+        CustomGenerate(draft=perturbed("gemma3"), max_batch_size=limit),
+        partial(custom_generate, draft=perturbed("gemma3"), max_batch_size=limit),
+    ):
+        ours = shared("gemma3").generate(**batch(), **GREEDY, eos_token_id=ENDS, custom_generate=made)
+        assert torch.equal(ours, expected("gemma3"))
+
+
+def test_the_global_seed_makes_sampling_repeatable_and_greedy_takes_none_of_it() -> None:
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        settings = GREEDY | {"do_sample": True, "num_return_sequences": 2}
+        return shared("llama").generate(**batch(), **settings, custom_generate=custom_generate)
+
+    first = draw(1)
+    assert first.shape[0] == 8 and not torch.equal(first[0], first[1])
+    assert torch.equal(first, draw(1)) and not torch.equal(first, draw(2))
+    state = torch.get_rng_state()
+    both({})
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Says(StoppingCriteria):
+    """Ends a row after one of these tokens, from the third on."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens) & (input_ids.shape[1] >= WIDTH + 3)
+
+
+@pytest.mark.parametrize("ends", [ENDS, None])
+@pytest.mark.parametrize("option", [{}, {"min_new_tokens": 9}])
+def test_criteria_end_rows_as_in_generate(ends: list[int] | None, option: dict[str, Any]) -> None:
+    """Without end tokens `generate` lets stopped rows run on; with a minimum, it lets criteria end them earlier."""
+    full = expected("llama")[:, WIDTH:]
+    stops = Says(full[:, 4].tolist())
+    ours, plain = both({"eos_token_id": ends, "stopping_criteria": [stops]} | option)
+    assert torch.equal(ours, plain)
+    assert plain.shape != expected("llama").shape or not torch.equal(plain, expected("llama"))
+
+
+def test_stop_strings_stay_in_the_text() -> None:
+    spoken = tokenizer()
+    piece = spoken.decode(expected("llama")[0, WIDTH + 3 : WIDTH + 5])
+    options = GREEDY | {"eos_token_id": ENDS}
+    plain = shared("llama").generate(**batch(), **options, stop_strings=[piece], tokenizer=spoken)
+    assert not torch.equal(plain, expected("llama"))
+    drafted = drafting("llama", "model")
+    with_tokenizer = CustomGenerate(tokenizer=spoken, **drafted)
+    ours = shared("llama").generate(**batch(), **options, stop_strings=[piece], custom_generate=with_tokenizer)
+    assert torch.equal(ours, plain)
+    criteria = [StopStringCriteria(spoken, [piece])]
+    ours = shared("llama").generate(
+        **batch(), **options, stopping_criteria=criteria, custom_generate=custom_generate, **drafted
+    )
+    assert torch.equal(ours, plain)
+    with pytest.raises(UsageError, match="stop_strings"):
+        shared("llama").generate(
+            **batch(), **options, stop_strings=[piece], tokenizer=spoken, custom_generate=custom_generate
+        )
+
+
+def test_max_time_ends_every_row() -> None:
+    began = time.perf_counter()
+    out = shared("llama").generate(
+        **batch(), **GREEDY | {"max_new_tokens": 900}, max_time=0.05, custom_generate=custom_generate
+    )
+    assert WIDTH < out.shape[1] < WIDTH + 900 and time.perf_counter() - began < 5
+
+
+def test_a_criterion_must_answer_for_its_row() -> None:
+    class Fixed(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.zeros(4, dtype=torch.bool)
+
+    with pytest.raises(UsageError, match="Fixed gave 4 answers"):
+        shared("llama").generate(**batch(), **GREEDY, stopping_criteria=[Fixed()], custom_generate=custom_generate)
+
+
+class Recorder(BaseStreamer):
+    """What a streamer is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.told.append(value.tolist())
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def test_a_streamer_is_told_what_generate_tells_it() -> None:
+    one = {name: value[3:] for name, value in batch().items()}
+    plain, ours = Recorder(), Recorder()
+    shared("llama").generate(**one, **GREEDY, streamer=plain)
+    shared("llama").generate(
+        **one, **GREEDY, streamer=ours, custom_generate=custom_generate, **drafting("llama", "model")
+    )
+    assert ours.told == plain.told and ours.told[-1] == "end" and len(ours.told) == COUNT + 2
+
+
+def test_a_streamer_takes_one_row() -> None:
+    with pytest.raises(UsageError, match="streamer"):
+        shared("llama").generate(**batch(), **GREEDY, streamer=Recorder(), custom_generate=custom_generate)
+    with pytest.raises(ValueError, match="batch size 1"):  # transformers' own says so itself
+        shared("llama").generate(
+            **batch(), **GREEDY, streamer=TextStreamer(tokenizer()), custom_generate=custom_generate
+        )
+
+
+def test_the_output_object_has_sequences_results_and_statistics() -> None:
+    out = shared("gemma3").generate(
+        **batch(),
+        **GREEDY,
+        eos_token_id=ENDS,
+        return_dict_in_generate=True,
+        custom_generate=custom_generate,
+        assistant_model=perturbed("gemma3"),
+    )
+    assert isinstance(out, GenerateDecoderOnlyOutput) and torch.equal(out.sequences, expected("gemma3"))
+    assert out.scores is None and out.past_key_values is None
+    stats, texts = out.slipstream_stats, [result.token_ids for result in out.slipstream_results]
+    assert stats.num_accepted_tokens > 0 and stats.num_output_tokens == sum(map(len, texts))
+    for row, text in zip(out.sequences[:, WIDTH:].tolist(), texts, strict=True):
+        assert row[: len(text)] == text and not any(row[len(text) :])
+
+
+IDS = batch()["input_ids"]
+REFUSALS: dict[str, dict[str, Any]] = {
+    "num_beams": {"num_beams": 2},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "penalty_alpha": {"penalty_alpha": 0.5, "top_k": 4},
+    "past_key_values": {"past_key_values": DynamicCache()},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(4, WIDTH, 32)},
+    "synced_gpus": {"synced_gpus": True},
+    "position_ids": {"position_ids": torch.arange(WIDTH).expand(4, -1)},
+    "row 0 is not padding": {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([5]), 0)},
+    "row 1 is not padding": {"attention_mask": torch.tensor([[1], [0], [1], [1]]).expand(-1, WIDTH)},
+    "allowed: padding on the left": {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([19]), 0)},
+    "at most 1024": {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 1005},
+    "assistant_model are both": {"assistant_model": shared("llama"), "draft": shared("llama")},
+    "drafter='nothing'": {"drafter": "nothing"},
+    "num_draft_tokens": {"num_draft_tokens": -1},
+    "acceptance": {"acceptance": "yes"},
+    "max_batch_size": {"max_batch_size": 0},
+    "needs a draft model": {"drafter": "model"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_cannot_be_honoured_is_refused_by_name(message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)
+    assert "\n" not in str(error.value)
+
+
+def test_a_processor_with_state_is_refused_by_its_own_name() -> None:
+    class Counting(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return scores + self.calls * torch.arange(VOCAB)
+
+    with pytest.raises(UsageError, match="Counting keeps state"):
+        shared("llama").generate(**batch(), **GREEDY, logits_processor=[Counting()], custom_generate=custom_generate)
+
+
+def test_a_model_in_training_mode_is_refused_and_stays_in_it() -> None:
+    model = fresh("llama").train()
+    with pytest.raises(UsageError, match="training mode"):
+        model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
+    assert model.training
+
+
+def test_decoders_are_kept_with_their_models_and_no_longer() -> None:
+    made, model, draft = CustomGenerate(), fresh("llama"), fresh("llama", 1)
+    model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft)
+    known = made.decoders.of(model, CustomGenerate(draft=draft))
+    model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft, drafter="ngram", num_draft_tokens=2)
+    assert made.decoders.of(model, CustomGenerate(draft=draft)) is known
+    assert made.decoders.of(model, CustomGenerate(draft=draft, max_batch_size=2)) is not known
+    del known
+    gone = [weakref.ref(draft), weakref.ref(model)]
+    del draft
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is model
+    del model
+    gc.collect()
+    assert gone[1]() is None
+
+
+def test_a_model_that_learned_between_calls_says_what_it_says_now() -> None:
+    model = fresh("llama")
+    before = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
+    model.load_state_dict(fresh("llama", 5).state_dict())
+    after = model.generate(**batch(), **GREEDY, custom_generate=custom_generate)
+    assert torch.equal(after, model.generate(**batch(), **GREEDY)) and not torch.equal(before, after)
+    model.double()  # another precision is another decoder
+    assert torch.equal(after, model.generate(**batch(), **GREEDY, custom_generate=custom_generate))
+
+
+def test_a_failed_call_leaves_nothing_behind() -> None:
+    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, float("-inf"))
+
+    with pytest.raises(SlipstreamError, match="no token to choose"):
+        shared("llama").generate(**batch(), **GREEDY, logits_processor=[fails], custom_generate=custom_generate)
+    ours, plain = both({})
+    assert torch.equal(ours, plain)

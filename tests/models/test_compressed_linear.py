@@ -1,0 +1,188 @@
+"""Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbours."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import fresh
+from torch import Tensor, nn
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu import kernel_build as native
+from slipstream.models.cpu.compressed_linear import CompressedLinear, stored
+from slipstream.models.cpu.kernel_build import FLAGS, INSTRUCTIONS, NoKernelsError, built, check_processor
+from slipstream.models.cpu.packed_linear import PackedLinear, pack
+
+needs_kernels = pytest.mark.skipif(
+    native.kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16"
+)
+
+
+def layer(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:
+    generator = torch.Generator().manual_seed(seed)
+    made = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.03)
+    return made
+
+
+def compressed(linear: nn.Linear) -> CompressedLinear:
+    return CompressedLinear(linear, native.kernels())
+
+
+def tokens(count: int, inputs: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def weights_of(made: CompressedLinear) -> Tensor:
+    """What a layer multiplies with, read off its products with the unit vectors."""
+    return made(torch.eye(made.in_features, dtype=torch.bfloat16)).T
+
+
+@needs_kernels
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 4), (31, 128), (32, 132), (33, 260), (100, 576), (256, 1000)])
+def test_every_weight_is_kept_exactly(outputs: int, inputs: int) -> None:
+    linear = layer(outputs, inputs)
+    assert torch.equal(weights_of(compressed(linear)), linear.weight)
+
+
+@needs_kernels
+def test_weights_far_from_the_others_are_exceptions_and_kept_exactly_too() -> None:
+    linear, odd = layer(70, 264), [1e30, -1e-30, 300.0, 0.0, -(2.0**-126)]
+    with torch.no_grad():
+        for place, value in enumerate(odd):
+            linear.weight[place * 14, place * 65] = value
+    made = compressed(linear)
+    assert made.exceptions >= 4 and made.is_worth_it
+    assert torch.equal(weights_of(made), linear.weight)
+    linear.weight.data[28, 130] = 7.0  # a control: the layer has its own copy, and the comparison sees one weight
+    assert not torch.equal(weights_of(made), linear.weight)
+
+
+@needs_kernels
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 260), st.booleans())
+def test_products_are_those_of_the_layer(outputs: int, quads: int, count: int, bias: bool) -> None:
+    linear, x = layer(outputs, 4 * quads, bias=bias), tokens(count, 4 * quads)
+    with torch.inference_mode():
+        exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+        error = (compressed(linear)(x).double() - exact).abs()
+    assert bool((error <= exact.abs() / 256 + 1e-4).all())  # one rounding to bfloat16
+
+
+@needs_kernels
+def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it() -> None:
+    made, x = compressed(layer(96, 1028, bias=True)), tokens(300, 1028)
+    alone = torch.cat([made(x[i : i + 1]) for i in range(300)])
+    for width in (2, 3, 8, 9, 10, 11, 12, 13, 20, 247, 248, 249, 300):
+        assert torch.equal(torch.cat([made(part) for part in x.split(width)]), alone), width
+
+
+@needs_kernels
+def test_inputs_of_any_layout_and_shape() -> None:
+    made, x = compressed(layer(40, 64)), tokens(12, 128)
+    strided = x[:, ::2]
+    assert torch.equal(made(strided), made(strided.contiguous()))
+    assert torch.equal(made(strided.view(3, 4, 64)), made(strided).view(3, 4, 40))
+    assert made(x[:0, :64]).shape == (0, 40)
+
+
+@needs_kernels
+@pytest.mark.parametrize("x", [torch.zeros(2, 60, dtype=torch.bfloat16), torch.zeros(2, 64)])
+def test_inputs_of_another_size_or_kind_are_refused(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"allowed: bfloat16 \[..., 64\]"):
+        compressed(layer(40, 64))(x)
+
+
+@needs_kernels
+def test_a_layer_is_compressed_where_that_gains() -> None:
+    spread = layer(64, 64)
+    with torch.no_grad():  # exponents all over the place
+        spread.weight.copy_(torch.randn(64, 64).sign() * 2.0 ** torch.randint(-100, 100, (64, 64)))
+    assert type(stored(layer(64, 64))) is CompressedLinear
+    assert type(stored(spread)) is PackedLinear
+    assert type(stored(layer(64, 66))) is PackedLinear  # not in fours
+    assert type(stored(layer(64, 64).float())) is PackedLinear
+
+
+def test_without_kernels_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.models.cpu.compressed_linear.kernels", lambda: None)
+    assert type(stored(layer(64, 64))) is PackedLinear
+
+
+@needs_kernels
+def test_a_model_gives_its_own_logits() -> None:
+    model = fresh("llama", dtype=torch.bfloat16)
+    ids = torch.arange(1, 40)[None]
+    with torch.inference_mode():
+        expected = model(ids).logits
+        pack(model, compressed)
+        found = model(ids).logits
+    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+FOUND = "flags\t\t: fpu " + " ".join(INSTRUCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        ("", "a processor with avx512f"),
+        (FOUND.replace("avx512_bf16", "avx512_vnni"), "a processor with avx512_bf16"),
+        (FOUND + " amx_bf16 amx_tile", "AMX"),
+    ],
+)
+def test_other_processors_are_told_apart(description: str, reason: str) -> None:
+    check_processor("processor: 0\n" + FOUND + "\n")
+    with pytest.raises(NoKernelsError, match=reason):
+        check_processor(description)
+
+
+def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
+    with pytest.raises(NoKernelsError, match=r"no C compiler \(no-such-compiler\)"):
+        built(tmp_path, {"CC": "no-such-compiler"})
+
+
+@needs_kernels
+def test_a_compiler_may_have_options(tmp_path: Path) -> None:
+    assert built(tmp_path, {"CC": "gcc -g0"}).exists()
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'cannot compile this' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    with pytest.raises(NoKernelsError, match="broken failed: cannot compile this"):
+        built(tmp_path / "cache", {"CC": str(compiler)})
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@needs_kernels
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = built(tmp_path, {})
+    monkeypatch.setattr(native, "_run", lambda command: pytest.fail("compiled again"))
+    assert built(tmp_path, {}) == made and list(tmp_path.iterdir()) == [made]
+    monkeypatch.setattr(native, "FLAGS", (*FLAGS, "-g"))
+    with pytest.raises(pytest.fail.Exception):
+        built(tmp_path, {})
+
+
+def test_where_there_are_no_kernels_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_CPU", tmp_path / "nothing")
+    with caplog.at_level(logging.INFO, "slipstream"):
+        assert native._library.__wrapped__() is None
+    assert "PyTorch's kernels are used, not Slipstream's own: they need a processor with avx512f" in caplog.text
+
+
+def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "off")
+    assert native.kernels() is None and type(stored(layer(64, 64))) is PackedLinear
+    monkeypatch.setenv(native.SWITCH, "maybe")
+    with pytest.raises(UsageError, match="SLIPSTREAM_KERNELS='maybe'; allowed: 'on' or 'off'"):
+        native.kernels()

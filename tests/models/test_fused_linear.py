@@ -1,0 +1,131 @@
+"""Layers of one input in one product: found by watching, the same logits, every kind of model."""
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, fresh
+from torch import Tensor, nn
+
+from slipstream.models.cpu.packed_linear import PackedLinear, pack
+from slipstream.models.hf.fused_linear import Fused, Part, fuse
+
+GROUPS = {
+    "llama": 4,
+    "llama-eager": 4,
+    "qwen2": 4,
+    "qwen3": 4,
+    "mistral": 4,
+    "gemma3": 6,
+    "gpt2": 0,
+    "phi3": 0,
+    "olmo2": 4,
+}
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=tokens).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_fused_model_gives_the_models_own_logits(name: str) -> None:
+    model = fresh(name)
+    tokens = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    assert fuse(model) == GROUPS[name]
+    assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
+    pack(model)
+    assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+
+
+def test_query_key_value_and_gate_up_are_the_groups_and_weights_are_freed() -> None:
+    model = fresh("llama")
+    count = sum(p.numel() for p in model.parameters())
+    fuse(model)
+    layer = model.model.layers[0]
+    assert [type(getattr(layer.self_attn, f"{name}_proj")) for name in "qkvo"] == [Part, Part, Part, nn.Linear]
+    assert type(layer.mlp.gate_proj) is type(layer.mlp.up_proj) is Part and type(layer.mlp.down_proj) is nn.Linear
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert [tuple(m.whole.weight.shape) for m in model.modules() if type(m) is Fused][:2] == [(64, 32), (96, 32)]
+    pack(model)
+    assert sum(type(m) is PackedLinear for m in model.modules()) == 2 * (2 + 2) + 1
+
+
+def test_a_group_is_packed_before_the_next_is_fused() -> None:
+    model = fresh("llama")
+    tokens = torch.randint(1, 50, (1, 7), generator=torch.Generator().manual_seed(1))
+    expected, alive, most = logits(model, tokens), [], []
+
+    def keep(linear: nn.Linear) -> nn.Module:
+        alive.append(weakref.ref(linear.weight))
+        most.append(sum(one() is not None for one in alive))
+        return PackedLinear(linear, 4)
+
+    assert fuse(model, keep) == len(most) == GROUPS["llama"]
+    assert set(most) == {1}
+    assert all(type(m.whole) is PackedLinear for m in model.modules() if type(m) is Fused)
+    assert torch.allclose(logits(model, tokens), expected, atol=1e-4)
+
+
+class Asker(nn.Module):
+    """Calls its layers in an order of its own."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(8, 4), nn.Linear(8, 6), nn.Linear(8, 4)
+        self.order = order
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+        x = torch.arange(16.0).view(2, 8).cos()
+        y = x + 1
+        inputs = {"x": x, "y": y}
+        return torch.cat([getattr(self, name[0])(inputs[name[1]]) for name in self.order], dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("order", "groups"),
+    [
+        (["ax", "bx", "cx"], 1),
+        (["ax", "bx", "cy"], 1),
+        (["ax", "by", "cx"], 0),  # not in a row: the product would have to be kept for long
+        (["ax", "ay", "bx"], 0),  # called twice
+        (["cx", "bx", "ay"], 1),
+    ],
+)
+def test_only_calls_in_a_row_with_one_tensor_are_fused(order: list[str], groups: int) -> None:
+    model = Asker(order).requires_grad_(False)
+    expected = model(torch.zeros(1))
+    assert fuse(model) == groups
+    assert torch.allclose(model(torch.zeros(1)), expected, atol=1e-6)
+
+
+def test_other_orders_and_inputs_later_are_still_right() -> None:
+    model = Asker(["ax", "bx", "cx"]).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for order in (["cx", "bx", "ax"], ["ax", "by", "cx"], ["by"], ["ay", "ax", "cy", "bx"]):
+        model.order = plain.order = order
+        assert torch.allclose(model(torch.zeros(1)), plain(torch.zeros(1)), atol=1e-6)
+
+
+def test_a_finished_product_is_not_kept() -> None:
+    model = Asker(["ax", "bx", "cx"]).requires_grad_(False)
+    fuse(model)
+    model(torch.zeros(1))
+    assert model.a.fused._kept is None
+
+
+def test_a_model_that_refuses_the_trial_keeps_its_layers(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Asker):
+        def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
+            raise ValueError("needs more than ids")
+
+    with caplog.at_level("INFO", logger="slipstream"):
+        assert fuse(Odd(["ax"])) == 0
+    assert "layers stay apart: needs more than ids" in caplog.text

@@ -1,0 +1,323 @@
+"""Captured forwards against eager ones. `Tape` stands in for CUDA graphs; the last tests need a GPU."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tape import Tape
+from tiny import VOCAB, fresh, shared
+from torch import Tensor
+
+from slipstream.core.acceptance import match
+from slipstream.core.types import Draft
+from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
+from slipstream.models.cuda.graph_memory import SPARE, WIDTHS
+from slipstream.models.cuda.graph_store import GraphMemory, GraphStore, Rerun, unsupported
+from slipstream.models.hf.backend import HFBackend
+
+MODELS = ("llama", "qwen2", "gpt2", "gemma3")
+PROMPT = 24
+STARTS = [24, 17, 22, 12]  # of rows whose later positions may be written over, as padding does without captures
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Case:
+    """An eager and a captured backend of one model, with the same prompts in four slots."""
+
+    def __init__(self, name: str, tape: Any = None, seed: int = 0, length: int = 60, **limits: int) -> None:
+        self.tape, self.generator = tape or Tape(), torch.Generator().manual_seed(seed)
+        self.eager, self.graphed = HFBackend(shared(name)), GraphedBackend(shared(name), self.tape, **limits)
+        for slot in range(4):
+            prompt = self.tokens(1, PROMPT)
+            for backend in (self.eager, self.graphed):
+                backend.reserve(4, length)
+                backend.forward(prompt, [0], first_slot=slot, logits=False)
+
+    def number(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=self.generator))
+
+    def tokens(self, rows: int, width: int) -> Tensor:
+        return torch.randint(3, VOCAB, (rows, width), generator=self.generator)
+
+    def starts(self, rows: int) -> list[int]:
+        return torch.randint(PROMPT // 2, PROMPT + 1, (rows,), generator=self.generator).tolist()
+
+    def both(self, tokens: Tensor, starts: list[int], first_slot: int = 0) -> tuple[Tensor, Tensor]:
+        one, other = (
+            backend.forward(tokens, starts, first_slot=first_slot, logits=True)
+            for backend in (self.eager, self.graphed)
+        )
+        return one, other
+
+
+def contents(backend: HFBackend) -> Tensor:
+    """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend._cache.layers]).clone()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_eager_backend_to_the_bit(name: str) -> None:
+    case = Case(name)
+    for _ in range(40):
+        rows, width = (1, 2, 4)[case.number(0, 3)], case.number(1, 9)
+        first_slot = 0 if rows == 4 else case.number(0, 4 - rows + 1)
+        expected, got = case.both(case.tokens(rows, width), case.starts(rows), first_slot)
+        assert torch.equal(expected, got)
+    assert 5 < case.tape.captured < case.tape.replayed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_rows_and_widths_differ_by_rounding_only(name: str) -> None:
+    case = Case(name)
+    for rows, width in [(3, 1), (3, 5), (1, 11), (2, 20), (3, 32), (3, 2)]:
+        expected, got = case.both(case.tokens(rows, width), case.starts(rows))
+        assert got.shape == expected.shape
+        assert (expected - got).abs().max() < 1e-4
+    assert case.tape.captured == case.tape.replayed == 6
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (3, 7), (1, 12), (2, 3)])
+def test_a_forward_writes_the_positions_it_was_told_and_spare_ones(rows: int, width: int) -> None:
+    case = Case("llama")
+    starts = case.starts(rows)
+    case.graphed.forward(case.tokens(rows, width), starts, first_slot=0, logits=True)  # captured and replayed
+    before = contents(case.graphed)
+    case.graphed.forward(case.tokens(rows, width), starts, first_slot=0, logits=True)
+    changed = (contents(case.graphed) != before).any(-1).any(3).any(0).any(0)  # [slots, positions]
+    told = torch.zeros_like(changed)
+    for slot, start in enumerate(starts):
+        told[slot, start : start + width] = True
+    assert torch.equal(changed[:, :-SPARE], told[:, :-SPARE])
+
+
+def test_every_bucket_is_captured_once() -> None:
+    case = Case("llama", length=1500)
+    for rows, width, start in [(3, 5, 9), (4, 5, 11), (3, 5, 40), (1, 9, 3), (1, 16, 5), (3, 5, 251), (4, 5, 252)]:
+        case.graphed.forward(case.tokens(rows, width), [start] * rows, first_slot=0, logits=True)
+    assert case.tape.captured == 3  # (4, 5, 256), (1, 16, 256), (4, 5, 512)
+    assert case.graphed.graph_memory().count == 3
+    views = [case.graphed._bucket([0], 1, end).view for end in (1, 256, 257, 513, 769, 1025, 1400)]  # type: ignore[union-attr]
+    assert views == [256, 256, 512, 768, 1024, 1536, 1536]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "first_slot", "logits"), [(1, 33, 0, True), (1, 4, 1, True), (4, 4, 0, False)]
+)
+def test_what_is_no_decoding_step_runs_eagerly(rows: int, width: int, first_slot: int, logits: bool) -> None:
+    case = Case("llama", length=200)
+    tokens, starts = case.tokens(rows, width), case.starts(rows)
+    case.graphed.forward(tokens, starts, first_slot=first_slot, logits=logits)
+    assert case.tape.captured == 0
+
+
+def test_a_width_that_leaves_no_room_for_padding_runs_eagerly() -> None:
+    case = Case("llama", length=200)
+    spare = case.graphed._aimed.spare
+    for start, captured in ((spare - 4, 1), (spare - 3, 1)):
+        expected, got = case.both(case.tokens(1, 4), [start])
+        assert case.tape.captured == captured
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_growth_drops_the_graphs_and_keeps_the_memory(name: str) -> None:
+    case = Case(name)
+    tokens, starts = case.tokens(2, 3), case.starts(2)
+    case.both(tokens, starts)
+    for backend in (case.eager, case.graphed):
+        backend.reserve(4, 60)
+    assert case.graphed.graph_memory().count == 1
+    for backend in (case.eager, case.graphed):
+        backend.reserve(5, 600)
+    assert case.graphed.graph_memory() == GraphMemory(0, 0)
+    assert case.tape.resets == 1
+    assert case.graphed._aimed.shape[0] == 8  # slots grow by doubling
+    expected, got = case.both(case.tokens(2, 3), starts)
+    assert torch.equal(expected, got)
+    assert case.tape.captured == 2
+
+
+def test_the_least_recently_used_graph_goes_first() -> None:
+    case = Case("llama", max_graphs=2)
+    for width in (1, 2, 1, 3, 1):  # 3 puts 2 out
+        case.both(case.tokens(1, width), [PROMPT])
+    assert (case.tape.captured, case.graphed.graph_memory().count) == (3, 2)
+    expected, got = case.both(case.tokens(1, 2), [PROMPT])
+    assert torch.equal(expected, got)
+    assert case.tape.captured == 4
+
+
+def test_graphs_that_hold_too_much_memory_are_all_dropped() -> None:
+    case = Case("llama", tape=Tape(size=400), max_bytes=1000)
+    for width, held in ((1, 400), (2, 800), (3, 400), (4, 800)):
+        case.both(case.tokens(1, width), [PROMPT])
+        assert case.graphed.graph_memory().bytes == held
+    assert case.tape.resets == 1
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failed_capture_is_reported_once_and_the_text_goes_on(failing: int, caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def fail(captured: int) -> str | None:
+        attempts.append(captured)
+        return "out of luck\nand more" if captured == failing else None
+
+    case = Case("qwen2", tape=Tape(fail=fail))
+    for width in (1, 2, 3, 4, 5):
+        expected, got = case.both(case.tokens(2, width), [PROMPT, PROMPT])
+        assert torch.equal(expected, got)
+    assert len(attempts) == failing + 1
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "Qwen2ForCausalLM runs without CUDA graphs: out of luck"
+    ]
+    assert case.graphed.graph_memory().count == 0
+
+
+def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh("llama")
+    model.model.register_forward_pre_hook(lambda *_: print(model.lm_head.weight.sum().item()))
+    backend = GraphedBackend(model, Tape())
+    backend.reserve(1, 20)
+    for _ in range(3):
+        logits = backend.forward(torch.tensor([[3, 4]]), [0], first_slot=0, logits=True)
+    assert torch.isfinite(logits).all()
+    assert "not permitted during a capture" in caplog.text
+
+
+def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFixture) -> None:
+    model = fresh("llama")
+    assert unsupported(model) is None
+    model.quantization_method = "bitsandbytes"
+    assert "bitsandbytes" in str(unsupported(model))
+    model.quantization_method = "awq"
+    assert unsupported(model) is None
+    model.model.layers[0]._hf_hook = SimpleNamespace()
+    assert "accelerate" in str(unsupported(model))
+    del model.model.layers[0]._hf_hook
+    model.lm_head.to("meta")
+    assert unsupported(model) == "its weights are on several devices (cpu, meta)"
+    with caplog.at_level(logging.WARNING):
+        GraphedBackend(model, Tape())
+    assert "LlamaForCausalLM runs without CUDA graphs: its weights are on several devices" in caplog.text
+
+
+def test_grouped_attention_is_captured_anew() -> None:
+    model = fresh("llama")
+    backend = GraphedBackend(model, Tape())
+    backend.reserve(1, 64)
+    tokens = torch.arange(1, 7)[None]
+    before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
+    backend.group_queries()
+    after = backend.forward(tokens, [0], first_slot=0, logits=True)
+    assert backend._repeats == 2
+    assert (before - after).abs().max() < 1e-4
+    assert backend.graph_memory().count == 4  # two shapes are tried with either attention
+
+
+def step_by_step(case: Case, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int) -> Tensor:
+    """The specification of a proposal, each row alone."""
+    drafted = []
+    for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        fed, mine = tokens[slot : slot + 1, :count], []
+        for _ in range(steps):
+            logits = case.eager.forward(fed, [start], first_slot=slot, logits=True)
+            mine.append(int(logits[0, -1, :limit].argmax()))
+            start, fed = start + fed.shape[1], torch.tensor([mine[-1:]])
+        drafted.append(mine)
+    return torch.tensor(drafted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_proposal_in_one_call_is_the_one_made_step_by_step(name: str, captured: bool) -> None:
+    case = Case(name, tape=Tape(fail=lambda _: None if captured else "no"))
+    for rows, width, steps, limit in [(1, 1, 4, VOCAB), (3, 2, 5, VOCAB), (4, 8, 1, 30), (2, 1, 2, 20), (3, 2, 5, 999)]:
+        tokens, starts = case.tokens(rows, width), STARTS[:rows]
+        counts = [case.number(1, width + 1) for _ in range(rows)]
+        got = case.graphed.draft_greedy(tokens, starts, counts, steps=steps, vocab_size=limit)
+        assert torch.equal(got, step_by_step(case, tokens, starts, counts, steps, limit))
+        kept, mine = contents(case.eager), contents(case.graphed)
+        for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            upto = start + count + steps - 1
+            assert (kept[:, :, slot, :, :upto] - mine[:, :, slot, :, :upto]).abs().max() < 1e-4
+    assert case.tape.captured == (4 if captured else 0)  # the last has the buckets of the second but another limit
+
+
+def test_long_proposals_are_made_step_by_step() -> None:
+    case = Case("llama")
+    tokens = case.tokens(1, 1)
+    steps = MAX_STEPS + 1
+    got = case.graphed.draft_greedy(tokens, [PROMPT], [1], steps=steps, vocab_size=VOCAB)
+    assert torch.equal(got, step_by_step(case, tokens, [PROMPT], [1], steps, VOCAB))
+    assert case.tape.captured == 0
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_verification_in_one_call_is_the_longest_matching_prefix(captured: bool) -> None:
+    case = Case("qwen2", tape=Tape(fail=lambda _: None if captured else "no"))
+    seen = set()
+    for _ in range(40):
+        rows, width = (1, 2, 3, 4)[case.number(0, 4)], case.number(0, 5)
+        tails = [case.number(1, 4) for _ in range(rows)]
+        counts = [tail + width for tail in tails]
+        tokens, starts = case.tokens(rows, max(counts)), STARTS[:rows]
+        lengths = [case.number(0, width + 1) for _ in range(rows)]
+        chosen = torch.zeros(rows, width + 1, dtype=torch.int64)
+        for slot, (start, tail) in enumerate(zip(starts, tails, strict=True)):
+            right = case.number(0, width + 1)  # that many draft tokens are the model's own
+            for j in range(width + 1):
+                head = tokens[slot : slot + 1, : tail + j]
+                chosen[slot, j] = case.eager.forward(head, [start], first_slot=slot, logits=True)[0, -1].argmax()
+                if j < right:
+                    tokens[slot, tail + j] = chosen[slot, j]
+        draft = torch.stack([tokens[slot, tail : tail + width] for slot, tail in enumerate(tails)])
+        expected = match(chosen, Draft(draft, tuple(lengths)))
+        got = case.graphed.verify_greedy(tokens, starts, counts, lengths, width=width)
+        assert got.tolist() == torch.stack([expected.accepted, expected.next_token], 1).tolist()
+        seen |= {int(n) for n in expected.accepted}
+    assert seen >= {0, 1, 2, 3}
+    assert bool(case.tape.captured) == captured
+
+
+def test_a_rerun_is_a_capture_that_repeats_the_body() -> None:
+    store, calls = GraphStore("it", Rerun()), []
+    for _ in range(3):
+        out = store.run("key", lambda: torch.tensor([calls.append(1) or len(calls)]))
+    assert out is not None and out.item() == len(calls) == 3
+    assert str(store.memory) == "1 CUDA graphs, 0 MB"
+
+
+def test_the_tape_bakes_in_what_a_graph_bakes_in() -> None:
+    buffer, scale = torch.ones(3), [2.0]
+    replay = Tape().capture(lambda: buffer * scale[0] + buffer[:1])
+    buffer.fill_(5.0)
+    scale[0] = 100.0
+    assert replay().tolist() == [15.0] * 3
+    with pytest.raises(RuntimeError, match="not permitted"):
+        Tape().capture(lambda: buffer * buffer.sum().item())
+
+
+@CUDA
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_graphs_give_the_eager_logits(name: str, dtype: torch.dtype) -> None:
+    model = fresh(name, dtype=dtype).cuda()
+    eager, graphed = HFBackend(model), GraphedBackend(model)
+    generator = torch.Generator().manual_seed(0)
+    for backend in (eager, graphed):
+        backend.reserve(4, 60)
+        for slot in range(4):
+            backend.forward(torch.arange(3, 3 + PROMPT, device="cuda")[None], [0], first_slot=slot, logits=False)
+    for turn in range(3 * len(WIDTHS)):
+        rows, width = (1, 2, 4)[turn % 3], WIDTHS[turn // 3]
+        tokens = torch.randint(3, VOCAB, (rows, width), generator=generator).cuda()
+        starts = torch.randint(4, PROMPT, (rows,), generator=generator).tolist()
+        one, other = (b.forward(tokens, starts, first_slot=0, logits=True).float() for b in (eager, graphed))
+        assert (one - other).abs().max() <= {torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype] * one.abs().max()
+    assert graphed._graphs.reason is None
+    assert graphed.graph_memory().count == 3 * len(WIDTHS)

@@ -1,0 +1,126 @@
+"""Grouped attention against transformers' own, and when it is left alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh
+from tiny import ragged_logits as logits
+from torch import Tensor
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.models.hf import grouped_attention as grouped
+from slipstream.models.hf.backend import HFBackend
+
+FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtype) -> None:
+    plain, fast = HFBackend(fresh(name, dtype=dtype)), HFBackend(fresh(name, dtype=dtype))
+    fast.group_queries()
+    assert fast.model.config.get_text_config()._attn_implementation == grouped.NAME
+    expected, got = logits(plain), logits(fast)
+    assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_forwards_attend_like_wide_ones(repeats: int, dtype: torch.dtype) -> None:
+    """The kernels treat blocks of fewer than four rows differently; no block has so few."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2 * repeats, 16), (2, 512), (2, 512))
+    query, key, value = (torch.randn(1, h, n, 64, generator=generator).to(dtype) for h, n in shapes)
+    allowed = torch.arange(512) <= torch.arange(200, 216)[:, None]
+
+    def attend(columns: int) -> Tensor:
+        mask = grouped.group_mask(allowed[None, None, :columns], repeats, dtype)
+        return grouped.grouped_attention(None, query[:, :, :columns], key, value, mask)[0]
+
+    wide = attend(16)
+    assert [width for width in range(1, 16) if not torch.equal(wide[:, :width], attend(width))] == []
+
+
+@pytest.mark.parametrize(("width", "start"), [(33, 0), (77, 5), (256, 0), (96, 200)])
+@pytest.mark.parametrize("window", [1000, 40])
+def test_blocks_of_a_long_forward_attend_like_the_whole(width: int, start: int, window: int) -> None:
+    generator, repeats, reads = torch.Generator().manual_seed(2), 3, (64, 128, 288)
+    query, key, value = (torch.randn(1, h, n, 16, generator=generator) for h, n in ((6, width), (2, 512), (2, 512)))
+    keys, columns = torch.arange(512), start + torch.arange(width)[:, None]
+    mask = grouped.group_mask(((keys <= columns) & (keys > columns - window))[None, None], repeats, torch.float32)
+    blocks = grouped.cut_mask(mask, [grouped.Cut(0, 0, 0, width, width, start)], reads)
+    assert [(b.token, b.width, b.count) for b in blocks] == [
+        (f, *[min(64, width - f)] * 2) for f in range(0, width, 64)
+    ]
+    for block in blocks:
+        read, end = block.mask.shape[3], start + block.token + block.width
+        assert read == min((r for r in (*reads, 512) if r >= end), default=512)
+    cut = grouped.attend_in_blocks(query, key, value, blocks, None)
+    assert torch.allclose(cut, grouped.attend(query, key, value, mask, None), atol=1e-5)
+
+
+def test_options_of_other_attentions_are_refused() -> None:
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(SlipstreamError, match="softcap"):
+        grouped.grouped_attention(None, states, states, states, torch.zeros(1, 1, 4, 4), softcap=30.0)
+
+
+def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return query.transpose(1, 2) * 3, None
+
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, wrong)
+    backend = HFBackend(fresh("llama"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "sdpa" and backend._repeats is None
+    assert torch.isfinite(logits(backend)).all()
+
+
+def test_a_model_that_raises_keeps_its_own_attention(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise SlipstreamError("not this one")
+
+    caplog.set_level("INFO", "slipstream")
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, broken)
+    backend = HFBackend(fresh("llama"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "sdpa"
+    assert "keeps its own attention: not this one" in caplog.text
+
+
+def test_eager_models_are_left_alone() -> None:
+    backend = HFBackend(fresh("llama-eager"))
+    backend.group_queries()
+    assert backend.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "repeats"), [(4, 2, 2), (4, None, 1), (4, 3, None), ([4], 2, None)])
+def test_heads_that_are_not_multiples_are_not_grouped(heads: Any, key_heads: Any, repeats: int | None) -> None:
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=key_heads)
+    assert grouped.repeats_of(config) == repeats
+
+
+def test_a_fast_decoder_says_what_a_plain_one_says() -> None:
+    params, prompt = SamplingParams(max_tokens=40), [1, 5, 9, 5, 9, 5]
+    texts = [
+        SpeculativeDecoder(fresh("qwen2"), drafter="ngram", fast=fast, reproducible=False).generate(prompt, params)
+        for fast in (False, True)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_transformers_own_generate_still_works_on_the_model(name: str) -> None:
+    ids = torch.tensor([[0, 0, 5, 9, 7], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    expected = fresh(name).generate(ids, **options)
+    model = fresh(name)
+    SpeculativeDecoder(model, drafter="none", fast=True, reproducible=False)
+    assert torch.equal(model.generate(ids, **options), expected)

@@ -1,0 +1,80 @@
+"""Computing threads on cores of their own: bound by the command line, moved apart elsewhere, unless arranged."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.models.cpu import thread_placement as threads
+
+TRAP = """
+import json, os, torch
+from slipstream.models.cpu import thread_placement as threads
+workers, cores = threads._workers(), os.sched_getaffinity(0)
+core = {min(cores)}
+for task in [0, *workers]:
+    os.sched_setaffinity(task, core)
+threads.step_seconds()
+trapped = threads._share_a_core([os.getpid(), *workers])
+found = threads.separate_threads(cores)
+after = [sorted(os.sched_getaffinity(task)) for task in workers]
+print(json.dumps([torch.get_num_threads(), len(workers), trapped, found, after, sorted(cores)]))
+"""
+
+
+def without_choice() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in threads.CHOSEN}
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=without_choice() | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+needs_cores = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
+)
+
+
+@needs_cores
+def test_threads_on_one_core_are_found_moved_and_left_free() -> None:
+    count, workers, trapped, found, after, cores = json.loads(run(TRAP))
+    assert count >= 2 and workers == count - 1
+    assert trapped and found
+    assert after == [cores] * workers
+
+
+@needs_cores
+def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
+    assert json.loads(run(TRAP, OMP_PROC_BIND="false"))[3] is False
+
+
+def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in threads.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "step_seconds", lambda: threads.SLOW / 2)
+    monkeypatch.setattr(threads, "_workers", lambda: pytest.fail("looked for threads without need"))
+    assert not threads.separate_threads()
+
+
+@pytest.mark.parametrize("name", threads.CHOSEN)
+def test_the_command_line_binds_unless_the_user_chose(name: str) -> None:
+    free: dict[str, str] = {}
+    assert threads.bind_threads(free) and free == {"OMP_PROC_BIND": "true"}
+    chosen = {name: "2"}
+    assert not threads.bind_threads(chosen) and chosen == {name: "2"}
+
+
+def test_the_command_line_binds_before_pytorch_is_there() -> None:
+    code = (
+        "import sys; import slipstream; assert 'torch' not in sys.modules\n"
+        "import slipstream.models.cpu.thread_placement as t; real = t.bind_threads\n"
+        "t.bind_threads = lambda e: print('torch' in sys.modules, real(e))\n"
+        "import slipstream.apps.cli, os; print(os.environ['OMP_PROC_BIND'])"
+    )
+    assert run(code).split() == ["False", "True", "true"]

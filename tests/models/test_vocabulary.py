@@ -1,0 +1,278 @@
+"""Whether two vocabularies fit: what the report says, from loaded models and from files without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tiny import VOCAB, fresh, tokenizer
+from tokenizers import Tokenizer, models
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.models.hf import model_files as files
+from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from slipstream.models.hf.vocabulary import (
+    PROBES,
+    Finding,
+    VocabularyInfo,
+    VocabularyReport,
+    check_same,
+    compare_vocabularies,
+    inspect_vocabulary,
+)
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loading import load
+
+
+def loaded(vocab: int = VOCAB, made: Any = None, **changes: Any) -> Loaded:
+    """A tiny model with `vocab` logits and, where given, a tokenizer."""
+    return load(fresh("llama", vocab_size=vocab, **changes), LoadOptions(), made)
+
+
+def about(report: VocabularyReport, subject: str) -> Finding:
+    return next(one for one in report.findings if one.subject == subject)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary")
+    model = fresh("llama", vocab_size=VOCAB + 5, eos_token_id=1)
+    model.generation_config.eos_token_id = [1, 4]
+    model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+# what is the same, what differs, what follows
+
+
+def test_two_models_of_one_vocabulary_are_usable_as_they_are() -> None:
+    report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer()))
+    assert report.usable and report.conclusion == "usable as is"
+    assert (report.num_differing, report.differing, report.head_sizes) == (0, (), (VOCAB, VOCAB))
+    subjects = ["tokens", "head", "special tokens", "end ids", "encoding", "chat template"]
+    assert [one.subject for one in report.findings] == subjects
+    assert all(one.same for one in report.findings)
+    assert f"{VOCAB} tokens" in about(report, "tokens").found
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "conclusion"),
+    [
+        (VOCAB, VOCAB + 8, "usable, padded head cut: the draft's last 8 ids are never drafted"),
+        (VOCAB + 8, VOCAB, "usable, smaller head filled: the target's last 8 ids (0 real tokens) are never drafted"),
+        (VOCAB, VOCAB - 3, "usable, smaller head filled: the target's last 3 ids (3 real tokens) are never drafted"),
+    ],
+)
+def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, draft: int, conclusion: str) -> None:
+    a, b = loaded(target, tokenizer()), loaded(draft, tokenizer())
+    report = compare_vocabularies(a, b)
+    assert (report.usable, report.conclusion, report.head_sizes) == (True, conclusion, (target, draft))
+    assert about(report, "head").same is False and about(report, "tokens").same is True
+    check_same(a, b)
+    made = SpeculativeDecoder(a.model, b.model, tokenizer=tokenizer(), num_draft_tokens=3, reproducible=False)
+    result = made.generate([5, 6, 7], SamplingParams(max_tokens=12))
+    assert all(token < min(target, draft) for done in result.rounds for token in done.draft)
+    assert result.token_ids == made.using("none").generate([5, 6, 7], SamplingParams(max_tokens=12)).token_ids
+
+
+def test_another_vocabulary_is_not_usable_and_tokens_are_named() -> None:
+    a, b = loaded(made=tokenizer()), loaded(VOCAB + 6, tokenizer(extra="123456"))
+    report = compare_vocabularies(a, b)
+    assert not report.usable
+    assert report.conclusion == "not usable as a draft model: the same id is another text to the target"
+    assert report.num_differing == 6 and report.differing[0] == f"'1' is absent in the target and {VOCAB} in the draft"
+    assert len(report.differing) == 3
+    assert "6 tokens differ, first '1' is absent" in about(report, "tokens").found
+    assert about(report, "head").follows == "beside the point, since the tokens decide"
+    with pytest.raises(UsageError, match="6 tokens differ, first '1' is absent in the target") as refusal:
+        check_same(a, b)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "who"), [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")])
+@pytest.mark.parametrize("draft", [VOCAB, VOCAB + 1])
+def test_without_two_tokenizers_the_heads_decide(ours: bool, theirs: bool, who: str, draft: int) -> None:
+    a, b = loaded(made=tokenizer() if ours else None), loaded(draft, tokenizer() if theirs else None)
+    report = compare_vocabularies(a, b)
+    assert report.usable == (draft == VOCAB)
+    assert about(report, "tokens").same is None
+    assert about(report, "tokens").found == f"the {who} came without a tokenizer"
+    assert "encoding" not in [one.subject for one in report.findings]
+    if not report.usable:
+        assert report.conclusion.startswith("not usable as a draft model: the heads differ")
+        with pytest.raises(UsageError, match=f"has {draft} logits, target .* has {VOCAB}, and no tokenizers"):
+            check_same(a, b)
+    else:
+        check_same(a, b)
+
+
+def test_special_tokens_are_compared_by_text_and_id() -> None:
+    other = tokenizer()
+    other.add_special_tokens({"bos_token": "<unk>", "pad_token": "<eos>"})
+    report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=other))
+    found = about(report, "special tokens")
+    assert report.usable and found.same is False
+    assert found.found == (
+        "bos is none in the target and '<unk>' (2) in the draft; "
+        "pad is '<pad>' (0) in the target and '<eos>' (1) in the draft"
+    )
+    same = about(compare_vocabularies(loaded(made=other), loaded(made=other)), "special tokens")
+    assert same.same and same.found == "bos '<unk>' (2), eos '<eos>' (1), pad '<eos>' (1)"
+
+
+def test_end_ids_of_the_draft_are_told_and_do_not_matter() -> None:
+    report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=tokenizer(), eos_token_id=4))
+    ends = about(report, "end ids")
+    assert report.usable and report.conclusion == "usable as is"
+    assert (ends.same, ends.found) == (False, "[] in the target, [4] in the draft")
+    assert ends.follows == "the draft's do not matter, because only the target's end the text"
+
+
+def cutting(merges: Sequence[tuple[str, str]]) -> HFTokenizer:
+    """Byte pairs over four tokens; which pairs are merged decides how a text is cut."""
+    vocabulary = {"x": 0, "1": 1, "2": 2, "12": 3}
+    inner = Tokenizer(models.BPE(vocabulary, list(merges)))
+    return HFTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
+
+
+def test_the_same_tokens_cut_otherwise_are_usable_and_the_probes_that_differ_are_named() -> None:
+    whole, single = (VocabularyInfo(name, 4, (), cutting(m)) for name, m in (("a", [("1", "2")]), ("b", [])))
+    report = compare_vocabularies(whole, single)
+    assert report.usable and report.conclusion == "usable as is"
+    assert about(report, "encoding") == Finding(
+        "encoding",
+        False,
+        "digits become other ids",
+        "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse",
+    )
+    assert about(compare_vocabularies(whole, whole), "encoding").found == f"{', '.join(PROBES)} become the same ids"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same", "found"),
+    [
+        ("a:{{ messages[0]['content'] }}", "b:{{ messages[0]['content'] }}", False, "a chat becomes other ids"),
+        ("a:", "a:", True, "a chat becomes the same ids"),
+        ("a:", None, False, "only the target has one"),
+        (None, "a:", False, "only the draft has one"),
+        ("a:", "{{ raise_exception('never') }}", False, "a chat becomes other ids"),
+        (None, None, None, None),
+    ],
+)
+def test_chat_templates_are_compared_by_what_they_make(ours: Any, theirs: Any, same: Any, found: Any) -> None:
+    a, b = (VocabularyInfo("m", VOCAB, (), HFTokenizer(tokenizer(template=one))) for one in (ours, theirs))
+    report = compare_vocabularies(a, b)
+    told = [(one.same, one.found) for one in report.findings if one.subject == "chat template"]
+    assert report.usable and told == ([] if found is None else [(same, found)])
+
+
+def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
+    class Mute(HFTokenizer):
+        def bare(self, text: str) -> list[int]:
+            raise ValueError("no unknown token")
+
+    mute = VocabularyInfo("m", VOCAB, (), Mute(tokenizer()))
+    report = compare_vocabularies(mute, mute)
+    assert report.usable and about(report, "encoding").same is False
+
+
+def test_a_report_is_json_and_lines() -> None:
+    report = compare_vocabularies(load("toy", LoadOptions()), loaded(made=tokenizer()))
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["usable"] is False and values["head_sizes"] == [257, VOCAB]
+    assert [one["subject"] for one in values["findings"]] == [one.subject for one in report.findings]
+    first, *others = report.lines()
+    assert first == f"draft 'LlamaForCausalLM' for target 'toy': {report.conclusion}"
+    assert len(others) == 2 * len(report.findings) and not any("\n" in line for line in others)
+    for one, said, follows in zip(report.findings, others[::2], others[1::2], strict=True):
+        mark = {True: "same", False: "different", None: "unknown"}[one.same]
+        assert said.split()[: len(one.subject.split()) + 1] == [*one.subject.split(), mark]
+        assert said.endswith(one.found) and follows.strip() == one.follows
+
+
+# without weights
+
+
+def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load(str(folder), LoadOptions(fast=False))
+    expected = VocabularyInfo.of(whole)
+    monkeypatch.setattr(files, "AutoModelForCausalLM", None)  # weights cannot be loaded from here on
+    info = inspect_vocabulary(str(folder))
+    assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
+    assert info.end_ids == expected.end_ids and info.special == expected.special != {}
+    report = compare_vocabularies(info, whole)
+    assert report.conclusion == "usable as is" and all(one.same for one in report.findings)
+
+
+def test_a_folder_without_weights_tokenizer_or_generation_config_is_inspected(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    info = inspect_vocabulary(str(tmp_path))
+    assert (info.head_size, info.end_ids, info.tokenizer, info.special) == (VOCAB + 5, (1,), None, {})
+
+
+def test_the_toy_is_inspected() -> None:
+    info = inspect_vocabulary("toy:2")
+    assert (info.name, info.head_size, info.end_ids) == ("toy:2", 257, (256,))
+    assert compare_vocabularies(inspect_vocabulary("toy"), info).conclusion == "usable as is"
+
+
+def test_a_head_beside_a_vision_part_is_that_of_the_text(tmp_path: Path) -> None:
+    text = transformers.Gemma3TextConfig(vocab_size=77, eos_token_id=3, bos_token_id=2, pad_token_id=0)
+    transformers.Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path)
+    assert inspect_vocabulary(str(tmp_path)).head_size == 77
+
+
+def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    words = ["<unk>", "<s>", "</s>", "\u2581a", "b"]
+    for name, number in (("context_length", 64), ("embedding_length", 16), ("block_count", 1), ("head_count", 2)):
+        getattr(writer, f"add_{name}")(number)
+    writer.add_feed_forward_length(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0, 0.0, 0.0, -1.0, -2.0])
+    writer.add_token_types([2, 3, 3, 1, 1])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(files, "AutoModelForCausalLM", None)
+    info = inspect_vocabulary(str(file))
+    assert (info.head_size, info.end_ids) == (5, (2,))
+    assert info.tokenizer is not None and set(words) <= info.tokenizer.vocabulary().keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/no/such/folder", "is not a folder"),
+        ("no/such.gguf", "does not exist; allowed"),
+        ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
+        ("nobody/nothing", "could not be read"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:
+    with pytest.raises(SlipstreamError, match=message) as error:
+        inspect_vocabulary(source)
+    assert source in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("broken", ["config.json", "generation_config.json", "tokenizer.json", "x.gguf"])
+def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: str) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / broken).write_bytes(b"not what it should be")
+    source = str(tmp_path / broken) if broken == "x.gguf" else str(tmp_path)
+    with pytest.raises(SlipstreamError, match="could not be") as error:
+        inspect_vocabulary(source)
+    assert source in str(error.value) and "\n" not in str(error.value)

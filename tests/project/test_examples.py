@@ -1,0 +1,189 @@
+"""The examples run on the embedded model and show what they say; what is saved in them is clean."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
+NOTEBOOKS = sorted(path for path in ROOT.rglob("*.ipynb") if ".venv" not in path.parts)
+SETTINGS = {
+    "SLIPSTREAM_TARGET": "smollm2",
+    "SLIPSTREAM_DRAFT": "",
+    "SLIPSTREAM_MAX_TOKENS": "12",
+    "SLIPSTREAM_REPEATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+DEFAULTS = {
+    "top_k_acceptance": ("Qwen/Qwen3-14B", "Qwen/Qwen3-1.7B"),
+    "longest_matching_prefix": ("gpt2", "distilgpt2"),
+    "batches": ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-0.6B"),
+    "draft_length": ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-7b-hf"),
+}
+URL_OR_TAG = re.compile(r"https?://\S+|<[^<>]*>")
+ABSOLUTE = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?[/\\][\w.-]+[/\\][\w.-]+")
+
+
+def _runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("slipstream_examples_run", FOLDER / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+run: Any = _runner()
+
+
+def notebook(*cells: str) -> Any:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+
+
+def executed(name: str, changes: Mapping[str, str] | None = None) -> str:
+    (path,) = run.examples(FOLDER, [name])
+    before = path.read_bytes()
+    outcome = run.run_example(path, {**SETTINGS, **(changes or {})})
+    assert outcome.error is None, outcome.error
+    assert path.read_bytes() == before, "a run without --save changed the file"
+    return str(outcome.output)
+
+
+def leaks(text: str) -> list[str]:
+    """Absolute paths in a text, and folders of this machine by name."""
+    found = ABSOLUTE.findall(URL_OR_TAG.sub(" ", text))
+    return found + [folder for folder in (str(ROOT), str(Path.home())) if len(folder) > 1 and folder in text]
+
+
+@pytest.mark.smollm2
+def test_the_exact_text_is_the_plain_text_and_the_lossy_text_parts() -> None:
+    said = executed("top_k_acceptance")
+    assert "exact is identical to plain: True" in said
+    assert "top 10 is identical to plain: False" in said
+    assert re.search(r"exact .* lossless: True", said) and re.search(r"top 10 .* lossless: False", said)
+    assert "<details>" in said, "the result does not display itself"
+
+
+@pytest.mark.smollm2
+def test_the_longest_matching_prefix_gives_the_greedy_text() -> None:
+    said = executed("longest_matching_prefix")
+    assert re.search(r"speculative .* identical to plain: True", said)
+    assert re.search(r"hf generate .* s, identical to plain: (True|False)", said)
+
+
+@pytest.mark.smollm2
+def test_rows_of_a_batch_say_what_they_say_alone() -> None:
+    said = executed("batches", {"SLIPSTREAM_MAX_TOKENS": "8"})
+    assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
+    assert "greedy text identical to plain: True" in said
+    assert "text of a seed identical to plain: True" in said
+    plain, _, batch = (int(n) for n in re.findall(r"tokens in (\d+) forwards", said)[:3])
+    assert batch < plain
+
+
+@pytest.mark.smollm2
+def test_every_draft_length_is_measured_and_plotted() -> None:
+    said = executed("draft_length", {"SLIPSTREAM_MAX_TOKENS": "8"})
+    rows = re.findall(r"^ +(\d) .* (True|False)$", said, flags=re.MULTILINE)
+    assert rows == [(str(length), "True") for length in range(2, 9)]
+    assert "<Figure" in said
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("draft", ["", "smollm2"])
+def test_the_script_prints_its_text_and_its_acceptance_rate(draft: str) -> None:
+    said = executed("speculative_generate", {"SLIPSTREAM_DRAFT": draft})
+    assert re.search(r"^Output: \S", said, flags=re.MULTILINE)
+    rate = re.search(r"^Acceptance rate: (\d\.\d{3})$", said, flags=re.MULTILINE)
+    assert rate is not None
+    assert not draft or rate.group(1) == "1.000", "a model that drafts for itself is always right"
+
+
+def test_draft_lengths_of_a_draft_model_and_the_check_of_its_vocabulary() -> None:
+    said = executed("draft_length", {"SLIPSTREAM_TARGET": "toy", "SLIPSTREAM_DRAFT": "toy:2"})
+    assert "the vocabularies fit: True" in said
+    assert re.findall(r"^ +\d .* (True|False)$", said, flags=re.MULTILINE) == ["True"] * 7
+
+
+def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, cell in (("good", "print('fine')"), ("bad", "raise ValueError('on purpose')")):
+        nbformat.write(notebook(cell), tmp_path / f"{name}.ipynb")
+    before = (tmp_path / "bad.ipynb").read_bytes()
+    assert run.main(["--save", "bad", "good"], tmp_path) == 1
+    bad, good = capsys.readouterr().out.splitlines()
+    assert bad.endswith("failed: ValueError: on purpose") and good.endswith("ok")
+    assert (tmp_path / "bad.ipynb").read_bytes() == before, "a failed run was saved"
+    assert nbformat.read(tmp_path / "good.ipynb", 4).cells[0].outputs[0].text == "fine\n"
+
+
+def test_the_runner_fails_where_a_script_fails_and_passes_settings_on(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("raise SystemExit('no such model')")
+    (tmp_path / "good.py").write_text(
+        "import os; print(os.environ['SLIPSTREAM_TARGET'], os.environ['SLIPSTREAM_DRAFT'])"
+    )
+    assert run.run_example(tmp_path / "bad.py", {}).error == "no such model"
+    assert run.main(["bad"], tmp_path) == 1
+    assert run.run_example(tmp_path / "good.py", {"SLIPSTREAM_TARGET": "t", "SLIPSTREAM_DRAFT": ""}).output == "t \n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nothing"], "example 'nothing'; allowed: batches,"),
+        (["--draft", "d"], "--draft needs --target"),
+        (["--max-tokens", "0"], "'0'; allowed: a whole number >= 1"),
+    ],
+)
+def test_wrong_use_of_the_runner_is_one_clear_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run.main(arguments)
+    assert stopped.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+def test_the_examples_are_these() -> None:
+    assert {path.stem for path in NOTEBOOKS} == set(DEFAULTS)
+    assert [path.stem for path in run.examples(FOLDER)] == sorted([*DEFAULTS, "speculative_generate"])
+    said = (FOLDER / "README.md").read_text()
+    assert all(path.name in said for path in run.examples(FOLDER))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_saved_outputs_are_complete_and_clean(path: Path) -> None:
+    saved = nbformat.read(path, as_version=4)
+    nbformat.validate(saved)
+    code = [cell for cell in saved.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    assert counts == list(range(1, len(code) + 1)), "not saved by a run from top to bottom"
+    kinds = [(o.output_type, o.get("name")) for cell in code for o in cell.outputs]
+    assert all(kind != "error" and name != "stderr" for kind, name in kinds)
+    assert not leaks(run.shown(saved) + "\n".join(cell.source for cell in saved.cells))
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_first_code_cell_names_the_default_models(name: str) -> None:
+    saved = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    first = next(cell.source for cell in saved.cells if cell.cell_type == "code")
+    for variable, default in zip(("TARGET", "DRAFT"), DEFAULTS[name], strict=True):
+        assert f'{variable} = os.environ.get("SLIPSTREAM_{variable}", "{default}")' in first
+
+
+@pytest.mark.parametrize("text", ["target: /srv/models/a", "C:\\models\\a", "~/models/a", str(ROOT)])
+def test_a_path_of_this_machine_would_be_noticed(text: str) -> None:
+    assert leaks(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["https://arxiv.org/abs/2211.17192", "Qwen/Qwen3-14B", "3/5 50%", "<b>a</b>/x", "a / b"]
+)
+def test_links_and_hub_ids_are_no_paths(text: str) -> None:
+    assert not leaks(text)

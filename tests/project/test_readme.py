@@ -1,0 +1,60 @@
+"""What the README shows is what its code prints, and what it names exists."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps import cli
+from slipstream.core import acceptance
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+
+
+def printed(code: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    return out.getvalue()
+
+
+@pytest.mark.smollm2
+def test_the_eight_lines_print_what_the_readme_says() -> None:
+    shown = BLOCKS[BLOCKS.index(("python", PYTHON[0])) + 1][1]
+    assert len(PYTHON[0].split("\n\n")) == 2 and len([line for line in PYTHON[0].splitlines() if line]) <= 8
+    text, figure = shown.splitlines()
+    out = printed(PYTHON[0]).splitlines()
+    assert out[0] == text and re.fullmatch(r"\d\.\d tokens per forward", figure)
+    assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 3 <= float(out[1].split()[0]) <= 10
+
+
+def test_the_extension_snippet_runs() -> None:
+    snippet = next(code for code in PYTHON if "class Echo" in code)
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", SamplingParams(max_tokens=40)).text
+    assert printed(snippet) == f"{plain}\n"
+
+
+def test_every_acceptance_rule_is_in_the_readme() -> None:
+    for name in acceptance._RULES:
+        assert f"`{name}" in README, name
+
+
+def test_every_command_is_in_the_readme() -> None:
+    shown = "\n".join(code for language, code in BLOCKS if not language)
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    names |= {str(group.name) for group in cli.app.registered_groups}
+    assert len(names) > 5
+    for name in names:
+        assert re.search(rf"(?m)^slipstream [^#\n]*\b{name}\b", shown), name
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"

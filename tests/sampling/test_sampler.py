@@ -1,0 +1,258 @@
+"""Sampling options against transformers' own processors, one by one, combined, and inside `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from slipstream.core.rng import Race, Stream, key
+from slipstream.core.types import Row
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import Sampler
+
+VOCAB, EOS = 31, 2
+CPU = torch.device("cpu")
+PROMPT, OUTPUT, DRAFT = [5, 9, 5, 14, 3, 4], [7, 9, 3], [4, 7, 4, 20]
+Case = tuple[dict[str, Any], Callable[[int], list[Any]]]
+
+# options -> the processors `generate` makes of them; the argument is the length of the prompt
+CASES: dict[str, Case] = {
+    "temperature 0.7": ({"temperature": 0.7}, lambda n: [hf.TemperatureLogitsWarper(0.7)]),
+    "temperature 3": ({"temperature": 3}, lambda n: [hf.TemperatureLogitsWarper(3.0)]),
+    "top_k 1": ({"temperature": 1, "top_k": 1}, lambda n: [hf.TopKLogitsWarper(1)]),
+    "top_k 5": ({"temperature": 1, "top_k": 5}, lambda n: [hf.TopKLogitsWarper(5)]),
+    "top_k beyond the vocabulary": ({"temperature": 1, "top_k": 10**6}, lambda n: [hf.TopKLogitsWarper(10**6)]),
+    "top_p 0.8": ({"temperature": 1, "top_p": 0.8}, lambda n: [hf.TopPLogitsWarper(0.8)]),
+    "top_p tiny": ({"temperature": 1, "top_p": 1e-9}, lambda n: [hf.TopPLogitsWarper(1e-9)]),
+    "min_p 0.1": ({"temperature": 1, "min_p": 0.1}, lambda n: [hf.MinPLogitsWarper(0.1)]),
+    "min_p 1": ({"temperature": 1, "min_p": 1.0}, lambda n: [hf.MinPLogitsWarper(1.0)]),
+    "repetition 1.7": (
+        {"temperature": 1, "repetition_penalty": 1.7},
+        lambda n: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
+    ),
+    "repetition 0.5": (
+        {"temperature": 1, "repetition_penalty": 0.5},
+        lambda n: [hf.RepetitionPenaltyLogitsProcessor(0.5)],
+    ),
+    "logit_bias": (
+        {"temperature": 1, "logit_bias": {4: 2.5, 7: -3, 11: float("-inf")}},
+        lambda n: [hf.SequenceBiasLogitsProcessor({(4,): 2.5, (7,): -3.0, (11,): float("-inf")})],
+    ),
+    "bad words of one token": (
+        {"temperature": 1, "bad_words": [[4], [20]]},
+        lambda n: [hf.NoBadWordsLogitsProcessor([[4], [20]], EOS)],
+    ),
+    "bad words of several tokens": (
+        {
+            "temperature": 1,
+            "bad_words": [[3, 4], [3, 4, 7], [7, 4, 20], [9, 9], [5, 9, 5, 14, 3, 4, 7, 9, 3, 4, 7, 4, 20, 1]],
+        },
+        lambda n: [
+            hf.NoBadWordsLogitsProcessor(
+                [[3, 4], [3, 4, 7], [7, 4, 20], [9, 9], [5, 9, 5, 14, 3, 4, 7, 9, 3, 4, 7, 4, 20, 1]], EOS
+            )
+        ],
+    ),
+    "bad words longer than the context": (
+        {"temperature": 1, "bad_words": [[1] * 40]},
+        lambda n: [hf.NoBadWordsLogitsProcessor([[1] * 40], EOS)],
+    ),
+    "min_tokens that end in the draft": (
+        {"temperature": 1, "min_tokens": 5},
+        lambda n: [hf.MinNewTokensLengthLogitsProcessor(n, 5, EOS)],
+    ),
+    "min_tokens beyond the draft": (
+        {"temperature": 1, "min_tokens": 50},
+        lambda n: [hf.MinNewTokensLengthLogitsProcessor(n, 50, EOS)],
+    ),
+    "a processor of the request": (
+        {"temperature": 1, "logits_processors": [hf.NoRepeatNGramLogitsProcessor(2)]},
+        lambda n: [hf.NoRepeatNGramLogitsProcessor(2)],
+    ),
+    "everything": (
+        {
+            "temperature": 0.8,
+            "top_k": 12,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "repetition_penalty": 1.4,
+            "logit_bias": {4: 1.5, 7: -2.0, 9: 3.0},
+            "bad_words": [[20], [3, 4]],
+            "min_tokens": 5,
+            "logits_processors": [hf.NoRepeatNGramLogitsProcessor(2)],
+        },
+        lambda n: [
+            hf.SequenceBiasLogitsProcessor({(4,): 1.5, (7,): -2.0, (9,): 3.0}),
+            hf.RepetitionPenaltyLogitsProcessor(1.4),
+            hf.NoBadWordsLogitsProcessor([[20], [3, 4]], EOS),
+            hf.MinNewTokensLengthLogitsProcessor(n, 5, EOS),
+            hf.NoRepeatNGramLogitsProcessor(2),
+            hf.TemperatureLogitsWarper(0.8),
+            hf.TopKLogitsWarper(12),
+            hf.TopPLogitsWarper(0.9),
+            hf.MinPLogitsWarper(0.05),
+        ],
+    ),
+}
+BATCH = [SamplingParams(**options) for options, _ in CASES.values()] + [
+    SamplingParams(),
+    SamplingParams(top_k=3, repetition_penalty=1.4, min_tokens=4),
+    SamplingParams(temperature=0.9, presence_penalty=0.7, frequency_penalty=-0.4),
+]
+
+
+def make_row(
+    params: SamplingParams, output: Sequence[int] = OUTPUT, index: int = 0, prompt: Sequence[int] = PROMPT
+) -> Row:
+    row = Row(index, list(prompt), params, seed=index, end_ids=frozenset({EOS}))
+    row.tokens.extend(output)
+    return row
+
+
+def make_sampler(rows: Sequence[Row], vocab: int = VOCAB) -> Sampler:
+    return Sampler(rows, Race(vocab, CPU), vocab, CPU)
+
+
+def random_logits(rows: int, positions: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return 3 * torch.randn(rows, positions, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def distribution(row: Row, logits: Tensor, draft: Sequence[int], first: int = 0) -> Tensor:
+    """[J, V]: the law at each position of one row. logits: [J, V]."""
+    sampler = make_sampler([row], logits.shape[-1])
+    tokens = torch.tensor([list(draft)], dtype=torch.int64)
+    return sampler.probs(sampler.scores(logits[None], tokens, first))[0]
+
+
+def reference(processors: Sequence[Any], context: Sequence[int], logits: Tensor) -> Tensor:
+    """[V]: what the processors make of the logits after `context`."""
+    ids, scores = torch.tensor([list(context)]), logits[None].clone()
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores.softmax(-1)[0]
+
+
+def assert_same_law(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours > 0, theirs > 0)
+    assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option_does_what_the_processor_of_generate_does_at_every_position(name: str) -> None:
+    options, processors = CASES[name]
+    changed = False
+    for seed in range(5):
+        logits = random_logits(1, len(DRAFT) + 1, seed)[0]
+        ours = distribution(make_row(SamplingParams(**options)), logits, DRAFT)
+        for j in range(len(DRAFT) + 1):
+            context = PROMPT + OUTPUT + DRAFT[:j]
+            assert_same_law(ours[j], reference(processors(len(PROMPT)), context, logits[j]))
+        changed |= not torch.allclose(ours, logits.softmax(-1), atol=1e-3)
+    assert changed or name == "top_k beyond the vocabulary" or name == "bad words longer than the context"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_position_j_sees_the_committed_tokens_and_the_first_j_draft_tokens(name: str) -> None:
+    params = SamplingParams(**CASES[name][0])
+    logits = random_logits(1, len(DRAFT) + 1)[0]
+    at_once = distribution(make_row(params), logits, DRAFT)
+    for j in range(len(DRAFT) + 1):
+        committed = distribution(make_row(params, OUTPUT + DRAFT[:j]), logits[j : j + 1], [])
+        assert torch.equal(at_once[j], committed[0])
+
+
+@pytest.mark.parametrize("params", BATCH)
+def test_first_counts_the_draft_tokens_before_position_0(params: SamplingParams) -> None:
+    logits = random_logits(1, len(DRAFT) + 1)[0]
+    at_once = distribution(make_row(params), logits, DRAFT)
+    for first in range(len(DRAFT) + 1):
+        assert torch.equal(distribution(make_row(params), logits[first:], DRAFT, first), at_once[first:])
+        assert torch.equal(
+            distribution(make_row(params), logits[first : first + 1], DRAFT[:first], first)[0], at_once[first]
+        )
+
+
+def test_rows_with_different_options_have_the_laws_they_have_alone() -> None:
+    rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
+    logits = random_logits(len(rows), len(DRAFT) + 1)
+    drafts = torch.randint(0, VOCAB, (len(rows), len(DRAFT)), generator=torch.Generator().manual_seed(1))
+    sampler = make_sampler(rows)
+    together = sampler.probs(sampler.scores(logits, drafts))
+    for i, row in enumerate(rows):
+        assert torch.equal(together[i], distribution(row, logits[i], drafts[i].tolist()))
+
+
+@pytest.mark.parametrize("params", BATCH)
+def test_telling_a_sampler_of_new_tokens_equals_making_a_new_one(params: SamplingParams) -> None:
+    logits, none = random_logits(1, 1), torch.zeros(1, 0, dtype=torch.int64)
+    row = make_row(params, [])
+    told = make_sampler([row])
+    for token in OUTPUT + DRAFT:
+        row.tokens.append(token)
+        told.advance(0, [token])
+        fresh = make_sampler([row])
+        assert torch.equal(told.probs(told.scores(logits, none)), fresh.probs(fresh.scores(logits, none)))
+
+
+def openai_penalties(logits: Tensor, output: Sequence[int], presence: float, frequency: float) -> Tensor:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, c counting the output alone (OpenAI API reference)."""
+    result = logits.clone()
+    for token in range(logits.shape[-1]):
+        count = sum(1 for other in output if other == token)
+        result[token] -= count * frequency + (presence if count > 0 else 0.0)
+    return result
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.8, 0.0), (0.0, 0.6), (-0.5, 0.3), (1, 2)])
+def test_presence_and_frequency_penalties_count_output_and_draft_but_not_the_prompt(
+    presence: float, frequency: float
+) -> None:
+    params = SamplingParams(temperature=1.0, presence_penalty=presence, frequency_penalty=frequency)
+    logits = random_logits(1, len(DRAFT) + 1)[0]
+    ours = distribution(make_row(params), logits, DRAFT)
+    for j in range(len(DRAFT) + 1):
+        expected = openai_penalties(logits[j], OUTPUT + DRAFT[:j], presence, frequency)
+        assert_same_law(ours[j], expected.softmax(-1))
+
+
+@pytest.mark.parametrize("params", [p for p in BATCH if p.temperature == 0])
+def test_greedy_law_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(params: SamplingParams) -> None:
+    row, logits = make_row(params), random_logits(1, len(DRAFT) + 1)
+    sampler, draft = make_sampler([row]), torch.tensor([DRAFT])
+    scores = sampler.scores(logits, draft)
+    expected = torch.nn.functional.one_hot(scores.argmax(-1), VOCAB).float()
+    assert torch.equal(sampler.probs(scores), expected)
+    assert torch.equal(sampler.choose(logits, draft), scores.argmax(-1))
+
+
+def test_choose_draws_every_position_from_its_law_with_the_dice_of_its_absolute_position() -> None:
+    rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
+    logits = random_logits(len(rows), len(DRAFT) + 1)
+    sampler, drafts = make_sampler(rows), torch.tensor([DRAFT] * len(rows))
+    chosen, probs = sampler.choose(logits, drafts), sampler.probs(sampler.scores(logits, drafts))
+    for i, row in enumerate(rows):
+        for j in range(len(DRAFT) + 1):
+            dice = key(row.seed, Stream.TOKEN, len(row.tokens) + j)
+            assert chosen[i, j] == Race(VOCAB, CPU).draw(probs[i, j : j + 1], [dice])[0]
+            assert probs[i, j, chosen[i, j]] > 0
+
+
+def test_scores_leave_the_logits_alone() -> None:
+    rows = [make_row(params) for params in BATCH]
+    logits = random_logits(len(rows), len(DRAFT) + 1)
+    before, sampler = logits.clone(), make_sampler(rows)
+    sampler.probs(sampler.scores(logits, torch.tensor([DRAFT] * len(rows))))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_processed_in_float32(dtype: torch.dtype) -> None:
+    logits = random_logits(1, len(DRAFT) + 1)[0].to(dtype)
+    row = make_row(SamplingParams(**CASES["everything"][0]))
+    assert torch.equal(distribution(row, logits, DRAFT), distribution(row, logits.float(), DRAFT))

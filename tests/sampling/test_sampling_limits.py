@@ -1,0 +1,189 @@
+"""What sampling refuses, and what extreme options must not break."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import NoRepeatNGramLogitsProcessor
+
+from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.sampling.logits_processors import check_stateless
+from slipstream.sampling.sampler import Sampler
+
+VOCAB, TOY_VOCAB = 11, 257
+CPU = torch.device("cpu")
+NEVER = float("-inf")
+NO_DRAFT = torch.zeros(1, 0, dtype=torch.int64)
+
+
+def sampler_of(**options: Any) -> Sampler:
+    row = Row(0, [1, 2, 3], SamplingParams(**options), seed=0, end_ids=frozenset({0}))
+    return Sampler([row], Race(VOCAB, CPU), VOCAB, CPU)
+
+
+def logits_of(positions: int) -> Tensor:
+    return torch.randn(1, positions, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+class Remembers:
+    """Forbids what it allowed the last time."""
+
+    def __init__(self) -> None:
+        self.parity = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.parity = 1 - self.parity
+        scores[:, self.parity :: 2] = NEVER
+        return scores
+
+
+class RollsDice(Remembers):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.rand_like(scores)
+
+
+class CountsCalls:
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.contexts.append(input_ids[0].tolist())
+        return scores * 2
+
+
+@pytest.mark.parametrize("processor", [Remembers(), RollsDice()], ids=lambda p: type(p).__name__)
+def test_processor_with_a_state_of_its_own_is_refused_by_name(processor: Any) -> None:
+    sampler = sampler_of(temperature=1.0, logits_processors=[processor])
+    with pytest.raises(UsageError) as refusal:
+        sampler.scores(logits_of(1), NO_DRAFT)
+    message = str(refusal.value)
+    assert message.startswith(f"logits_processors: {type(processor).__name__} keeps state") and "\n" not in message
+
+
+def test_processor_without_state_is_called_like_generate_calls_it() -> None:
+    processor = CountsCalls()
+    sampler = sampler_of(temperature=1.0, logits_processors=[processor])
+    logits = logits_of(3)
+    assert torch.equal(sampler.scores(logits, torch.tensor([[7, 8]])), logits * 2)
+    checks = len(processor.contexts)
+    assert processor.contexts[-2:] == [[1, 2, 3, 7], [1, 2, 3, 7, 8]]
+    sampler.scores(logits, torch.tensor([[7, 8]]))
+    assert processor.contexts[checks:] == [[1, 2, 3], [1, 2, 3, 7], [1, 2, 3, 7, 8]]  # the check is made once
+
+
+def test_check_stateless_returns_the_answer_and_leaves_the_scores_alone() -> None:
+    def forbid_two_in_place(input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, 2] = NEVER
+        return scores
+
+    scores = logits_of(1)[0]
+    before = scores.clone()
+    answer = check_stateless(forbid_two_in_place, torch.tensor([[1]]), scores)
+    assert torch.equal(scores, before)
+    assert answer[0, 2] == NEVER and torch.equal(answer[:, 3:], before[:, 3:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": dict.fromkeys(range(TOY_VOCAB), NEVER)},
+        {"bad_words": [[token] for token in range(TOY_VOCAB)]},
+        {"bad_words": [[ord("n"), token] for token in range(TOY_VOCAB)]},
+        {"logits_processors": [lambda ids, scores: scores.fill_(NEVER)]},
+        {"logits_processors": [lambda ids, scores: scores.fill_(NEVER) if ids.shape[1] == 12 else scores]},
+        {"bad_words": [[token] for token in range(TOY_VOCAB - 1)], "min_tokens": 1},
+    ],
+    ids=["bias", "bad words", "bad words of two tokens", "processor", "later", "only the end is left, too early"],
+)
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_options_that_leave_no_token_are_an_error(temperature: float, drafter: str, options: dict[str, Any]) -> None:
+    decoder = SpeculativeDecoder("toy", drafter=drafter)
+    with pytest.raises(SlipstreamError, match="leave no token"):
+        decoder.generate("heron heron", SamplingParams(temperature=temperature, seed=0, **options))
+
+
+def test_one_token_left_is_enough() -> None:
+    sampler = sampler_of(temperature=1.0, logit_bias=dict.fromkeys(range(1, VOCAB), NEVER))
+    assert sampler.choose(logits_of(3), torch.tensor([[4, 5]])).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-60, 1e-300])
+def test_law_of_a_tiny_temperature_is_the_greedy_law(temperature: float) -> None:
+    logits, sampler = 20 * logits_of(1), sampler_of(temperature=temperature)
+    expected = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
+    assert torch.equal(sampler.probs(sampler.scores(logits, NO_DRAFT)), expected)
+
+
+@pytest.mark.parametrize("temperature", [1e10, 1e30])
+def test_law_of_a_huge_temperature_is_uniform_over_what_is_allowed(temperature: float) -> None:
+    expected = torch.full((VOCAB,), 1 / (VOCAB - 1)).index_fill(0, torch.tensor([4]), 0.0)
+    sampler = sampler_of(temperature=temperature, logit_bias={4: NEVER})
+    assert torch.allclose(sampler.probs(sampler.scores(logits_of(1), NO_DRAFT))[0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e300},
+        {"logit_bias": {4: 1e39}},
+        {"logit_bias": {4: -1e300}},
+        {"presence_penalty": 1e39},
+        {"presence_penalty": -1e39},
+        {"frequency_penalty": 1e300},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+    ],
+    ids=str,
+)
+def test_number_beyond_float32_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(options))}"):
+        sampler_of(**{"temperature": 1.0, **options})
+
+
+class Proposes:
+    """A drafter that always proposes the same tokens."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        return Draft.from_lists([self.tokens[:length] for length in lengths], sampler.device)
+
+
+def dead_after_a_forbidden_token(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """No text goes on behind an X, and no X is ever allowed: as grammars do."""
+    if int(input_ids[0, -1]) == ord("X"):
+        return torch.full_like(scores, NEVER)
+    return scores.index_fill(-1, torch.tensor([ord("X")]), NEVER)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draft_that_leads_nowhere_does_not_fail_a_text_that_goes_on(temperature: float) -> None:
+    options: dict[str, Any] = {"temperature": temperature, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    processors = [dead_after_a_forbidden_token, NoRepeatNGramLogitsProcessor(5)]
+    params = SamplingParams(**options, logits_processors=processors)
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
+    drafted = SpeculativeDecoder("toy", drafter=Proposes(b"XX"), num_draft_tokens=2).generate("The heron", params)
+    assert drafted.token_ids == plain.token_ids
+
+
+def dead_after_a_zero(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """No text goes on behind a zero byte, which is never allowed."""
+    if int(input_ids[0, -1]) == 0:
+        return torch.full_like(scores, NEVER)
+    return scores.index_fill(-1, torch.tensor([0]), NEVER)
+
+
+def test_padding_behind_a_shorter_draft_does_not_fail_a_row() -> None:
+    params = [SamplingParams(max_tokens=6, num_draft_tokens=n, logits_processors=[dead_after_a_zero]) for n in (1, 4)]
+    prompts: list[Any] = ["The heron", "The sparrow"]
+    plain = SpeculativeDecoder("toy", drafter="none").generate(prompts, params)
+    drafted = SpeculativeDecoder("toy", drafter=Proposes(b" was")).generate(prompts, params)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]

@@ -1,0 +1,86 @@
+"""Backends whose rounding depends on the shape of the forward as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.reproducibility.calibration import Calibration, calibrate
+from slipstream.reproducibility.shape_trials import WIDTHS
+
+BATCH = 8
+BIT = 2.0**-30  # far below what any comparison with a tolerance would see
+Deviates = Callable[[int, int, Tensor, int], Tensor | bool]
+
+
+def never(rows: int, width: int, columns: Tensor, length: int) -> bool:
+    return False
+
+
+class RoundingBackend:
+    """Whole-number logits of the tokens in memory, off by a bit where `deviates(rows, width, columns, length)`.
+
+    columns: [width] where in the forward a token stands; length: how far the memory is read.
+    """
+
+    vocab_size, device = 7, torch.device("cpu")
+
+    def __init__(self, deviates: Deviates = never, max_length: int = 1000) -> None:
+        self.view, self.max_length, self.deviates = 1, max_length, deviates
+        self.slots = torch.zeros(0, 0, dtype=torch.float64)
+        self.shapes: list[tuple[int, int]] = []
+
+    def reserve(self, rows: int, length: int) -> None:
+        old = self.slots
+        self.slots = old.new_zeros(max(rows, old.shape[0]), max(length, old.shape[1]))
+        self.slots[: old.shape[0], : old.shape[1]] = old
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        rows, width = tokens.shape
+        if logits:
+            self.shapes.append((rows, width))
+        length = -(-(max(starts) + width) // self.view) * self.view
+        off = BIT * torch.as_tensor(self.deviates(rows, width, torch.arange(width), length), dtype=torch.float64)
+        out = torch.zeros(rows, width, self.vocab_size, dtype=torch.float64)
+        for row, start in enumerate(starts):
+            slot = self.slots[first_slot + row]
+            slot[start : start + width] = tokens[row].double() + 1
+            seen = slot.cumsum(0)[start : start + width]
+            out[row] = seen[:, None] * torch.arange(3, 3 + self.vocab_size) % 11
+            out[row] += off[:, None] if off.ndim else off
+        return out
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self.slots[destination, :length] = self.slots[source, :length]
+
+
+def found(deviates: Deviates, max_length: int = 1000) -> Calibration:
+    return calibrate(RoundingBackend(deviates, max_length), BATCH)
+
+
+def without(*widths: int) -> tuple[int, ...]:
+    return tuple(width for width in WIDTHS if width not in widths)
+
+
+class ReadsLess(RoundingBackend):
+    """Rounds otherwise where it reads one of `odd` instead of the whole view.
+
+    prompts: whether prompts that read less agree at all.
+    """
+
+    def __init__(self, odd: tuple[int, ...], prompts: bool = True) -> None:
+        super().__init__()
+        self.reads, self.odd, self.prompts = tuple[int, ...](), odd, prompts
+
+    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        assert tuple(widths) == WIDTHS and read <= whole and whole % self.view == 0
+        return read not in self.odd
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+        end = max(starts) + tokens.shape[1]
+        read = next((read for read in self.reads if read >= end), 0)
+        differs = read in self.odd or (not self.prompts and bool(self.reads) and tokens.shape[1] > max(WIDTHS))
+        return out + BIT * differs

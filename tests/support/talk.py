@@ -1,0 +1,72 @@
+"""Conversations for tests: a face that remembers, a toy and a tiny model to talk to, lines typed and refused."""
+
+from typing import Any
+
+import tiny
+from rich.text import Text
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.chat.conversation import Chat
+from slipstream.apps.chat.input_lines import handle
+
+LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so they would not come back with the history
+
+
+class Recorder:
+    """A face that remembers; `stop_after` pieces it raises what Ctrl-C raises."""
+
+    def __init__(self) -> None:
+        self.segments: list[str] = []
+        self.said: list[str] = []
+        self.notes: list[str] = []
+        self.errors: list[str] = []
+        self.stop_after: int | None = None
+
+    def segment(self, text: str) -> None:
+        self.segments.append(text)
+        if self.stop_after is not None and text != "\n":
+            self.stop_after -= 1
+            if self.stop_after == 0:
+                self.stop_after = None
+                raise KeyboardInterrupt
+
+    def say(self, line: str | Text) -> None:
+        self.said.append(str(line))
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+    def error(self, line: str) -> None:
+        self.errors.append(line)
+
+
+def toy(max_tokens: int = 24, draft: str | None = None, **options: Any) -> Chat:
+    decoder = SpeculativeDecoder("toy", draft, reproducible=False)
+    return Chat(decoder, Recorder(), SamplingParams(max_tokens=max_tokens, **options))
+
+
+def face(chat: Chat) -> Recorder:
+    assert isinstance(chat.face, Recorder)
+    return chat.face
+
+
+def type_in(chat: Chat, *lines: str) -> str:
+    """The last thing said, once the lines have been typed without an error."""
+    for line in lines:
+        handle(chat, line)
+    assert face(chat).errors == []
+    return face(chat).said[-1] if face(chat).said else ""
+
+
+def refused(chat: Chat, line: str) -> str:
+    before = len(face(chat).errors)
+    handle(chat, line)
+    assert len(face(chat).errors) == before + 1
+    error = face(chat).errors[-1]
+    assert "\n" not in error
+    return error
+
+
+def letters(reproducible: bool) -> Chat:
+    decoder = SpeculativeDecoder(tiny.shared("llama"), tokenizer=tiny.tokenizer(), reproducible=reproducible)
+    return Chat(decoder, Recorder(), SamplingParams(max_tokens=20, logit_bias=LETTERS_ONLY))

@@ -1,0 +1,234 @@
+"""Tiny random models, a tokenizer of single characters, a backend that notices everything, an oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from slipstream import Draft
+from slipstream.core.interfaces import RowSegment
+from slipstream.core.rng import Race, key
+from slipstream.core.types import Row
+from slipstream.models.cpu.compressed_linear import stored
+from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_linear import fuse
+from slipstream.sampling.sampler import Sampler
+
+SPECIALS = ("<pad>", "<eos>", "<unk>")
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?"
+VOCAB = len(SPECIALS) + len(LETTERS)
+WINDOW = 8
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}.{% endfor %}a:"
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def _gpt2() -> Any:
+    options = {name: _SHAPE[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "tie_word_embeddings")}
+    return transformers.GPT2Config(**options, n_positions=96, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4)
+
+
+def _gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    shape = _SHAPE | {"num_hidden_layers": 3, "head_dim": 8, "query_pre_attn_scalar": 8}
+    return transformers.Gemma3TextConfig(**shape, sliding_window=WINDOW, layer_types=kinds)
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_SHAPE),
+    "llama-eager": lambda: transformers.LlamaConfig(**_SHAPE, attn_implementation="eager"),
+    "qwen2": lambda: transformers.Qwen2Config(**_SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=WINDOW),
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+    "phi3": lambda: transformers.Phi3Config(**_SHAPE),
+    "olmo2": lambda: transformers.Olmo2Config(**_SHAPE),
+}
+
+
+def fresh(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A new model of an architecture; `changes` are set on its configuration."""
+    config = ARCHITECTURES[name]()
+    for field_name, value in changes.items():
+        setattr(config, field_name, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+@cache
+def shared(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A model that many tests use and none changes."""
+    return fresh(name, seed, dtype)
+
+
+@cache
+def perturbed(name: str, scale: float = 0.1) -> Any:
+    """A copy of `shared(name)` with noise on its weights: a draft model that is right some of the time."""
+    model = copy.deepcopy(shared(name))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += scale * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def reference(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What Hugging Face `generate` says, greedily."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompts(lengths: Sequence[int], vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
+    """Ragged prompts that repeat themselves, so that n-grams are found."""
+    generator = torch.Generator().manual_seed(seed)
+    motif = torch.randint(3, vocab, (6,), generator=generator).tolist()
+    made = []
+    for length in lengths:
+        noise = torch.randint(3, vocab, (length,), generator=generator).tolist()
+        made.append([motif[i % 6] if i % 12 < 6 else noise[i] for i in range(length)])
+    return made
+
+
+def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -> Any:
+    """One token per character of LETTERS, after three special tokens; `extra` characters come last."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIALS, *LETTERS, *extra))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    made.chat_template = template
+    return made
+
+
+class HashBackend:
+    """Logits that depend on every token of the prefix, read from the memory alone: any wrong memo shows."""
+
+    def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
+        self.vocab_size, self.max_length, self.device = vocab_size, max_length, torch.device("cpu")
+        self.slots = torch.full((0, 0), -1)
+        self.forwards: list[tuple[int, int, bool]] = []
+        self._race = Race(vocab_size, self.device)
+
+    def reserve(self, rows: int, length: int) -> None:
+        old = self.slots
+        self.slots = torch.full((max(rows, old.shape[0]), max(length, old.shape[1])), -1)
+        self.slots[: old.shape[0], : old.shape[1]] = old
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        rows, width = tokens.shape
+        self.forwards.append((rows, width, logits))
+        out = torch.zeros(rows, width, self.vocab_size)
+        for i, start in enumerate(starts):
+            self.slots[first_slot + i, start : start + width] = tokens[i]
+            if logits:
+                held = self.slots[first_slot + i].tolist()
+                for j in range(width):
+                    out[i, j] = self._race.noise(key(*held[: start + j + 1]))
+        return out if logits else torch.empty(0)
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self.slots[destination, :length] = self.slots[source, :length]
+
+
+class RaggedHash(HashBackend):
+    """The same with ragged forwards; what padding leaves behind is none of any row's tokens."""
+
+    ragged = True
+
+    def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
+        super().__init__(vocab_size, max_length)
+        self.together: list[tuple[list[int], int]] = []  # tokens of each row, and of the forward
+
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        self.together.append(([segment.count for segment in segments], len(tokens)))
+        out, at = torch.zeros(len(tokens), self.vocab_size), 0
+        assert widths is None or [segment.slot for segment in segments] == list(range(len(segments)))
+        for segment in segments:
+            rest = tokens[at:] if segment is segments[-1] else tokens[at : at + segment.count]
+            own = HashBackend.forward(self, rest[None], [segment.start], first_slot=segment.slot, logits=True)[0]
+            self.forwards.pop()
+            out[at : at + len(own)] = own
+            at += segment.count
+        return out if columns is None else out[columns]
+
+
+@dataclass
+class Oracle:
+    """Proposes known continuations: texts[row.index] holds the whole row, `lies` the output positions to get wrong."""
+
+    texts: Sequence[Sequence[int]]
+    lies: frozenset[int] = frozenset()
+    vocab_size: int = VOCAB
+    asked: list[tuple[int, int, int]] = field(default_factory=list)  # (row, remaining, length)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        proposals = []
+        for row, length in zip(rows, lengths, strict=True):
+            self.asked.append((row.index, row.remaining, length))
+            at = len(row.tokens)
+            told = list(self.texts[row.index][at : at + length])
+            lies = [position + row.prompt_length - at for position in self.lies]
+            for j in lies:
+                if 0 <= j < len(told):
+                    told[j] = (told[j] + 1) % self.vocab_size
+            proposals.append(told)
+        return Draft.from_lists(proposals, sampler.device)
+
+
+def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True, **changes: Any) -> HFBackend:
+    """A new model, packed, with grouped attention and, if asked for, layers in fewer operators."""
+    model = fresh(name, dtype=dtype, **changes)
+    backend = HFBackend(model)
+    fuse(model, stored)
+    pack(model, stored)
+    backend.group_queries()
+    if lean:
+        backend.fuse_layers()
+    return backend
+
+
+def ragged_logits(backend: HFBackend) -> Tensor:
+    """Logits of a prompt longer than a sliding window, then of a ragged batch of two rows that go on from it."""
+    backend.reserve(2, 128)
+    tokens = torch.arange(1, 21)[None]
+    first = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
+    backend.copy(0, 1, 13)
+    batch = backend.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [20, 13], first_slot=0, logits=True)
+    return torch.cat([first, *batch]).float()

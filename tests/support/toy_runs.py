@@ -1,0 +1,72 @@
+"""Folders of runs made with the toy models: a small benchmark, a small sweep, and runs with given times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slipstream import SamplingParams, SpeculativeDecoder, Stats
+from slipstream.bench.arms import parse_arms
+from slipstream.bench.lineup import Lineup
+from slipstream.bench.plan import name_prompts, plan
+from slipstream.bench.records import Run, append, start
+from slipstream.bench.run_header import make_header
+from slipstream.bench.runner import Runner
+from slipstream.config import DecoderConfig
+from slipstream.text.prompts import NamedPrompt
+
+NASTY = '<script>alert("x")</script> & $x^2$'  # a family's name that must be escaped wherever it is shown
+PROMPTS = (
+    NamedPrompt("The heron looked at", "chat"),
+    NamedPrompt("A sparrow called out", "chat"),
+    NamedPrompt("The river does not", NASTY),
+    NamedPrompt("So the heron ate <b>fish</b>", NASTY),
+)
+ARMS = "none,ngram@2,model@1,model@3,model@3/topk:2"
+
+
+def make(folder: Path, arms: str = ARMS, batches: Sequence[int] = (1, 2), repeats: int = 2) -> Path:
+    """Run a benchmark of the toy into a folder."""
+    decoder, params = SpeculativeDecoder("toy", "toy:2"), SamplingParams(max_tokens=24, seed=0)
+    chosen, prompts = parse_arms(arms), name_prompts(PROMPTS)
+    reference = chosen[0].name
+    settings: dict[str, Any] = {"reference": reference, "batch_sizes": list(batches), "repeats": repeats, "chat": True}
+    models = {"target": "toy", "draft": "toy:2"}
+    start(folder, make_header(models, chosen, prompts, DecoderConfig(), params, **settings))
+    runner = Runner(Lineup(decoder, chosen, params), plan(chosen, prompts, batches, repeats), folder)
+    assert all(run.error is None for run in runner.run([]))
+    return folder
+
+
+def fail(folder: Path, arm: str, error: str) -> None:
+    """Add a failed run of an arm to a folder."""
+    append(folder, Run(arm, ["chat/1"], "chat", 1, 99, error=error))
+
+
+def timed(arm: str, seconds: Sequence[float], *, drafted: int = 10, accepted: int = 0) -> list[Run]:
+    """Runs of an arm with given times, one prompt each, of 10 tokens in 10 rounds."""
+    stats = replace(
+        Stats(
+            num_rounds=10, num_steps=10, num_output_tokens=10, num_draft_tokens=drafted, num_accepted_tokens=accepted
+        ),
+        drafted_per_position=[drafted] if drafted else [],
+        accepted_per_position=[accepted] if drafted else [],
+    )
+    return [
+        Run(
+            arm,
+            [f"chat/{i}"],
+            "chat",
+            1,
+            0,
+            time,
+            10,
+            [[1] * 10],
+            ["identical"],
+            stats.to_dict() | {"total_seconds": time},
+            [],
+        )
+        for i, time in enumerate(seconds)
+    ]

@@ -1,0 +1,144 @@
+"""Wrong acceptance rules and wrong drafters found in real projects, each with the error its law has.
+
+They are negative controls: a test of exactness that does not catch every one of them is worth nothing. `WRONG` maps a
+name to a function from a seed to the error; `python -m tests.laws.wrong_rules` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from enumeration import (
+    VOCAB,
+    Array,
+    Case,
+    Context,
+    Law,
+    RuleFunction,
+    drawn,
+    error,
+    likeliest,
+    one_hot,
+    random_law,
+    rule_names,
+    sharpened,
+)
+
+from slipstream.certificate.wrong_rules import (
+    bonus_from_raw_logits,
+    first_mismatch_kept,
+    greedy_by_softmax,
+    law_of_next_position,
+    options_twice,
+    recovered_from_p,
+    residual_of_one_token,
+)
+from slipstream.core.acceptance import load_rule, rejection
+
+UNLIKELY = 0.35
+SEEDS = range(20)
+
+
+def dropped_if_unlikely(q: Law) -> list[tuple[Context, float]]:
+    """Drafts drawn from q of which the first unlikely token and all behind it were thrown away."""
+    shortened = []
+    for tokens, weight in drawn(q):
+        likely = [q(tokens[:i])[tokens[i]] >= UNLIKELY for i in range(len(tokens))]
+        shortened.append((tokens[: [*likely, False].index(False)], weight))
+    return shortened
+
+
+def tree_without_renormalising(p: Law, q: Law) -> float:
+    """Two candidates drawn without replacement, the second tested with the law of the first: its error."""
+    distribution, first_law = np.zeros(VOCAB), q(())
+    for first in range(VOCAB):
+        second_law = np.where(np.arange(VOCAB) == first, 0.0, first_law)
+        second_law /= second_law.sum()
+        for second in range(VOCAB):
+            distribution += first_law[first] * second_law[second] * _two_candidates(p(()), first_law, (first, second))
+    return float(abs(distribution - p(())).max())
+
+
+def _two_candidates(p: Array, q: Array, candidates: tuple[int, int]) -> Array:
+    """Recursive rejection of candidates that are all tested with the same q (right only for independent draws)."""
+    distribution, rest, weight = np.zeros(VOCAB), p, 1.0
+    for token in candidates:
+        accepted = min(1.0, rest[token] / q[token])
+        distribution[token] += weight * accepted
+        weight *= 1 - accepted
+        left = np.maximum(rest - q, 0)
+        rest = left / left.sum() if left.sum() > 0 else rest
+    return distribution + weight * rest
+
+
+def _distributions(seed: int) -> tuple[Law, Law]:
+    return random_law(seed, "p"), random_law(seed, "q")
+
+
+def _error_of(rule: RuleFunction, seed: int) -> float:
+    p, q = _distributions(seed)
+    return error(Case(p, q, drawn(q)), rule)
+
+
+def _error_at_half_temperature(rule: RuleFunction, seed: int) -> float:
+    raw, q = _distributions(seed)
+    return error(Case(sharpened(raw, 2), q, drawn(q), raw), rule)
+
+
+def _error_of_greedy(seed: int) -> float:
+    raw, q = _distributions(seed)
+    return error(Case(one_hot(raw), q, drawn(q), raw), greedy_by_softmax)
+
+
+def _error_of_argmax_draft(seed: int) -> float:
+    p, q = _distributions(seed)
+    return error(Case(p, q, [(likeliest(q), 1.0)]), rejection)
+
+
+def _error_of_dropping(seed: int) -> float:
+    p, q = _distributions(seed)
+    return error(Case(p, q, dropped_if_unlikely(q)), rejection)
+
+
+def _error_of_other_temperature(seed: int) -> float:
+    p, q = _distributions(seed)
+    return error(Case(p, q, drawn(sharpened(q, 2))), rejection)
+
+
+WRONG: dict[str, Callable[[int], float]] = {
+    "draft by argmax, tested with q = softmax": _error_of_argmax_draft,
+    "draft drawn at another temperature than q says": _error_of_other_temperature,
+    "first mismatching draft token kept": partial(_error_of, first_mismatch_kept),
+    "sampled token dropped because q(x) < threshold": _error_of_dropping,
+    "residual subtracts only q(x) at x": partial(_error_of, residual_of_one_token),
+    "recovered token drawn from p": partial(_error_of, recovered_from_p),
+    "position j tested with the law of position j + 1": partial(_error_of, law_of_next_position),
+    "greedy that accepts with softmax p / q": _error_of_greedy,
+    "bonus token drawn from raw logits": partial(_error_at_half_temperature, bonus_from_raw_logits),
+    "sampling options applied twice": partial(_error_at_half_temperature, options_twice),
+    "tree draws without replacement, un-renormalised q": lambda seed: tree_without_renormalising(*_distributions(seed)),
+}
+
+
+def largest(errors: Callable[[int], float]) -> float:
+    """The largest error over the seeds."""
+    return max(map(errors, SEEDS))
+
+
+def table() -> list[tuple[str, float]]:
+    """Every lossless rule and every wrong one with its largest error."""
+    rules = [(name, load_rule(name).distributions) for name in rule_names(lossless=True)]
+    right = [
+        (f"lossless: {name}", largest(partial(_error_of, distributions)))
+        for name, distributions in rules
+        if distributions is not None
+    ]
+    return right + [(f"wrong: {name}", largest(errors)) for name, errors in WRONG.items()]
+
+
+if __name__ == "__main__":
+    print(f"largest error of the joint law, {len(SEEDS)} random pairs of models")
+    for name, value in table():
+        print(f"{name:60s} {value:8.1e}")

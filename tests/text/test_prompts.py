@@ -1,0 +1,91 @@
+"""The prompt set that comes with the package, and prompts from files."""
+
+import json
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import UsageError
+from slipstream.text.prompts import builtin_prompts, read_prompts, spread
+
+FAMILIES = ("chat", "code", "code edit", "summary", "question answering", "translation", "maths", "extraction")
+
+
+def lines() -> list[dict[str, object]]:
+    text = resources.files("slipstream").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_eight_families_of_five_prompts_each() -> None:
+    assert Counter(p.category for p in builtin_prompts()) == dict.fromkeys(FAMILIES, 5)
+
+
+def test_every_line_has_the_public_format() -> None:
+    assert [line["question_id"] for line in lines()] == list(range(1, 41))
+    for line in lines():
+        assert set(line) == {"question_id", "category", "turns"}
+        assert isinstance(line["turns"], list) and len(line["turns"]) == 1
+
+
+def test_no_prompt_is_there_twice_or_of_an_unusual_size() -> None:
+    texts = [p.prompt for p in builtin_prompts()]
+    assert len(set(texts)) == len(texts) and all(text == text.strip() for text in texts)
+    assert all(20 <= len(text.split()) <= 300 for text in texts)
+
+
+def test_prompts_that_carry_a_text_carry_at_least_forty_words() -> None:
+    grounded = ("code edit", "summary", "question answering", "translation", "extraction")
+    assert all(len(p.prompt.split()) >= 40 for p in builtin_prompts() if p.category in grounded)
+
+
+def test_families_and_limits_choose_from_the_set() -> None:
+    chosen = builtin_prompts(categories=["maths", "chat"], limit=2)
+    assert Counter(p.category for p in chosen) == {"maths": 2, "chat": 2}
+    assert chosen[0].prompt == builtin_prompts(categories=["chat"])[0].prompt
+
+
+def test_an_unknown_family_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"category 'poetry' is not in .*allowed: chat, code, code edit"):
+        builtin_prompts(categories=["poetry"])
+
+
+def test_spread_takes_every_family() -> None:
+    assert {p.category for p in spread(builtin_prompts(), 8)} == set(FAMILIES)
+
+
+def test_a_users_own_files_read_the_same_way(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"turns": ["one", "ignored"], "category": "a"}\n\n{"prompt": "two"}\n')
+    assert [(p.prompt, p.category) for p in read_prompts(own)] == [("one", "a"), ("two", "own")]
+    plain = tmp_path / "plain.txt"
+    plain.write_text("  a text\nof two lines ")
+    assert [(p.prompt, p.category) for p in read_prompts(plain)] == [("a text\nof two lines", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ("{", "line 1: .*allowed: one JSON object per line"),
+        ('{"prompt": "x"}\n{"turns": []}', 'line 2: no text; allowed: {"prompt": text}'),
+        ('{"turns": [7]}', "line 1: no text"),
+        ("[1]", "line 1: no text"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_one_clear_line(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=message) as refusal:
+        read_prompts(file)
+    assert "\n" not in str(refusal.value) and str(file) in str(refusal.value)
+
+
+def test_an_empty_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    with pytest.raises(UsageError, match="is empty; allowed: a text"):
+        read_prompts(empty)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_prompts(tmp_path / "missing.txt")
