@@ -76,11 +76,11 @@ class _Awaited:
     """A backend whose forwards are finished when they return."""
 
     def __init__(self, inner: Backend) -> None:
-        self._inner, self.view = inner, inner.view
+        self._inner, self.attended_unit = inner, inner.attended_unit
         self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
 
     def reserve(self, rows: int, length: int) -> None:
-        self._inner.view = self.view
+        self._inner.attended_unit = self.attended_unit
         self._inner.reserve(rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -179,7 +179,7 @@ class Scaling:
         model = self.decoder.target.model
         if model is None:
             return []
-        config, view = model.config.get_text_config(), self._shapes.view
+        config, view = model.config.get_text_config(), self._shapes.attended_unit
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads

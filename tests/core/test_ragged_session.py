@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.interfaces import Backend, RowSegment, read_memory
+from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
 from slipstream.core.ragged_session import RaggedSession, end_to_end, last_of_each, make_session, portions
 from slipstream.core.session import Session
 from slipstream.core.types import Row
@@ -32,7 +32,7 @@ OPTIONS = SamplingParams(max_tokens=100)
 
 def backend_of(name: str) -> HFBackend:
     backend = fast(name)
-    read_memory(backend, 256, EXACT_FIT.reads)
+    set_attended_lengths(backend, 256, EXACT_FIT.attended_lengths)
     return backend
 
 

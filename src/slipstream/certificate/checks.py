@@ -122,13 +122,17 @@ class Verifier:
         assert used is not None
         self.decoder.forget()
         agree = set(used.widths) <= set(found.widths) and set(used.together) <= {*found.widths, *found.together}
-        agree = agree and set(used.reads) <= set(found.reads)
-        passed = agree and used.view % found.view == 0 and found.prompts >= used.prompts
+        agree = agree and set(used.attended_lengths) <= set(found.attended_lengths)
+        passed = agree and used.attended_unit % found.attended_unit == 0 and found.prompts >= used.prompts
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
         several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""
         widths = ", ".join(map(str, used.widths)) + several
-        shorter = f" or {len(used.reads)} lengths up to {used.reads[-1]}" if used.reads else ""
-        return passed, f"widths {widths}; views in multiples of {used.view}{shorter}; {prompts}"
+        shorter = (
+            f" or {len(used.attended_lengths)} shorter ones up to {used.attended_lengths[-1]}"
+            if used.attended_lengths
+            else ""
+        )
+        return passed, f"widths {widths}; attended lengths in multiples of {used.attended_unit}{shorter}; {prompts}"
 
     def _greedy(self) -> tuple[bool, str]:
         params = SamplingParams(max_tokens=self._length(self.max_tokens))

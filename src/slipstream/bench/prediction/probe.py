@@ -71,12 +71,12 @@ class _Timed:
         self.last = 0.0
 
     @property
-    def view(self) -> int:
-        return self._inner.view
+    def attended_unit(self) -> int:
+        return self._inner.attended_unit
 
-    @view.setter
-    def view(self, value: int) -> None:
-        self._inner.view = value
+    @attended_unit.setter
+    def attended_unit(self, value: int) -> None:
+        self._inner.attended_unit = value
 
     def reserve(self, rows: int, length: int) -> None:
         self._inner.reserve(rows, length)
