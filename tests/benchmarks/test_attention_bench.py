@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from slipstream import SlipstreamError, UsageError
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

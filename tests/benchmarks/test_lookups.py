@@ -19,6 +19,8 @@ from slipstream import SamplingParams, SpeculativeDecoder  # noqa: E402
 from slipstream.core.types import Round, Seconds  # noqa: E402
 from slipstream.text.prompts import read_prompts  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 SERIES = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [9, 10, 11, 12]]
 

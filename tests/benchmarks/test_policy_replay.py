@@ -23,6 +23,8 @@ from slipstream.draft_length.early_stop import WhilePays  # noqa: E402
 from slipstream.draft_length.policies import Auto, Fixed  # noqa: E402
 from slipstream.drafters import Setup, load  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

@@ -8,6 +8,8 @@ from slipstream.certificate.sampled_frequencies import distribution_test
 from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.text.prompts import NamedPrompt
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]
 
 
