@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from matplotlib.figure import Figure
-from policy_replay import CPU, Replay, pace_of
+from policy_replay import CPU, Replay, cost_model_of
 from terminal import Count, console, run
 
 from slipstream.bench.prediction.formula import Costs
@@ -76,7 +76,7 @@ def simple_costs(ms: float, more: float) -> Costs:
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     """The rounds of `suffix` with lengths that pay, over a known text."""
-    controller = DraftController(pace_of(costs))
+    controller = DraftController(cost_model_of(costs))
     drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
     one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(controller, 7))
     row = one._row(0)
