@@ -226,6 +226,10 @@ class SpeculativeDecoder:
     def generate(
         self, prompt: list[Any], params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
     ) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+    ) -> Any: ...  # an array's shape decides
 
     def generate(
         self, prompt: Any, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
