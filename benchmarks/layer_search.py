@@ -206,8 +206,8 @@ def _print(best: Sequence[Candidate], judged: int) -> None:
         console.print(f"Should pay: {best[0].speed_up:.2f}x, before the drafter's own overhead.")
     else:
         console.print(
-            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models that were not trained to be left "
-            "early seldom do better; a small model of the family, or a drafter that looks up, costs less."
+            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models that were not trained to exit early "
+            "seldom do better; a small model of the family, or a retrieval drafter, costs less."
         )
 
 

@@ -69,7 +69,7 @@ def _text(file: Path) -> str:
 
 
 def simple_costs(ms: float, more: float) -> Costs:
-    """A forward of one token and what each further one costs; look-ups cost nothing."""
+    """A forward of one token and what each further one costs; retrieval drafts cost nothing."""
     widths = {width: ms + more * (width - 1) for width in range(1, 33)}
     return Costs({1: widths}, {1: dict.fromkeys(widths, 0.0)}, {1: 0.0}, {1: 0.0})
 
