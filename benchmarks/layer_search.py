@@ -206,7 +206,7 @@ def _print(best: Sequence[Candidate], judged: int) -> None:
         console.print(f"Should pay: {best[0].speed_up:.2f}x, before the drafter's own overhead.")
     else:
         console.print(
-            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models that were not trained to exit early "
+            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models not trained to exit early "
             "seldom do better; a small model of the family, or a retrieval drafter, costs less."
         )
 
