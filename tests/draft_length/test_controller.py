@@ -117,8 +117,8 @@ def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
 
 def test_a_draft_model_goes_on_while_another_step_pays() -> None:
     dear, cheap, of = controller(step=0.3), controller(step=0.1), row()
-    for sure, costs, goes_on in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
-        assert costs.another_step([of], [[sure]], 1) is goes_on
+    for sure, costs, extend in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
+        assert costs.another_step([of], [[sure]], 1) is extend
     assert not cheap.another_step([], [], 1)
     chances = [[0.9] * n for n in range(1, 12)]
     assert [cheap.another_step([of], [one], 1) for one in chances] == sorted(

@@ -155,7 +155,7 @@ def test_no_column_is_verified_for_a_look_up_that_is_not_used() -> None:
 class GoesOn(Says):
     """Goes on behind another draft with its own tokens, each hundred times less likely."""
 
-    def goes_on(
+    def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
         return [tokens[-1] + 1] * length, [acceptance_prob / 100] * length
