@@ -25,7 +25,7 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream.core.cache_state import EXACT_FIT
-from slipstream.core.interfaces import read_memory
+from slipstream.core.interfaces import set_attended_lengths
 from slipstream.models.cpu.kernel_build import SWITCH, kernels
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.model_files import quiet
@@ -58,7 +58,9 @@ def main(
     models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
     tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for way, loaded in models.items():
-        read_memory(loaded.backend, VIEW, () if way in ("plain", "whole-views") else EXACT_FIT.reads)
+        set_attended_lengths(
+            loaded.backend, VIEW, () if way in ("plain", "whole-views") else EXACT_FIT.attended_lengths
+        )
         loaded.backend.reserve(1, tokens.shape[1])
         if context:
             loaded.backend.forward(tokens[:, :context], [0], first_slot=0, logits=False)

@@ -137,7 +137,7 @@ def calibration_line(base: SpeculativeDecoder, found: Sequence[Calibration]) -> 
     model, costs = base.target.model, [100 * one.cost for one in found]
     name = base.target.name if model is None else f"{base.target.name} {str(model.dtype).removeprefix('torch.')}"
     widths = " or ".join(sorted({", ".join(map(str, one.widths)) for one in found}))
-    views = " or ".join(map(str, sorted({one.view for one in found})))
+    views = " or ".join(map(str, sorted({one.attended_unit for one in found})))
     return (
         f"Calibration, {name}{' packed' if base.target.packed else ''}: a plain step takes {min(costs):.1f} to "
         f"{max(costs):.1f} % longer than at the fastest width ({len(found)} fresh); widths {widths} agree, views are "

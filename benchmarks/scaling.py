@@ -33,11 +33,13 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend, Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Round, Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
 from slipstream.models.hf.model_files import quiet
+from slipstream.sampling.sampler import Sampler
 
 WARM_UP = 2  # rounds of each line and turn that are not counted
 PARTS = ("draft", "verify", "accept", "overhead")
@@ -76,11 +78,11 @@ class _Awaited:
     """A backend whose forwards are finished when they return."""
 
     def __init__(self, inner: Backend) -> None:
-        self._inner, self.view = inner, inner.view
+        self._inner, self.attended_unit = inner, inner.attended_unit
         self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
 
     def reserve(self, rows: int, length: int) -> None:
-        self._inner.view = self.view
+        self._inner.attended_unit = self.attended_unit
         self._inner.reserve(rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -166,8 +168,10 @@ class Scaling:
         drafter: Drafter = _Given(device)
         if self.drafter != "given":
             drafter = load(self.drafter, Setup(device, vocab_size, self._draft))
-        engine = Engine(self._target, drafter, Fixed(self.num_draft_tokens), "auto", batch, self._draft)
-        rounds = engine.run(self._rows(batch, context))
+        scheduler = Scheduler(
+            Engine(self._target, drafter, Fixed(self.num_draft_tokens), Sampler, "auto", self._draft), batch
+        )
+        rounds = scheduler.run(self._rows(batch, context))
         steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda done: done.step))
         yield from islice(steps, WARM_UP, WARM_UP + self.rounds)
 
@@ -179,7 +183,7 @@ class Scaling:
         model = self.decoder.target.model
         if model is None:
             return []
-        config, view = model.config.get_text_config(), self._shapes.view
+        config, view = model.config.get_text_config(), self._shapes.attended_unit
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads

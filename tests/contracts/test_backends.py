@@ -9,7 +9,7 @@ from tiny import ARCHITECTURES, HashBackend, prompts, shared
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend
-from slipstream.models.hf.backend import VIEW, HFBackend
+from slipstream.models.hf.backend import ATTENDED_UNIT, HFBackend
 from slipstream.models.toy import ToyBackend
 
 MAKERS: dict[str, Callable[[], Any]] = {"toy": ToyBackend, "hash": HashBackend} | {
@@ -109,7 +109,7 @@ def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("size", [(3, 10), (1, VIEW * 2 + 1), (4, VIEW + 9)])
+@pytest.mark.parametrize("size", [(3, 10), (1, ATTENDED_UNIT * 2 + 1), (4, ATTENDED_UNIT + 9)])
 def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:
     backend = make(name, rows=1, length=LENGTH)
     tokens = text(backend)
@@ -123,13 +123,14 @@ def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_crossing_the_boundary_of_the_attended_view_changes_nothing(name: str) -> None:
-    backend = make(name, length=2 * VIEW)
-    tokens = text(backend, VIEW + 8)
-    backend.forward(tokens[:, : VIEW - 3], [0], first_slot=0, logits=False)
+    backend = make(name, length=2 * ATTENDED_UNIT)
+    tokens = text(backend, ATTENDED_UNIT + 8)
+    backend.forward(tokens[:, : ATTENDED_UNIT - 3], [0], first_slot=0, logits=False)
     parts = [
-        backend.forward(tokens[:, at : at + 1], [at], first_slot=0, logits=True)[0] for at in range(VIEW - 3, VIEW + 8)
+        backend.forward(tokens[:, at : at + 1], [at], first_slot=0, logits=True)[0]
+        for at in range(ATTENDED_UNIT - 3, ATTENDED_UNIT + 8)
     ]
-    close(torch.cat(parts), whole(name, tokens)[VIEW - 3 :])
+    close(torch.cat(parts), whole(name, tokens)[ATTENDED_UNIT - 3 :])
 
 
 def test_the_specification_itself_is_the_model() -> None:

@@ -51,13 +51,13 @@ def test_a_prompt_read_in_blocks_gives_the_same_logits(
         return attend(query, key, *rest)
 
     monkeypatch.setattr(grouped, "attend", counted)
-    backend.reads = (32, 64, 96, 160)
+    backend.attended_lengths = (32, 64, 96, 160)
     if start:
         backend.forward(tokens[:, :start], [0], first_slot=0, logits=False)
     blocks = backend.forward(tokens[:, start:], [start], first_slot=0, logits=True)
     assert (whole - blocks).abs().max() <= 1e-4 * whole.abs().max()
     ends = [start + min(end, width) for end in range(64, width + 64, 64)]
-    assert read == [next((r for r in backend.reads if r >= e), 256) for e in ends] * num_lean(backend)
+    assert read == [next((r for r in backend.attended_lengths if r >= e), 256) for e in ends] * num_lean(backend)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -10,17 +10,17 @@ from rounding import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, ne
 from tiny import VOCAB, fresh, shared
 from torch import Tensor
 
-from slipstream.core.interfaces import read_memory
+from slipstream.core.interfaces import set_attended_lengths
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.reproducibility.calibration import Calibration, calibrate
-from slipstream.reproducibility.shape_trials import READS, REFERENCE, VIEWS, WIDTHS
+from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, REFERENCE, WIDTHS
 
 
 def test_all_shapes_of_a_backend_without_rounding_agree() -> None:
     result = found(never)
-    assert (result.widths, result.view, result.agrees) == (WIDTHS, VIEWS[0], True)
+    assert (result.widths, result.attended_unit, result.agrees) == (WIDTHS, ATTENDED_UNITS[0], True)
 
 
 @pytest.mark.parametrize("odd", [(1,), (1, 2), (5, 6), (1, 2, 4, 5, 6), (16, 32), (32,), without(REFERENCE)])
@@ -88,7 +88,7 @@ def test_nothing_agrees_where_every_width_depends_on_the_batch(column: int) -> N
 
 def test_the_view_is_the_first_that_agrees_at_every_length() -> None:
     result = found(lambda rows, width, columns, length: length % 512 != 0)
-    assert (result.view, result.widths) == (512, WIDTHS)
+    assert (result.attended_unit, result.widths) == (512, WIDTHS)
 
 
 def grows(rows: int, width: int, columns: Tensor, length: int) -> float:
@@ -133,9 +133,9 @@ def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtyp
         backend.group_queries()
         backend.fuse_layers()
     result = calibrate(backend, BATCH)
-    assert result.agrees and bool(result.reads) == fast
+    assert result.agrees and bool(result.attended_lengths) == fast
     tokens = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(3))
-    read_memory(backend, result.view, result.reads)
+    set_attended_lengths(backend, result.attended_unit, result.attended_lengths)
     for start in (0, 90, 300):
         expected = _logits(backend, tokens, start, REFERENCE, [start])
         for width in result.widths:
@@ -165,14 +165,18 @@ def test_prompt_chunks_that_differ_are_kept_whole(odd: int) -> None:
 
 def test_what_forwards_may_read_is_found_one_by_one() -> None:
     result = calibrate(ReadsLess((192, 256, 576)), BATCH)
-    assert result.reads == result.shapes.reads == tuple(read for read in READS if read not in (192, 256, 576))
+    assert (
+        result.attended_lengths
+        == result.shapes.attended_lengths
+        == tuple(read for read in ATTENDED_LENGTHS if read not in (192, 256, 576))
+    )
     assert result.widths == WIDTHS and result.prompts
-    assert found(never).reads == ()  # a backend that always reads its whole view
+    assert found(never).attended_lengths == ()  # a backend that always reads its whole view
 
 
 def test_the_memory_is_read_whole_where_prompts_agree_only_so() -> None:
     result = calibrate(ReadsLess((), prompts=False), BATCH)
-    assert (result.reads, result.widths, result.prompts) == ((), WIDTHS, True)
+    assert (result.attended_lengths, result.widths, result.prompts) == ((), WIDTHS, True)
 
 
 def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one() -> None:

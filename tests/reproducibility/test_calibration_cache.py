@@ -14,7 +14,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
-from slipstream.reproducibility.shape_trials import VIEWS
+from slipstream.reproducibility.shape_trials import ATTENDED_UNITS
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:
@@ -30,7 +30,7 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert remembered(_loaded(other, "two"), BATCH).widths == without(6) and other.shapes
     assert len(list((tmp_path / "calibration").iterdir())) == 2
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
-    assert short.reads and remembered(_loaded(again, "three"), BATCH) == short
+    assert short.attended_lengths and remembered(_loaded(again, "three"), BATCH) == short
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_auto_says_so_where_no_shapes_agree(shaky: RoundingBackend, caplog: pyte
 def test_auto_keeps_to_agreeing_shapes_if_they_cost_little(
     slower: float, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cost = Calibration(widths=(8, 16), view=256, milliseconds={1: 1.0, 8: slower})
+    cost = Calibration(widths=(8, 16), attended_unit=256, milliseconds={1: 1.0, 8: slower})
     monkeypatch.setattr("slipstream.reproducibility.calibration_cache.remembered", lambda loaded, rows: cost)
     with caplog.at_level(logging.INFO, logger="slipstream"):
         assert SpeculativeDecoder("toy").reproducible is kept
@@ -75,4 +75,4 @@ def test_a_reproducible_decoder_keeps_to_the_shapes_that_agree(
     made = SpeculativeDecoder("rounding", drafter="ngram", num_draft_tokens=3, reproducible=True)
     shaky.shapes.clear()
     made.generate([[1, 2, 3] * 9, [4, 5]], SamplingParams(max_tokens=12))
-    assert {width for _, width in shaky.shapes} <= {6, 7, 8, 16, 32} and shaky.view == VIEWS[0]
+    assert {width for _, width in shaky.shapes} <= {6, 7, 8, 16, 32} and shaky.attended_unit == ATTENDED_UNITS[0]

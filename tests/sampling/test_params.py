@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -164,3 +166,8 @@ def test_token_ids_beyond_the_vocabulary_are_refused(options: dict[str, Any], fi
     with pytest.raises(UsageError, match=f"^{field}: token id {token}; allowed: 0 to 9$"):
         params.check_vocabulary(10)
     params.check_vocabulary(token + 1)
+
+
+def test_params_are_checked_without_pytorch() -> None:
+    code = "import sys, slipstream; slipstream.SamplingParams(top_k=5); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -28,7 +28,7 @@ class RoundingBackend:
     vocab_size, device = 7, torch.device("cpu")
 
     def __init__(self, deviates: Deviates = never, max_length: int = 1000) -> None:
-        self.view, self.max_length, self.deviates = 1, max_length, deviates
+        self.attended_unit, self.max_length, self.deviates = 1, max_length, deviates
         self.slots = torch.zeros(0, 0, dtype=torch.float64)
         self.shapes: list[tuple[int, int]] = []
 
@@ -41,7 +41,7 @@ class RoundingBackend:
         rows, width = tokens.shape
         if logits:
             self.shapes.append((rows, width))
-        length = -(-(max(starts) + width) // self.view) * self.view
+        length = -(-(max(starts) + width) // self.attended_unit) * self.attended_unit
         off = BIT * torch.as_tensor(self.deviates(rows, width, torch.arange(width), length), dtype=torch.float64)
         out = torch.zeros(rows, width, self.vocab_size, dtype=torch.float64)
         for row, start in enumerate(starts):
@@ -72,15 +72,17 @@ class ReadsLess(RoundingBackend):
 
     def __init__(self, odd: tuple[int, ...], prompts: bool = True) -> None:
         super().__init__()
-        self.reads, self.odd, self.prompts = tuple[int, ...](), odd, prompts
+        self.attended_lengths, self.odd, self.prompts = tuple[int, ...](), odd, prompts
 
-    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
-        assert tuple(widths) == WIDTHS and read <= whole and whole % self.view == 0
+    def attended_length_agrees(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        assert tuple(widths) == WIDTHS and read <= whole and whole % self.attended_unit == 0
         return read not in self.odd
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
         end = max(starts) + tokens.shape[1]
-        read = next((read for read in self.reads if read >= end), 0)
-        differs = read in self.odd or (not self.prompts and bool(self.reads) and tokens.shape[1] > max(WIDTHS))
+        read = next((read for read in self.attended_lengths if read >= end), 0)
+        differs = read in self.odd or (
+            not self.prompts and bool(self.attended_lengths) and tokens.shape[1] > max(WIDTHS)
+        )
         return out + BIT * differs

@@ -13,7 +13,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-from slipstream.assembly import DEFAULT_DRAFT_TOKENS, OTHER_DRAFT_TOKENS
+from slipstream import drafters
 from slipstream.bench.comparison import Referee, count_differences
 from slipstream.certificate.parity import Difference
 from slipstream.certificate.sampled_frequencies import distribution_test, sample
@@ -122,13 +122,17 @@ class Verifier:
         assert used is not None
         self.decoder.forget()
         agree = set(used.widths) <= set(found.widths) and set(used.together) <= {*found.widths, *found.together}
-        agree = agree and set(used.reads) <= set(found.reads)
-        passed = agree and used.view % found.view == 0 and found.prompts >= used.prompts
+        agree = agree and set(used.attended_lengths) <= set(found.attended_lengths)
+        passed = agree and used.attended_unit % found.attended_unit == 0 and found.prompts >= used.prompts
         prompts = "prompt chunks as well" if used.prompts else "prompt chunks differ and are kept whole"
         several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""
         widths = ", ".join(map(str, used.widths)) + several
-        shorter = f" or {len(used.reads)} lengths up to {used.reads[-1]}" if used.reads else ""
-        return passed, f"widths {widths}; views in multiples of {used.view}{shorter}; {prompts}"
+        shorter = (
+            f" or {len(used.attended_lengths)} shorter ones up to {used.attended_lengths[-1]}"
+            if used.attended_lengths
+            else ""
+        )
+        return passed, f"widths {widths}; attended lengths in multiples of {used.attended_unit}{shorter}; {prompts}"
 
     def _greedy(self) -> tuple[bool, str]:
         params = SamplingParams(max_tokens=self._length(self.max_tokens))
@@ -231,9 +235,6 @@ def _drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     """The same, drafting whether it pays or not: a law test sees nothing where nothing is drafted."""
     if decoder.config.num_draft_tokens != "auto":
         return decoder
-    drafter = decoder.drafter_name
-    if decoder.config.drafter == "auto" and decoder.draft is not None:
-        drafter = "model"  # of its two drafters the one that draws
-    length = DEFAULT_DRAFT_TOKENS.get(drafter.partition(":")[0], OTHER_DRAFT_TOKENS)
-    given = drafter if drafter.partition(":")[0] in DEFAULT_DRAFT_TOKENS else None
-    return decoder.using(given, num_draft_tokens=length)
+    if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that samples
+        return decoder.using("model", num_draft_tokens=drafters.traits("model").default_length)
+    return decoder.using(num_draft_tokens=decoder.traits.default_length)

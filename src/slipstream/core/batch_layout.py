@@ -24,9 +24,7 @@ class BatchLayout(Protocol):
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
         """See `Session.prefill`."""
 
-    def score(
-        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int
-    ) -> Tensor:
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
 
 
@@ -48,8 +46,6 @@ class Rectangle:
                 table.read(slot, row, len(row.tokens) - (not answer), answers)
         return in_order(answers, len(rows)) if answer else None
 
-    def score(
-        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int
-    ) -> Tensor:
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One padded forward."""
         return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)

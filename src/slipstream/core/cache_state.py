@@ -19,16 +19,16 @@ class Shapes:
     """Which forward shapes are allowed.
 
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
-    to the next of `totals`. A prompt is cut into `chunk`s. The memory is read up to the next of `reads` or, behind
-    them, in units of `view`; what another row left in it is used in units of `reuse`.
+    to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
+    beyond them, a multiple of `attended_unit`; what another row left in it is used in units of `reuse`.
     """
 
     widths: tuple[int, ...]
     chunk: int
-    view: int = 256
+    attended_unit: int = 256
     reuse: int = 1
     alone: tuple[int, ...] = ()
-    reads: tuple[int, ...] = ()
+    attended_lengths: tuple[int, ...] = ()
     totals: tuple[int, ...] = ()
 
     def pad_prompt(self, length: int) -> int:
@@ -54,7 +54,7 @@ class Shapes:
         return self.chunk - PROMPT_UNIT if self.widths else self.chunk
 
 
-EXACT_FIT = Shapes(widths=(), chunk=512, reads=tuple(range(64, 2049, 64)))
+EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 64)))
 
 
 @dataclass

@@ -23,8 +23,8 @@ class Sampler(Protocol):
     plain: bool  # and nothing else changes its logits
 
     @property
-    def failures(self) -> Mapping[int, Exception]:
-        """Rows whose own logits processors failed in this round, by their place in the batch."""
+    def failures(self) -> Mapping[int, tuple[int, Exception]]:
+        """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
@@ -162,7 +162,7 @@ class Backend(Protocol):
     vocab_size: int
     max_length: int
     device: torch.device
-    view: int  # the memory is read up to the next multiple of this
+    attended_unit: int  # attention reads the cache up to the next multiple of this
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; what is cached already stays."""
@@ -213,22 +213,22 @@ class PromptLogits(Protocol):
 
 @runtime_checkable
 class AttendedLengths(Protocol):
-    """Optional capability of a backend: attention reads fewer positions than the next multiple of its unit.
+    """Optional capability of a backend: attention that reads other lengths of the cache than multiples of `attended_unit`.
 
-    reads: the lengths they may read where that is enough, ascending; none to read whole views.
+    attended_lengths: the lengths it may read where one is enough, ascending; empty for multiples of the unit only.
     """
 
-    reads: tuple[int, ...]
+    attended_lengths: tuple[int, ...]
 
-    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
-        """Whether attention of these widths, and of prompts, gives the same bits over `read` positions as `whole`."""
+    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
+        """Whether attention of these widths, and of prompts, gives the same bits over `length` positions as `whole`."""
 
 
-def read_memory(backend: Backend, view: int, reads: tuple[int, ...]) -> None:
-    """Make forwards read the memory up to one of `reads` if they can and it is enough, else a multiple of `view`."""
-    backend.view = view
+def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
+    """Make attention read the cache up to one of `lengths` if it can and one is enough, else a multiple of `unit`."""
+    backend.attended_unit = unit
     if isinstance(backend, AttendedLengths):
-        backend.reads = reads
+        backend.attended_lengths = lengths
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row, Seconds, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
+_steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
 
@@ -57,8 +58,7 @@ class Batch:
         table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
-        failures = self.sampler.failures
-        tokens = [self._commit_row(i, line, draft.width, failures.get(i)) for i, line in enumerate(table)]
+        tokens = [self._commit_row(i, line, draft.width) for i, line in enumerate(table)]
         seconds = clock.stop()
         for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
             length, accepted = draft.lengths[i], line[-1]
@@ -80,15 +80,18 @@ class Batch:
             )
         return [row.rounds[-1] for row in self.rows]
 
-    def _commit_row(self, i: int, line: Sequence[int], width: int, failure: Exception | None) -> tuple[int, ...]:
-        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were accepted."""
-        next_token, accepted = line[width:]
-        if failure is None and next_token < 0:
-            failure = SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
-        if failure is not None:
-            self.rows[i].fail(failure)
-            return ()
-        committed = self.rows[i].commit([*line[:accepted], next_token])
+    def _commit_row(self, i: int, line: Sequence[int], width: int) -> tuple[int, ...]:
+        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were accepted.
+
+        A row fails at the position where plain decoding would: what was accepted before it is committed.
+        """
+        row, (next_token, accepted) = self.rows[i], line[width:]
+        position, error = self.sampler.failures.get(i, (width + 1, None))
+        if position > accepted:
+            position, error = accepted, _no_token() if next_token < 0 else None
+        committed = row.commit(line[:position] if error else [*line[:accepted], next_token])
+        if error is not None and row.finish_reason is None:
+            row.fail(error)
         self.sampler.advance(i, committed)
         return committed
 
@@ -111,7 +114,6 @@ class Engine:
         backend = self.target.backend
         self._race = Race(backend.vocab_size, backend.device)
         self._observer = self.drafter if isinstance(self.drafter, Observer) else None
-        self._steps = count()
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Rows that are decoded together, row i in slot i."""
@@ -131,13 +133,13 @@ class Engine:
         clock.lap("prefill")
         if answer is not None:
             nothing = Draft.empty(len(batch.rows), answer.device)
-            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(self._steps))
+            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(_steps))
         else:
             draft = self.drafter.propose(batch.rows, self._lengths(batch.rows), batch.sampler)
             _check(draft, batch, self.drafter)
             draft = self.policy.worth_verifying(batch.rows, draft)
             clock.lap("draft")
-            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(self._steps))
+            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
         self.policy.observe(batch.rows)
         return rounds
 
@@ -164,6 +166,10 @@ class Engine:
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)
         return verdict
+
+
+def _no_token() -> SlipstreamError:
+    return SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
 
 
 def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:

@@ -58,9 +58,7 @@ class RaggedLayout:
                     table.read(slot, group[slot], end, answers)
         return in_order(answers, len(rows)) if answer else None
 
-    def score(
-        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int
-    ) -> Tensor:
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward without padding, where that takes fewer tokens than the rectangle."""
         width, rows = draft.shape[1], len(batch.starts)
         if rows == 1 or (keep <= width and set(lengths) != {width}):
@@ -97,9 +95,7 @@ def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) ->
     return any(common_beginning(row.tokens, other.tokens, most) > cached + CATCH_UP for other in others)
 
 
-def _read_together(
-    table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]
-) -> None:
+def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
     lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]

@@ -27,6 +27,7 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
+        self._reserved: list[Row] = []
         self._batch: Batch | None = None
 
     def add(self, row: Row) -> None:
@@ -48,8 +49,9 @@ class Scheduler:
         self._admit()
         if not self._running:
             return []
-        if self._batch is None or self._batch.rows != self._running:
+        if self._reserved != self._running + self._reading:
             self._reserve()
+        if self._batch is None or self._batch.rows != self._running:
             self._batch = self.engine.batch(self._running)
         return self.engine.step(self._batch, Clock(), self._read_ahead if self._reading else None)
 
@@ -93,7 +95,8 @@ class Scheduler:
         self.engine.target.read_ahead(self._reading, len(self._running), self.prompt_budget)
 
     def _reserve(self) -> None:
-        rows = self._running + self._reading
+        """The caches grow with the rows that are admitted."""
+        rows = self._reserved = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
         for session in (self.engine.target, self.engine.draft_session):
             if session is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.core.cache_audit import CacheAudit
 from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
-from slipstream.core.interfaces import Backend, PromptLogits, read_memory
+from slipstream.core.interfaces import Backend, PromptLogits, set_attended_lengths
 from slipstream.core.types import Row
 
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
@@ -36,7 +36,7 @@ class SlotTable:
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` tokens; what is cached stays."""
-        read_memory(self.backend, self.shapes.view, self.shapes.reads)
+        set_attended_lengths(self.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
         self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
         self.states.extend(SlotState() for _ in range(rows - len(self.states)))
 

@@ -110,9 +110,10 @@ class DraftController:
             even=self.cost_model.even,
         )
         lengths = [
-            n if known is None else min(n, length) for n, known, length in zip(draft.lengths, probs, chosen, strict=True)
+            n if known is None else min(n, length)
+            for n, known, length in zip(draft.lengths, probs, chosen, strict=True)
         ]
-        if draft.acceptance_probs is None:
+        if draft.acceptance_probs is None and any(known is not None for known in probs):
             lengths, notes = self._with_trials(rows, draft, probs, lengths)
             draft = replace(draft, notes=notes)
         return draft.cut(lengths)

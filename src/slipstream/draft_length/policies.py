@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from slipstream import drafters
+from slipstream.core.interfaces import Policy, Traits
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
@@ -108,14 +110,20 @@ class Auto:
         return self.samples and row.params.temperature > 0
 
 
-def fixed_policy(choice: LengthChoice, default: int, limit: int | None) -> Fixed | Heuristic:
-    """The policy of a choice where costs do not decide.
+def make_policy(
+    choice: LengthChoice, traits: Traits, controller: DraftController | None, *, coupled: bool, limit: int | None
+) -> Policy:
+    """The policy of a choice for a drafter of these traits.
 
-    default: where the user left it open. limit: the longest draft that the forward shapes allow, None for any.
+    controller: given where costs decide. coupled: drafts share the target's random numbers. limit: the longest draft
+    that the forward shapes allow, None for any.
     """
+    if controller is not None:
+        stepwise = traits.costs_time and not traits.weighs_costs
+        return Auto(controller, traits.default_length, traits.samples and not coupled, stepwise)
     most = MAX_DRAFT_TOKENS if limit is None else limit
     if choice.kind == "auto":
-        return Fixed(default)
+        return Fixed(traits.default_length)
     if choice.kind == "confidence":
         return Fixed(most)
     length = most if choice.count is None else choice.count
@@ -124,3 +132,13 @@ def fixed_policy(choice: LengthChoice, default: int, limit: int | None) -> Fixed
         said = f"heuristic:{length}" if choice.kind == "heuristic" else length
         raise UsageError(f"num_draft_tokens={said}; allowed: at most {most}{why}")
     return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
+
+
+def check_confidence(choice: LengthChoice, spelled: object, drafter: str, traits: Traits) -> None:
+    """Refuse "confidence:CHANCE" with a drafter that knows no probabilities or has a threshold of its own."""
+    if choice.confidence and (not traits.knows_probs or "p=" in drafter):
+        able = sorted(name for name in drafters.names() if drafters.traits(name).knows_probs)
+        raise UsageError(
+            f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: drafters {', '.join(able)} "
+            "without p=PERCENT"
+        )

@@ -69,7 +69,7 @@ class ModelDrafter:
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
         probs_of = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
         made = Draft(draft, tuple(ends), probs_of, steps=steps)
-        return made if sampled or self.stop is None else _annotated(made, self.stop, rows, lengths, chances)
+        return made if sampled or self.stop is None else annotated(made, self.stop, rows, lengths, chances)
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
@@ -78,7 +78,7 @@ class ModelDrafter:
         return torch.nn.functional.pad(logits, (0, extra), value=float("-inf"))
 
 
-def _annotated(
+def annotated(
     draft: Draft, stop: Stop, rows: Sequence[Row], asked: Sequence[int], chances: Sequence[Sequence[float]]
 ) -> Draft:
     """The draft with what `stop` knows of its tokens' acceptance."""

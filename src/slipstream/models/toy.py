@@ -63,7 +63,7 @@ class ToyBackend:
     max_length = 1 << 20
 
     def __init__(self, order: int = DEFAULT_ORDER) -> None:
-        self.device, self.view = torch.device("cpu"), 1
+        self.device, self.attended_unit = torch.device("cpu"), 1
         self._order = order
         self._distributions: dict[tuple[int, ...], Tensor] = {}
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))

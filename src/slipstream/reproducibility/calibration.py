@@ -12,8 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.cache_state import Shapes
-from slipstream.core.interfaces import Backend, read_memory
-from slipstream.reproducibility.shape_trials import CONTEXTS, LENGTH, PREFILL, REFERENCE, STEPS, VIEWS, WIDTHS, Trials
+from slipstream.core.interfaces import Backend, set_attended_lengths
+from slipstream.reproducibility.shape_trials import (
+    ATTENDED_UNITS,
+    CONTEXTS,
+    LENGTH,
+    PREFILL,
+    REFERENCE,
+    STEPS,
+    WIDTHS,
+    Trials,
+)
 
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
@@ -22,22 +31,22 @@ NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What agreed. widths: forward widths that give the same bits; view: read the memory in multiples of this.
+    """What agreed. widths: forward widths that give the same bits; attended_unit: attention reads multiples of this.
 
     together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
-    reads: what forwards may read of the memory without a difference to whole views. totals: numbers of tokens that
+    attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
     ragged forwards may have, and the milliseconds of one of as many rows as there may be.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
     widths: tuple[int, ...]
-    view: int
+    attended_unit: int
     milliseconds: dict[int, float]
     prompts: bool = False
     together: tuple[int, ...] = ()
-    reads: tuple[int, ...] = ()
+    attended_lengths: tuple[int, ...] = ()
     totals: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -51,7 +60,9 @@ class Calibration:
         several = tuple(sorted((*self.widths, *self.together)))
         alone = _worth_having({w: ms for w, ms in self.milliseconds.items() if w in self.widths}, self.widths)
         totals = _worth_having(self.totals, tuple(self.totals))
-        return Shapes(several, PREFILL, self.view, 1 if self.prompts else PREFILL, alone, self.reads, totals)
+        return Shapes(
+            several, PREFILL, self.attended_unit, 1 if self.prompts else PREFILL, alone, self.attended_lengths, totals
+        )
 
     @property
     def cost(self) -> float:
@@ -72,18 +83,18 @@ def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
     widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
     trials = Trials(backend, contexts, widths, max_batch_size)
     times = trials.milliseconds([width for width in TIMED if width in widths])
-    view = next((view for view in VIEWS if trials.view_agrees(view)), None)
+    view = next((view for view in ATTENDED_UNITS if trials.unit_agrees(view)), None)
     if view is None:
-        return Calibration((), VIEWS[-1], times)
-    trials.use_view(view)
-    reads = trials.reads()
+        return Calibration((), ATTENDED_UNITS[-1], times)
+    trials.use_unit(view)
+    reads = trials.attended_lengths()
     found = _found(trials, view, reads, times)
     return found if found.prompts or not reads else _found(trials, view, (), times)
 
 
 def _found(trials: Trials, view: int, reads: tuple[int, ...], times: dict[int, float]) -> Calibration:
     """What agrees with the reference when the memory is read this way."""
-    read_memory(trials.backend, view, reads)
+    set_attended_lengths(trials.backend, view, reads)
     alone = [width for width in trials.widths if trials.agrees_alone(width)]
     agreeing = [width for width in alone if trials.agrees_in_batches(width)]
     if REFERENCE not in agreeing:

@@ -20,7 +20,7 @@ from slipstream.reproducibility.calibration import Calibration, calibrate
 
 log = logging.getLogger("slipstream")
 
-VERSION = 11  # of what calibration tries; what an earlier one found is not used
+VERSION = 12  # of what calibration tries; what an earlier one found is not used
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -54,9 +54,9 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     if file.exists():
         values = json.loads(file.read_text())
         times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        widths, together, reads = (tuple(values[name]) for name in ("widths", "together", "reads"))
+        widths, together, lengths = (tuple(values[name]) for name in ("widths", "together", "attended_lengths"))
         totals = {int(total): ms for total, ms in values["totals"].items()}
-        return Calibration(widths, values["view"], times, values["prompts"], together, reads, totals)
+        return Calibration(widths, values["attended_unit"], times, values["prompts"], together, lengths, totals)
     log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
     found = calibrate(backend, max_batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.cache_state import PROMPT_UNIT
-from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards, RowSegment, read_memory
+from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards, RowSegment, set_attended_lengths
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
@@ -19,12 +19,12 @@ FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 5, 40, 2.0
 RAGGED_TIMINGS = 3
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
 FEW = 3  # rows
-VIEWS = (256, 512)
+ATTENDED_UNITS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
-READS = tuple(range(64, 2049, 64))  # what forwards may read instead of whole views
+ATTENDED_LENGTHS = tuple(range(64, 2049, 64))  # what forwards may read instead of multiples of the unit
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 
 
@@ -44,8 +44,8 @@ class Trials:
         length = max(contexts) + max(PREFILL, *WIDTHS)
         generator = torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
-        read_memory(backend, VIEWS[-1], ())
-        backend.reserve(self._slots, length + 3 * VIEWS[-1])
+        set_attended_lengths(backend, ATTENDED_UNITS[-1], ())
+        backend.reserve(self._slots, length + 3 * ATTENDED_UNITS[-1])
         for start in range(0, max(contexts), PREFILL):
             chunk = self._tokens[None, start : min(start + PREFILL, max(contexts))]
             backend.forward(chunk, [start], first_slot=0, logits=False)
@@ -53,9 +53,9 @@ class Trials:
             backend.copy(0, slot, max(contexts))
         self._reference: list[Tensor] = []
 
-    def use_view(self, view: int) -> None:
+    def use_unit(self, view: int) -> None:
         """Read the memory in units of `view` from now on; the reference is computed with it."""
-        self.backend.view = view
+        self.backend.attended_unit = view
         self._reference = [
             torch.cat(list(self._trace(slot, REFERENCE, max(WIDTHS)))) for slot in range(len(self.contexts))
         ]
@@ -97,12 +97,16 @@ class Trials:
                         return False
         return True
 
-    def reads(self) -> tuple[int, ...]:
+    def attended_lengths(self) -> tuple[int, ...]:
         """What forwards may read of the memory where it is enough, without a difference to whole views."""
-        backend, view = self.backend, self.backend.view
+        backend, view = self.backend, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
-        return tuple(read for read in READS if backend.reads_agree(self.widths, read, -(-read // view) * view))
+        return tuple(
+            read
+            for read in ATTENDED_LENGTHS
+            if backend.attended_length_agrees(self.widths, read, -(-read // view) * view)
+        )
 
     def prompts_agree(self) -> bool:
         """Whether prompt chunks of every width leave the bits that forwards of the reference width leave."""
@@ -158,12 +162,12 @@ class Trials:
         tokens = torch.cat([self._tokens[segment.start : segment.start + segment.count] for segment in segments])
         return pad(tokens, (0, total - len(tokens)))
 
-    def view_agrees(self, view: int) -> bool:
+    def unit_agrees(self, view: int) -> bool:
         """Whether reading two or three times as far gives the same bits."""
-        self.use_view(view)
+        self.use_unit(view)
         agrees = True
         for factor in (2, 3):
-            self.backend.view = view * factor
+            self.backend.attended_unit = view * factor
             agrees = agrees and self.agrees_alone(REFERENCE)
         return agrees
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from slipstream.config import setting
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LARGEST = 1e30  # leaves room in float32 for products with counts
-Processor = Callable[[Tensor, Tensor], Tensor]
+Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 T = TypeVar("T")
 
 

@@ -23,6 +23,7 @@ class Result:
     rounds: list[Round]
     seed: int
     prompt_token_ids: list[int]
+    error: str | None = None
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def debug(self) -> Text:

@@ -61,7 +61,7 @@ class GraphedBackend(HFBackend):
     def reserve(self, rows: int, length: int) -> None:
         """Grow the memory, which moves it and drops all graphs: so rarely, slots by doubling, positions by half."""
         held, positions = self._aimed.shape
-        needed = -(-(length + SPARE) // self.view) * self.view
+        needed = -(-(length + SPARE) // self.attended_unit) * self.attended_unit
         if rows <= held and needed <= positions:
             return
         self._graphs.clear()
@@ -113,7 +113,7 @@ class GraphedBackend(HFBackend):
         """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
         if self._graphs.reason is not None or not self._aimed.allocated:
             return None
-        return self._aimed.bucket(starts, width, end, self.view)
+        return self._aimed.bucket(starts, width, end, self.attended_unit)
 
     def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
         key = (body.__name__, bucket, *options, self._repeats)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from slipstream.errors import UsageError
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.fast_forwards import Shortcuts
-from slipstream.models.hf.kv_cache import VIEW
+from slipstream.models.hf.kv_cache import ATTENDED_UNIT
 from slipstream.models.hf.ragged_attention import RaggedSlots
 
 
@@ -26,7 +26,7 @@ class HFBackend(Shortcuts):
 
     def __init__(self, model: Any) -> None:
         check_supported(model)
-        self.view = VIEW
+        self.attended_unit = ATTENDED_UNIT
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
@@ -41,7 +41,7 @@ class HFBackend(Shortcuts):
 
     def reserve(self, rows: int, length: int) -> None:
         """Grow the memory; the longest view sets the size of the mask."""
-        self._cache.reserve(rows, -(-length // self.view) * self.view)
+        self._cache.reserve(rows, -(-length // self.attended_unit) * self.attended_unit)
         self._key_positions = torch.arange(self._cache._shape[1], device=self.device)
 
     @torch.inference_mode()
@@ -59,7 +59,11 @@ class HFBackend(Shortcuts):
         first = torch.tensor(starts, device=self.device)[:, None]
         positions = first + self._key_positions[: tokens.shape[1]]
         view = self._cache.place(
-            first_slot, starts, positions, self.view, self.reads if self.device.type == "cpu" else ()
+            first_slot,
+            starts,
+            positions,
+            self.attended_unit,
+            self.attended_lengths if self.device.type == "cpu" else (),
         )
         return self._through(tokens, positions, positions, view, keep)
 

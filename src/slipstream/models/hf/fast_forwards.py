@@ -46,10 +46,10 @@ class Trial:
 class Shortcuts:
     """What an `HFBackend` can do beside its plain forward."""
 
-    reads: tuple[int, ...] = ()
+    attended_lengths: tuple[int, ...] = ()
     ragged = False
     model: Any
-    view: int
+    attended_unit: int
     device: torch.device
     vocab_size: int
     _window: int | None
@@ -124,7 +124,7 @@ class Shortcuts:
 
     def _a_few_logits(self) -> Tensor:
         """Logits of a few tokens, float32: some at the start, and some that look back at them."""
-        self.reserve(1, 2 * self.view)
+        self.reserve(1, 2 * self.attended_unit)
         tokens = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
         first = self.forward(tokens[:, :6], [0], first_slot=0, logits=True)
         return torch.cat([first, self.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
@@ -149,17 +149,17 @@ class Shortcuts:
     ) -> Tensor:
         """See `Ragged.forward_ragged`."""
         layout = lay_out(segments, len(tokens), widths)
-        view = self._cache.place_ragged(layout, self.view, self.reads)
+        view = self._cache.place_ragged(layout, self.attended_unit, self.attended_lengths)
         return self._through(
             tokens[None], layout.positions[None], layout.queries, view, 0 if columns is None else columns
         )[0]
 
     @torch.inference_mode()
-    def reads_agree(self, widths: Sequence[int], read: int, whole: int) -> bool:
-        """See `Frugal.reads_agree`."""
+    def attended_length_agrees(self, widths: Sequence[int], read: int, whole: int) -> bool:
+        """See `AttendedLengths.attended_length_agrees`."""
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
         if self._repeats is None or not shapes:
             return False
         blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
-        agree = partial(grouped.reads_agree, self._repeats, self.model.dtype, read, whole)
+        agree = partial(grouped.attended_length_agrees, self._repeats, self.model.dtype, read, whole)
         return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))

@@ -113,7 +113,9 @@ def attend_in_blocks(
     return torch.cat(parts, 2)
 
 
-def reads_agree(repeats: int, dtype: torch.dtype, read: int, whole: int, key_heads: int, size: int, width: int) -> bool:
+def attended_length_agrees(
+    repeats: int, dtype: torch.dtype, read: int, whole: int, key_heads: int, size: int, width: int
+) -> bool:
     """Whether `width` columns get the same bits from `read` positions as from `whole`, wherever before they end."""
     generator = torch.Generator().manual_seed(read + width)
     shapes = (key_heads * repeats, width), (key_heads, whole), (key_heads, whole)

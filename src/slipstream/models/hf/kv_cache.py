@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from slipstream.errors import SlipstreamError
 
-VIEW = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
+ATTENDED_UNIT = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
 
 
 class SlotLayer(CacheLayerMixin):
@@ -64,9 +64,13 @@ class SlotCache(Cache):
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; existing content stays."""
-        length = -(-length // VIEW) * VIEW
+        length = -(-length // ATTENDED_UNIT) * ATTENDED_UNIT
         if rows > self._shape[0] or length > self._shape[1]:
-            grown = max(self._shape[1] * 3 // 2 // VIEW * VIEW, length) if length > self._shape[1] else self._shape[1]
+            grown = (
+                max(self._shape[1] * 3 // 2 // ATTENDED_UNIT * ATTENDED_UNIT, length)
+                if length > self._shape[1]
+                else self._shape[1]
+            )
             self._shape = max(rows, self._shape[0]), grown
             for layer in self.layers:
                 if layer.keys is not None:
