@@ -76,7 +76,9 @@ def test_other_lengths_are_refused(count: int | str) -> None:
 
 
 @pytest.mark.parametrize(("acceptance", "samples"), [("auto", True), ("match", False), ("block", True)])
-def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distribution(acceptance: str, samples: bool) -> None:
+def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distribution(
+    acceptance: str, samples: bool
+) -> None:
     decoder = made(acceptance=acceptance)
     policy = decoder._engine.policy
     assert isinstance(policy, Auto) and policy.samples is samples
