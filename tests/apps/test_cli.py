@@ -78,7 +78,7 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
     arguments = ("verify", *TOY, "--draft", "toy:2", "--prompt-file", str(prompts), "--budget", "1")
     code, out, _ = run(capsys, monkeypatch, *arguments)
     assert code == 0 and "VERIFIED" in out
-    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "law-of-next-position")
+    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "distribution-of-next-position")
     assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
 
 

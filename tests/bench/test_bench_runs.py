@@ -14,8 +14,8 @@ from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Arm, Header, Run, read_records, start
 from slipstream.bench.runner import Runner
-from slipstream.bench.sampled_drafts import draws
 from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.certificate.sampled_drafts import draws
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.text.prompts import NamedPrompt
 
