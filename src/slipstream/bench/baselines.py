@@ -94,8 +94,6 @@ class Baseline:
 
 def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
-    if loaded.model is None:
-        raise UsageError(f"target {loaded.name!r} is no Hugging Face model, so there is no `generate` to compare with")
     if not loaded.packed:
         return loaded.model
     from slipstream.models.hf.model_files import load_model
