@@ -59,7 +59,6 @@ class Lineup:
         self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.baseline is None}
         self._baselines = {arm.name: self._baseline(arm) for arm in arms if arm.baseline is not None}
         self.alone = decoder.using(PLAIN)
-        self._coupled: dict[str, bool] = {}  # of arms that sample
 
     @cached_property
     def plain(self) -> SpeculativeDecoder:
@@ -118,9 +117,7 @@ class Lineup:
             return True
         if arm.baseline is not None:
             return False
-        if arm.name not in self._coupled:
-            self._coupled[arm.name] = coupled(self.decoders[arm.name], params)
-        return self._coupled[arm.name]
+        return coupled(self.decoders[arm.name], params)
 
     def same_bits(self, arm: Arm) -> bool:
         """Whether no rounding can tell the arm's text from plain decoding's: one copy, in shapes that agree."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.certificate.full_precision import full_precision_model, last_logits
 from slipstream.certificate.parity import Difference, explain, plain_difference
-from slipstream.certificate.sampled_drafts import draws
 from slipstream.core.acceptance import load_rule
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Row
@@ -108,4 +107,4 @@ def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:
         return decoder.rule.coupled
     if decoder.config.acceptance != "auto":
         return load_rule(decoder.config.acceptance).coupled
-    return not draws(decoder)  # "auto" matches one-hot drafts and judges sampled ones by `block`
+    return not decoder.traits.samples  # "auto" matches one-hot drafts and judges sampled ones by `block`

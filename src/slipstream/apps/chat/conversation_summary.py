@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened, summary
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.tie_judge import TieJudge, coupled
 from slipstream.core.stats import Stats
 from slipstream.errors import UsageError
 from slipstream.text.figures_as_text import time_split, verdict
@@ -21,8 +21,8 @@ def compare(chat: Chat) -> str:
     ids, params = turn.token_ids, turn.params
     length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
     plain = decoder.using("none").generate(turn.prompt_ids, shortened(params, length))
-    coupled = params.temperature == 0 or decoder.config.acceptance == "match"
-    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=coupled)
+    same = coupled(decoder, params)
+    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=same)
     fast, slow = _speed(turn.stats), _speed(plain.stats)
     speeds = f"{turn.drafter} {fast:.1f} tok/s, plain {slow:.1f} tok/s: {fast / slow:.2f}x, prompt not counted"
     return f"{speeds}; text {verdict(found)}"
