@@ -34,7 +34,7 @@ from slipstream.sampling.sampler import Sampler
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
-MOTIF = 8  # prompts repeat this many random tokens, so that look-up drafters find something
+MOTIF = 8  # prompts repeat this many random tokens, so that retrieval drafters find something
 
 
 def measure_costs(
