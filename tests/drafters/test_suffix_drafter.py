@@ -303,7 +303,7 @@ def test_rows_of_a_batch_are_independent() -> None:
     rows = [row_of(text) for text in texts]
     for _ in range(3):
         assert propose(drafter, rows, 4) == [
-            specification([row.tokens], row.tokens, 4, suffix.drafter.THRESHOLD, prompt=row.prompt_length)
+            specification([row.tokens], row.tokens, 4, suffix.suffix_drafter.THRESHOLD, prompt=row.prompt_length)
             for row in rows
         ]
         for row in rows:
