@@ -28,9 +28,9 @@ PARITY = (
     "where every token is the target's own draw."
 )
 TERMS = (
-    "Acceptance rate: accepted of all drafted tokens. Acceptance per test (alpha): accepted of the tested tokens, which "
-    "are the accepted ones and the one that each rejection stopped at. Tokens per round: output tokens per forward of "
-    "the target, its own included."
+    "Acceptance rate: accepted of all drafted tokens. Acceptance per test (alpha): accepted of the tested "
+    "tokens, which are the accepted ones and the one that each rejection stopped at. Tokens per round: output tokens "
+    "per forward of the target, its own included."
 )
 SAME = "how many of the texts compared are plain decoding's own"
 
