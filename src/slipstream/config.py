@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.errors import UsageError
 
+EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 POLICY = re.compile(r"auto|heuristic(:[1-9]\d?)?|confidence:0?\.(0[1-9]|[1-9]\d?)")

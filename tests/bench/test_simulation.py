@@ -10,7 +10,7 @@ from test_formula import RAGGED, linear_costs
 
 from slipstream import UsageError
 from slipstream.apps.cli.common import app, out
-from slipstream.apps.cli.simulate import print_simulation, simulation_table
+from slipstream.apps.cli.simulation_table import print_simulation, simulation_table
 from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.formula import (
     Costs,

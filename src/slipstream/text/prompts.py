@@ -19,6 +19,24 @@ class NamedPrompt:
     prompt: str
     category: str = "prompt"
 
+    def __post_init__(self) -> None:
+        check_characters("prompt", self.prompt)
+
+
+def check_characters(name: str, text: str) -> None:
+    """Refuse text with half a surrogate pair, which is what bytes that are not UTF-8 become on the command line."""
+    for position, character in enumerate(text):
+        if "\ud800" <= character <= "\udfff":
+            shown = text.encode(errors="replace").decode()
+            raise UsageError(f"{name} {shown!r:.60}: U+{ord(character):04X} at {position}; allowed: valid Unicode text")
+
+
+def named_prompt(source: str, text: str, category: str = "prompt") -> NamedPrompt:
+    """A whole text as a prompt; an empty one is refused. source: where the text is from, for the message."""
+    if not text.strip():
+        raise UsageError(f"{source} is empty; allowed: a text")
+    return NamedPrompt(text.strip(), category)
+
 
 def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
     """The prompts of a file, at most `limit` of each category.
@@ -31,9 +49,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"prompt file {str(path)!r} cannot be read: {error}") from error
     if path.suffix != ".jsonl":
-        if not text.strip():
-            raise UsageError(f"prompt file {str(path)!r} is empty; allowed: a text, or .jsonl with an object per line")
-        return [NamedPrompt(text.strip(), path.stem)]
+        return [named_prompt(f"prompt file {str(path)!r}", text, path.stem)]
     prompts = [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     known = sorted({p.category for p in prompts})
     for category in categories or []:
