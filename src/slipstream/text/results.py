@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.text import Text
 
@@ -24,6 +25,14 @@ class Result:
     seed: int
     prompt_token_ids: list[int]
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
+        plain = ("text", "token_ids", "finish_reason", "seed", "prompt_token_ids")
+        return {name: getattr(self, name) for name in plain} | {
+            "stats": self.stats.to_dict(),
+            "rounds": [asdict(done) for done in self.rounds],
+        }
 
     def debug(self) -> Text:
         """Every round as a line: accepted, rejected and target-chosen tokens, with a legend; print it with rich."""
