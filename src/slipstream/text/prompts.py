@@ -20,15 +20,17 @@ class NamedPrompt:
     category: str = "prompt"
 
     def __post_init__(self) -> None:
-        check_characters("prompt", self.prompt)
+        check_text("prompt", self.prompt)
 
 
-def check_characters(name: str, text: str) -> None:
-    """Refuse text with half a surrogate pair, which is what bytes that are not UTF-8 become on the command line."""
-    for position, character in enumerate(text):
-        if "\ud800" <= character <= "\udfff":
-            shown = text.encode(errors="replace").decode()
-            raise UsageError(f"{name} {shown!r:.60}: U+{ord(character):04X} at {position}; allowed: valid Unicode text")
+def check_text(name: str, text: str) -> None:
+    """Refuse text that UTF-8 cannot encode: lone surrogates, which undecodable bytes become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{name} has {text[error.start]!r} at character {error.start}; allowed: valid Unicode (no lone surrogates)"
+        ) from None
 
 
 def named_prompt(source: str, text: str, category: str = "prompt") -> NamedPrompt:

@@ -51,10 +51,8 @@ def main() -> None:
         _exit(str(error), 2)
     except SlipstreamError as error:
         _exit(str(error), 1)
-    except BrokenPipeError:
-        _exit("the reader of the output closed it before the end", 1)
-    except OSError as error:
-        _exit(f"{error.filename or 'output'} cannot be written or read: {error.strerror or first_line(error)}", 1)
+    except OSError as error:  # of writing what was printed; commands tell of their files themselves
+        _exit(f"{error.filename or 'standard output'}: {error.strerror or first_line(error)}", 1)
     except (KeyboardInterrupt, typer.Abort):
         _exit("interrupted", 130)
 

@@ -17,7 +17,7 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import check_characters
+from slipstream.text.prompts import check_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -43,7 +43,7 @@ def chat_command(
 ) -> None:
     """Talk with a model; /help lists the commands."""
     config = config_from(config, models.config_file)
-    check_characters("--system", system)
+    check_text("--system", system)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     file = history or cache_folder() / "chat_history"
     if at_terminal:

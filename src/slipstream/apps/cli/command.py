@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 
 WIDTH = 100  # columns of help
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
@@ -35,6 +35,13 @@ class Command(TyperCommand):
             allowed = error.message.removeprefix("Input should be ").partition(",")[0]
             name, value = max(error.param.opts, key=len), " ".join(values)
             raise UsageError(f"{name} {value!r}; allowed: {NUMBERS.get(allowed, allowed)}") from error
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run; a reader that closes the output, as `head` does, is told in one line."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise SlipstreamError("standard output was closed before everything was written") from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections in the order in which their first options come."""

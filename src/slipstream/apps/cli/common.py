@@ -64,6 +64,7 @@ def quiet_libraries() -> None:
 
 def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
     """The decoder of these models under these settings; a lossy rule is announced."""
+    config.refuse_contradictions()
     quiet_libraries()
     from slipstream.decoder import SpeculativeDecoder
 

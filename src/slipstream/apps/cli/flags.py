@@ -14,7 +14,6 @@ import typer
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import check_characters
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling"}
 NOT_FLAGS = {"logits_processors"}
@@ -47,12 +46,6 @@ def _biases(pairs: list[str]) -> dict[int, float]:
     return found
 
 
-def _texts(flag: str, texts: list[str]) -> tuple[str, ...]:
-    for text in texts:
-        check_characters(flag, text)
-    return tuple(texts)
-
-
 @dataclass(frozen=True)
 class Written:
     """A field whose flag is written differently from its Python value."""
@@ -72,8 +65,8 @@ WRITTEN = {
     "reproducible": Written(str, _switch, "SWITCH"),
     "load_options": Written(str, _json_object, "JSON"),
     "logit_bias": Written(list[str], _biases, "TOKEN_ID=NUMBER", f", e.g. 198=-5; {SEVERAL}"),
-    "bad_words": Written(list[str], functools.partial(_texts, "--bad-words"), "TEXT", f"; {SEVERAL}"),
-    "stop": Written(list[str], functools.partial(_texts, "--stop"), "TEXT", f"; {SEVERAL}"),
+    "bad_words": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
+    "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "N"),

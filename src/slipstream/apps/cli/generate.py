@@ -19,7 +19,7 @@ from slipstream.apps.cli.options import Debug, Json, Models, PromptSource, Syste
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt, check_characters
+from slipstream.text.prompts import NamedPrompt, check_text
 
 if TYPE_CHECKING:
     from slipstream.core.stats import Stats
@@ -44,7 +44,7 @@ def generate_command(
     prompts = gather_prompts(source)
     if system and source.raw:
         raise UsageError("--system beside --raw, which uses no chat template; allowed: one of the two")
-    check_characters("--system", system)
+    check_text("--system", system)
     decoder = load_decoder(models, config)
     requests = [as_request(decoder, prompt, system) for prompt in prompts]
     if len(prompts) == 1:

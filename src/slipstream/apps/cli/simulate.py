@@ -103,11 +103,11 @@ def simulate_command(
 
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
+    acceptance = _acceptance(grid)
     if not paper.given and measured == Measured():
         paper = EXAMPLE
         err.print("costs: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; others: --target T")
     _refuse_two_sources(config, measured, paper)
-    acceptance = _acceptance(grid)
     costs = _costs(config, measured, paper, grid)
     if save_costs is not None:
         costs.save(save_costs)
@@ -150,10 +150,10 @@ def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid
 
 def _acceptance(grid: Grid) -> Acceptance | float:
     """From --alpha, or from the `stats` of a JSON file: of `compare --json`, or those of `Stats.to_dict()` alone."""
-    from slipstream.bench.prediction.accepted_lengths import Acceptance
-
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
+    from slipstream.bench.prediction.accepted_lengths import Acceptance
+
     if grid.stats is None:
         if grid.alpha is None:
             err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats FILE of `compare --json`")
