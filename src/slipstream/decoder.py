@@ -239,11 +239,14 @@ class SpeculativeDecoder:
 
         A prompt is a text, token ids or a list of chat messages. A text goes through the chat template if the tokenizer
         has one, unless chat=False. Ids are a list, an array or tensor (2-D with several rows: several prompts), or what
-        a tokenizer returns. params: one for all, or one per prompt.
+        a tokenizer returns. params: one for all, or one per prompt; with n > 1 the other texts are in
+        `Result.alternatives`.
         """
         prompts = read_prompts(prompt)
         with self._use:
-            results = self.decode(self.rows(prompts.items, params, chat=chat))
+            groups = self._reader.sample_rows(prompts.items, params, chat=chat)
+            texts = iter(self.decode([row for group in groups for row in group]))
+        results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
         return results[0] if prompts.single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:

@@ -61,6 +61,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
     seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    n: int = setting(1, "texts per prompt, each with a seed of its own")
     num_draft_tokens: int | None = setting(
         None, "this request's draft length instead of the decoder's; 0 drafts nothing"
     )
@@ -80,6 +81,9 @@ class SamplingParams:
             raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
         if self.seed is not None:
             self._integer("seed", 0)
+        self._integer("n", 1)
+        if self.n > 1 and self.temperature == 0:
+            raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
             self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
         if not isinstance(self.ignore_eos, bool):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
@@ -50,18 +51,28 @@ class RequestReader:
                 check_text("prompt (a chat message)", message["content"])
         return tokenizer.chat(prompt)
 
+    def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
+        """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
+        given = _one_each(params, len(prompts))
+        groups: list[list[Row]] = []
+        for prompt, own in zip(prompts, given, strict=True):
+            one = replace(own, n=1) if isinstance(own, SamplingParams) and own.n > 1 else own
+            first = self._row(len(groups), _single(prompt), one, chat)
+            seeds = [key(first.seed, at) >> 1 for at in range(1, own.n)]
+            others = [self._row(len(groups), first.tokens, replace(one, seed=seed), chat) for seed in seeds]
+            groups.append([first, *others])
+        return groups
+
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
         """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
-        one = SamplingParams() if params is None else params
-        given = list(params) if isinstance(params, list | tuple) else [one] * len(prompts)
-        if len(given) != len(prompts):
-            raise UsageError(f"params: {len(given)} given for {len(prompts)} prompts; allowed: one, or one per prompt")
-        pairs = enumerate(zip(prompts, given, strict=True))
+        pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
         return [self._row(i, _single(prompt), one, chat) for i, (prompt, one) in pairs]
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
+        if params.n > 1:
+            raise UsageError(f"n={params.n}; allowed: 1, except in generate")
         backend, tokens = self.target.backend, self._encode(prompt, chat)
         if not tokens:
             raise UsageError(f"prompt {index} is empty; allowed: at least one token")
@@ -101,6 +112,14 @@ class RequestReader:
         if self.target.tokenizer is None:
             raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
         return VisibleText(self.target.tokenizer, params)
+
+
+def _one_each(params: Any, count: int) -> list[Any]:
+    one = SamplingParams() if params is None else params
+    given = list(params) if isinstance(params, list | tuple) else [one] * count
+    if len(given) != count:
+        raise UsageError(f"params: {len(given)} given for {count} prompts; allowed: one, or one per prompt")
+    return given
 
 
 def _single(prompt: Any) -> Any:

@@ -15,7 +15,10 @@ from slipstream.text.round_view import round_lines, to_html
 
 @dataclass(frozen=True)
 class Result:
-    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string."""
+    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string.
+
+    alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
+    """
 
     text: str
     token_ids: list[int]
@@ -24,6 +27,7 @@ class Result:
     rounds: list[Round]
     seed: int
     prompt_token_ids: list[int]
+    alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -32,6 +36,7 @@ class Result:
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
             "rounds": [asdict(done) for done in self.rounds],
+            "alternatives": [other.to_dict() for other in self.alternatives],
         }
 
     def debug(self) -> Text:

@@ -16,7 +16,7 @@ from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling"}
-NOT_FLAGS = {"logits_processors"}
+NOT_FLAGS = {"logits_processors", "n", "logprobs"}
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
 
@@ -69,7 +69,6 @@ WRITTEN = {
     "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "seed": Written(int | None, lambda value: value, "N"),
-    "logprobs": Written(int | None, lambda value: value, "N"),
 }
 
 
