@@ -70,7 +70,7 @@ class DecoderConfig:
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 
     def refuse_contradictions(self) -> None:
-        """Refuse a setting that another one makes useless. Not on construction: `using("none")` keeps a draft length."""
+        """Refuse a setting that another one makes useless; `using("none")` may keep a draft length."""
         if self.drafter == "none" and self.num_draft_tokens not in ("auto", 0):
             raise UsageError(
                 f"num_draft_tokens={self.num_draft_tokens!r} with drafter='none', which drafts nothing; "

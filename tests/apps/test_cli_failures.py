@@ -85,9 +85,7 @@ def test_outputs_are_checked_before_the_work(capsys, monkeypatch, tmp_path: Path
     message = refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:], where)
     assert f"{arguments[-1]} {where!r} cannot be written" in message
     if arguments[-1] != "--out":
-        assert "it is a folder" in refused(
-            capsys, monkeypatch, arguments[0], *TOY, *arguments[1:], str(tmp_path)
-        )
+        assert "it is a folder" in refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:], str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -127,7 +127,9 @@ def test_the_command_refuses(arguments: list[str], message: str) -> None:
 
 def test_without_options_the_command_shows_an_example_and_says_what_it_assumes() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "simulate"], capture_output=True, text=True
+        [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "simulate"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "best draft length" in done.stdout
     assert "0.7 per token is assumed" in done.stderr and "--target T" in done.stderr
