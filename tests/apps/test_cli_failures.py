@@ -51,8 +51,9 @@ def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, 
     [
         (("sweep", "--lengths", "8-0"), "--lengths '8-0': the range 8-0 is empty"),
         (("sweep", "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
-        (("verify", "--category", "story"), "--category and --limit choose from a --prompt-file"),
-        (("verify", "--limit", "2"), "--category and --limit choose from a --prompt-file"),
+        (("verify", "--category", "stories"), "category 'stories' is not in the demonstration's prompts"),
+        (("generate", "-p", "A", "--category", "x"), "--category and --limit choose from a --prompt-file"),
+        (("generate", "-p", "A", "--limit", "2"), "--category and --limit choose from a --prompt-file"),
     ],
 )
 def test_what_would_do_nothing_is_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:

@@ -32,7 +32,7 @@ WRONG = [
     ("generate", *TOY, "--drafter", "none", "--num-draft-tokens", "3"),
     ("generate", "--target", "toy", "--prompt-file", "/nowhere.txt"),
     ("compare", *TOY, "--repeats", "0"),
-    ("verify", "--category", "story"),
+    ("verify", "--category", "stories"),
     ("sweep", "--lengths", "8-0"),
     ("bench", "--batch-sizes", "0"),
     ("bench", "--out", "/dev/null/folder"),

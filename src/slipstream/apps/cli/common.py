@@ -102,7 +102,8 @@ def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
         raise UsageError("prompts come from --prompt or from --prompt-file; allowed: exactly one of them")
     if source.prompt_file is not None:
         return read_prompts(source.prompt_file, categories=list(source.category), limit=source.limit)
-    refuse_choice_without_file(source.category, source.limit)
+    if source.category or source.limit is not None:
+        raise UsageError("--category and --limit choose from a --prompt-file; allowed: together with one")
     if source.prompt.count("-") > 1:
         raise UsageError("--prompt - is given twice; allowed: once, as standard input can be read only once")
     return [
@@ -116,12 +117,6 @@ def standard_input() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text") from error
-
-
-def refuse_choice_without_file(category: Any, limit: int | None) -> None:
-    """Refuse flags that choose from a file where there is none."""
-    if category or limit is not None:
-        raise UsageError("--category and --limit choose from a --prompt-file; allowed: together with one")
 
 
 def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str) -> Prompt:

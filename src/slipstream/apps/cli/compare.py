@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Arms:
     """What is run besides plain and speculative decoding, and how often."""
 
-    hf: Annotated[bool, option(MEASURING, "--hf", text="also run Hugging Face `generate` (greedy only)")] = False
+    hf: Annotated[bool, option(MEASURING, "--hf", text="also run Hugging Face `generate`")] = False
     batch: Annotated[bool, option(MEASURING, "--batch", text="also run all prompts as a batch against one by one")] = (
         False
     )
@@ -69,7 +69,7 @@ def compare_command(
         summary[BATCH] = compare_batch(decoder, done, params, chat=not source.raw)
     out.print(tables.comparison_table(done), tables.summary_table(summary), time_split(summary["stats"]))
     write_json(json_file, report.to_dict(decoder, models, params, done, summary))
-    report.fail_on_difference(decoder, params, summary)
+    report.fail_on_difference(decoder, summary)
 
 
 def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: str, *, debug: bool) -> None:

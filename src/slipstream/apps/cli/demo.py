@@ -49,7 +49,7 @@ def demo_command(
         out.print(caption(one, item["why"]), style="dim", markup=False, soft_wrap=True)
     print(json.dumps(_line(done, summary)))
     write_json(json_file, report.to_dict(decoder, models, params, done, summary))
-    report.fail_on_difference(decoder, params, summary)
+    report.fail_on_difference(decoder, summary)
 
 
 def caption(done: Comparison, why: str) -> str:

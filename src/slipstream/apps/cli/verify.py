@@ -15,17 +15,16 @@ from slipstream.apps.cli.common import (
     load_decoder,
     out,
     prompt_set,
-    refuse_choice_without_file,
     write_json,
 )
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import MEASURING, Json, Models, PromptChoice, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompts import NamedPrompt, chosen_prompts
 
 if TYPE_CHECKING:
-    from slipstream.certificate.checks import Check
+    from slipstream.certificate.finding import Check
     from slipstream.decoder import SpeculativeDecoder
 
 
@@ -67,13 +66,19 @@ def verify_command(
     from slipstream.apps.cli import tables
 
     out.print(tables.certificate(checks))
-    failed = [check for check in checks if not check.passed]
+    failed = [check for check in checks if check.failed]
     settings = f"{models.target}, drafter {decoder.drafter_name}, acceptance {decoder.config.acceptance}"
     mode = "reproducible: texts must be bit-identical" if decoder.reproducible else "not reproducible: ties are allowed"
+    passed, total = sum(check.passed for check in checks), len(checks)
+    counts = f"{passed} of {total} checks passed"
+    counts += f", {total - passed - len(failed)} not applicable" if passed + len(failed) < total else ""
     result = "FAILED" if failed else "VERIFIED"
-    out.print(f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({mode})", soft_wrap=True)
+    out.print(
+        f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({counts}; {mode})",
+        soft_wrap=True,
+    )
     report = {"target": models.target, "draft": models.draft, "config": vars(decoder.config), "verified": not failed}
-    write_json(json_file, report | {"checks": [vars(check) for check in checks]})
+    write_json(json_file, report | {"checks": [check.to_dict() for check in checks]})
     if failed:
         raise SlipstreamError(f"not exact: {failed[0].name}: {failed[0].detail}")
 
@@ -82,8 +87,8 @@ def _prompts(choice: PromptChoice) -> list[NamedPrompt]:
     """The prompts of a file, or the demonstration's."""
     if choice.prompt_file is not None:
         return prompt_set(choice)
-    refuse_choice_without_file(choice.category, choice.limit)
-    return [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
+    demo = [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
+    return chosen_prompts(demo, "the demonstration's prompts", categories=list(choice.category), limit=choice.limit)
 
 
 def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent) -> list[Check]:
@@ -101,5 +106,5 @@ def _run(decoder: SpeculativeDecoder, prompts: list[NamedPrompt], extent: Extent
             checks.append(check)
             progress.update(task, advance=1, description=check.name)
             if not err.is_terminal:
-                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {'pass' if check.passed else 'FAIL'}")
+                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {check.outcome}")
     return checks
