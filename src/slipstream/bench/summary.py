@@ -54,7 +54,7 @@ class ArmSummary:
 
     @property
     def lossless(self) -> bool:
-        """Whether the arm promises plain decoding's text or law; baselines promise nothing here."""
+        """Whether the arm promises plain decoding's text or distribution; baselines promise nothing here."""
         return self.stats is not None and self.stats.lossless
 
     @property

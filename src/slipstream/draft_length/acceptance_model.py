@@ -25,7 +25,7 @@ class AcceptanceModel:
     (stochastic gradient descent on the log-loss).
 
     prior: the chance of each kind before anything is known. shared: whether rows learn from each other; if not, a
-    row's odds depend on that row alone. row_step: how far one token moves its row's weight.
+    row's estimates depend on that row alone. row_step: how far one token moves its row's weight.
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:

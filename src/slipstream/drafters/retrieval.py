@@ -1,4 +1,4 @@
-"""Everything that can be looked up: `suffix` where the text is known, `recycle` where it is not, and behind it."""
+"""Retrieval drafts: `suffix` where the text is known, `token_recycling` where it is not, and after it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.drafters import Setup, suffix
-from slipstream.drafters import token_recycling as recycle
+from slipstream.drafters import Setup, suffix, token_recycling
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.errors import UsageError
@@ -19,9 +18,9 @@ from slipstream.errors import UsageError
 
 @dataclass
 class RetrievalDrafter:
-    """The draft of `known` or, where its first token is less likely, of `ranked`; `ranked` goes on behind it.
+    """The draft of `known` or, where its first token is less likely, of `ranked`; `ranked` continues it.
 
-    Both are one-hot. Where they do not say what to hope for, `ranked` drafts for the rows for which `known` has
+    Both are one-hot. Without acceptance probabilities `ranked` drafts for the rows for which `known` has
     nothing.
     """
 
@@ -43,7 +42,7 @@ class RetrievalDrafter:
         )
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """See `RecycleDrafter`."""
+        """See `TokenRecyclingDrafter`."""
         self.ranked.observe(rows, draft, logits, verdict)
 
     def forget(self) -> None:
@@ -66,7 +65,7 @@ class RetrievalDrafter:
 
 
 def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
-    """Tokens and hopes of each row."""
+    """Tokens and acceptance probabilities of each row."""
     acceptance_probs = draft.acceptance_probs or [None] * len(draft.lengths)
     rows = zip(draft.tokens.tolist(), draft.lengths, acceptance_probs, strict=True)
     return [(tokens[:length], list(acceptance_prob or ())) for tokens, length, acceptance_prob in rows]
@@ -81,4 +80,4 @@ def build(setup: Setup, argument: str) -> RetrievalDrafter:
     known = suffix.build(setup, argument)
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    return RetrievalDrafter(known, recycle.build(setup, ""))
+    return RetrievalDrafter(known, token_recycling.build(setup, ""))

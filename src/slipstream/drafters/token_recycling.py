@@ -82,7 +82,7 @@ class TokenRecyclingDrafter:
     at its first draft; what the target ranked in any row goes into a common one as well. Contexts of two and three
     tokens go before single ones, the row's own before common ones. Drafts are one-hot. A memory holds at most 2 * SPAN
     contexts.
-    odds: given, a draft says how likely it is to come true, by how often such tokens came true before.
+    acceptance_model: given, a draft carries its acceptance probabilities, from how often such tokens were right before.
     """
 
     vocab_size: int
@@ -153,7 +153,7 @@ class TokenRecyclingDrafter:
     def _hoped(
         self, row: Row, tokens: list[int], kinds: list[int], acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """With odds the chain as far as there is hope, and what to hope for."""
+        """With an acceptance model the chain as far as it may be accepted, and its acceptance probabilities."""
         acceptance_probs = list[float]()
         if self.acceptance_model is None:
             return tokens, acceptance_probs

@@ -108,11 +108,11 @@ class SuffixDrafter:
     then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
     outputs: how many tokens of past outputs are kept, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
-    odds: given instead of a threshold; a draft then goes on, and says how likely it is to come true, by how often such
-    tokens came true before. Whatever is drafted is compared with what the text became, verified or not.
+    acceptance_model: given instead of a threshold; a draft then goes on and carries its acceptance probabilities,
+    estimated from how often such tokens were right before. Whatever is drafted is compared with what the text became, verified or not.
 
-    An output is kept from the first call on after its row has finished or was dropped. Drafts, never the law of the
-    text, depend on it. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured (20 for
+    An output is stored from the first call on after its row has finished or was dropped. Drafts, never the distribution of
+    the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured (20 for
     periodic text, 280 for random ids of a vocabulary of four).
     """
 
@@ -193,7 +193,7 @@ class SuffixDrafter:
         return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
 
     def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
-        """The row's tokens and, with odds, what to hope for."""
+        """The row's tokens and, with an acceptance model, their acceptance probabilities."""
         text = self._texts.get(row)
         if text is None:
             text = self._texts[row] = _Text(row, self._ended)
