@@ -13,7 +13,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-from slipstream.assembly import DEFAULT_DRAFT_TOKENS, OTHER_DRAFT_TOKENS
+from slipstream import drafters
 from slipstream.bench.comparison import Referee, count_differences
 from slipstream.certificate.parity import Difference
 from slipstream.certificate.sampled_frequencies import distribution_test, sample
@@ -235,9 +235,6 @@ def _drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     """The same, drafting whether it pays or not: a law test sees nothing where nothing is drafted."""
     if decoder.config.num_draft_tokens != "auto":
         return decoder
-    drafter = decoder.drafter_name
-    if decoder.config.drafter == "auto" and decoder.draft is not None:
-        drafter = "model"  # of its two drafters the one that draws
-    length = DEFAULT_DRAFT_TOKENS.get(drafter.partition(":")[0], OTHER_DRAFT_TOKENS)
-    given = drafter if drafter.partition(":")[0] in DEFAULT_DRAFT_TOKENS else None
-    return decoder.using(given, num_draft_tokens=length)
+    if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that samples
+        return decoder.using("model", num_draft_tokens=drafters.traits("model").default_length)
+    return decoder.using(num_draft_tokens=decoder.traits.default_length)
