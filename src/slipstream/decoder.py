@@ -309,7 +309,7 @@ class SpeculativeDecoder:
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
         text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
-        for done in self.run([row]):
+        for done in self.scheduler().run([row]):
             piece = ""
             if text is not None:
                 piece = "".join(map(text.push, done.tokens))

@@ -150,6 +150,9 @@ def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, op
     for done in decoder.run(rows):
         if options.debug:
             print(round_line(done, len(rows[done.row].rounds), options.tokenizer), file=sys.stderr)
+    for row in rows:
+        if row.error is not None:
+            raise row.error
     return [decoder.result(row) for row in rows]
 
 

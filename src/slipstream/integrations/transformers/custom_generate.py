@@ -160,9 +160,15 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     rows = decoder.rows([prompt.tokens for prompt in prompts], params)
     for row, prompt in zip(rows, prompts, strict=True):
         row.end_ids, row.completes_stop = options.end_ids, options.watch(prompt)
-    for done in decoder.run(rows):
-        for token in done.tokens if streamer is not None else ():
-            streamer.put(torch.tensor([token]))
+    if streamer is None:
+        decoder.decode(rows)
+    else:
+        for done in decoder.run(rows):
+            for token in done.tokens:
+                streamer.put(torch.tensor([token]))
+    for row in rows:
+        if row.error is not None:
+            raise row.error
     return rows
 
 
