@@ -22,6 +22,8 @@ from slipstream.bench.prediction.formula import (
 from slipstream.bench.prediction.simulation import Load, play, simulate
 from slipstream.core.stats import Stats
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("acceptance", [0.7, RAGGED], ids=["alpha", "by position"])
 @pytest.mark.parametrize("batch", [1, 4])

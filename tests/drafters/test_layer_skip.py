@@ -28,6 +28,8 @@ from slipstream.models.layer_subset import identity, num_layers
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)

@@ -30,6 +30,8 @@ from slipstream.integrations.reference import (
     speculative_generate_batch,
 )
 
+pytestmark = pytest.mark.slow
+
 # what the calls leave behind
 
 
