@@ -42,7 +42,7 @@ class Result:
         plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
-            "logprobs": self.logprobs and [asdict(one) for one in self.logprobs],
+            "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
             "rounds": [_round(done) for done in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
         }
