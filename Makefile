@@ -43,7 +43,7 @@ examples: $(STAMP)
 	@$(BIN)/python examples/run.py --target smollm2
 
 lines: $(STAMP)
-	@$(BIN)/python tests/count_lines.py
+	@$(BIN)/python -m pytest -q -s tests/project/test_layout.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -17,7 +17,7 @@ from slipstream.core.types import Row
 from slipstream.drafters import Setup, load
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix import automaton as suffix_automaton
-from slipstream.drafters.suffix import drafter as suffix
+from slipstream.drafters.suffix import suffix_drafter as suffix
 from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Sampler, Traits
+from slipstream.core.interfaces import Sampler
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError

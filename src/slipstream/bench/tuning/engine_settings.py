@@ -48,7 +48,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
     elif candidate.kind == "suffix":
         bounds = {
             "suffix_decoding_max_spec_factor": float(candidate.tokens),
-            "suffix_decoding_min_token_prob": suffix.drafter.THRESHOLD,
+            "suffix_decoding_min_token_prob": suffix.suffix_drafter.THRESHOLD,
         }
         value = {"method": "suffix", **value, **bounds}
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from slipstream.core.interfaces import Traits
+from slipstream.core.traits import Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, default_layers, parse_layers
 from slipstream.drafters.model import ModelDrafter, stop_for
