@@ -179,7 +179,7 @@ class PromptLogits(Protocol):
 
 @runtime_checkable
 class AttendedLengths(Protocol):
-    """Optional capability of a backend: attention that reads other lengths of the cache than multiples of `attended_unit`.
+    """Optional capability of a backend: attention that reads other lengths than multiples of `attended_unit`.
 
     attended_lengths: the lengths it may read where one is enough, ascending; empty for multiples of the unit only.
     """

@@ -161,12 +161,12 @@ TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramTableDrafter:
-    """ "ngram_table", "ngram_table:LONGEST" or "ngram_table:SHORTEST-LONGEST", with "+fill" behind the sizes or "ngram_table:fill"."""
+    """ "ngram_table", "ngram_table:LONGEST" or "ngram_table:SHORTEST-LONGEST", and "+fill" or ":fill"."""
     match = ARGUMENT.fullmatch(argument)
     if match is None:
         raise UsageError(
-            f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or ngram_table:SHORTEST-LONGEST, each with +fill "
-            "behind the sizes, or ngram_table:fill"
+            f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or "
+            "ngram_table:SHORTEST-LONGEST, each with +fill behind the sizes, or ngram_table:fill"
         )
     first, last, with_sizes, alone = match.groups()
     longest = int(last or LONGEST)

@@ -207,7 +207,8 @@ def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:
     """ "token_recycling" or "token_recycling:WIDTH", the alternatives kept per context."""
     if argument and not (argument.isdecimal() and 1 <= int(argument) <= LIMIT):
         raise UsageError(
-            f"drafter='token_recycling:{argument}'; allowed: token_recycling, or token_recycling:WIDTH with 1 to {LIMIT} alternatives"
+            f"drafter='token_recycling:{argument}'; allowed: token_recycling, or "
+            f"token_recycling:WIDTH with 1 to {LIMIT} alternatives"
         )
     return TokenRecyclingDrafter(
         setup.vocab_size, int(argument or WIDTH), AcceptanceModel(PRIOR) if setup.acceptance_probs else None

@@ -109,11 +109,12 @@ class SuffixDrafter:
     outputs: how many tokens of past outputs are kept, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
     acceptance_model: given instead of a threshold; a draft then goes on and carries its acceptance probabilities,
-    estimated from how often such tokens were right before. Whatever is drafted is compared with what the text became, verified or not.
+    estimated from how often such tokens were right before. Drafts are compared with the later text,
+    verified or not.
 
-    An output is stored from the first call on after its row has finished or was dropped. Drafts, never the distribution of
-    the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured (20 for
-    periodic text, 280 for random ids of a vocabulary of four).
+    An output is stored from the first call on after its row has finished or was dropped. Drafts depend on it, the
+    text's distribution never. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured
+    (20 for periodic text, 280 for random ids of a vocabulary of four).
     """
 
     vocab_size: int
