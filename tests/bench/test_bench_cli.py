@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_cli import run
 
-from slipstream.apps.cli import bench
+from slipstream.apps.cli import bench_run as bench
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
 from slipstream.certificate.wrong_rules import load_wrong_rule

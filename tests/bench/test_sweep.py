@@ -8,7 +8,7 @@ import pytest
 from toy_runs import timed
 
 from slipstream.apps import cli
-from slipstream.apps.cli import sweep as command
+from slipstream.apps.cli import sweep_run as command
 from slipstream.bench.records import FILE, read_records
 from slipstream.bench.sweep_grid import Grid, best_of, references, series_of, summarise_by_temperature
 from slipstream.certificate.wrong_rules import load_wrong_rule

@@ -1,8 +1,8 @@
 """Acceptance rules: how much of a draft is accepted, and the distribution of the token that follows.
 
-A rule is a pure function of the target's distributions p and the draft with its q; it draws no random numbers. They are
-drawn in `accept`, and only there. `lossless` in a rule's decorator says whether the output has the target's
-distribution.
+A rule is a pure function of the target's distributions p and the draft with its distributions q; it draws nothing at
+random. `accept` does, and nothing else. `lossless` in a rule's decorator says whether the output has exactly the
+target's distribution.
 
 Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position j follows draft token j - 1.
 """
@@ -35,10 +35,10 @@ class Distributions:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named acceptance rule. `distributions` is None for sample-and-match, which compares with the target's own draw.
+    """A named acceptance rule. `distributions` is None for sample-and-match, which takes the target's own draws.
 
     "gumbel" is another name of "match": draws are races of exponentials, which is the Gumbel-max trick, and a draft
-    model that races with the target's random numbers proposes what the target is most likely to choose.
+    model that races with the target's noise proposes what the target is most likely to choose.
     """
 
     name: str
@@ -56,7 +56,7 @@ _RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True), "g
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
-    """Register rule(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before temperature."""
+    """Register f(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
 
     def register(function: RuleFunction) -> RuleFunction:
         _RULES[name] = (function, lossless)
@@ -94,7 +94,7 @@ def rule_for(choice: str | Rule, draft: Draft) -> Rule:
 
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
-    """Draw how many tokens are accepted and the next one. logits: [B, K + 1, V], the target's."""
+    """Make the random draws of one round. logits: [B, K + 1, V], the target's; the rule decides, `sampler` draws."""
     if choice.distributions is None:
         return match(sampler.choose(logits, draft.tokens), draft)
     scores = sampler.scores(logits, draft.tokens)
@@ -153,7 +153,7 @@ def block(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     index = torch.arange(1, draft.width + 1, device=p.device)
     passes = torch.where(index == lengths, scale[:, 1:], torch.cat([passes, scale[:, -1:]], dim=1))
     passes = passes * (index <= lengths)
-    # the number accepted is the last i that passes: H_i times the probability that all later ones fail
+    # the number kept is the last i that passes: H_i times the chance that all later ones fail
     fails = (1 - passes).flip(-1).cumprod(-1).flip(-1)
     start = torch.ones_like(passes[:, :1])
     keep = torch.cat([start, passes], -1) * torch.cat([fails, start], -1)
@@ -174,14 +174,14 @@ def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Distributions:
 
 @rule("typical", lossless=False)
 def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Lossy: keep a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), with H the entropy of p; then one sampled from p.
+    """Lossy: accept a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), H the entropy of p; then one sampled from p.
 
     Cai et al. 2024 (Medusa), section 2.3.1, with the thresholds of its code. Greedy rows stay exact.
     """
     px, _ = _drafted(p, draft)
     entropy = torch.special.entr(p[:, : draft.width].double()).sum(-1)
-    passed = (px > (0.09 * torch.exp(-entropy)).clamp(max=0.3)) & _proposed(draft)
-    accepted = passed.long().cumprod(-1).sum(-1)
+    kept = (px > (0.09 * torch.exp(-entropy)).clamp(max=0.3)) & _proposed(draft)
+    accepted = kept.long().cumprod(-1).sum(-1)
     keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
     return Distributions(keep, partial(_distribution_at, p))
 

@@ -1,4 +1,4 @@
-"""Debug mode (SLIPSTREAM_DEBUG=1): the token ids each cache slot holds, compared with committed tokens at each use."""
+"""Debug mode (SLIPSTREAM_DEBUG=1): the token ids cached in each slot, compared with committed tokens at every use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CacheAudit:
-    """The token ids each slot holds."""
+    """The token ids cached in each slot."""
 
     def __init__(self, slot_states: Sequence[SlotState]) -> None:
         self._slot_states = slot_states
@@ -29,7 +29,7 @@ class CacheAudit:
         if cached[:upto] != true[:upto]:
             at = next(i for i in range(upto) if cached[i] != true[i])
             raise SlipstreamError(
-                f"KV cache: slot {slot} position {at} has token {cached[at]}, committed is {true[at]}"
+                f"KV cache: slot {slot} position {at} holds token {cached[at]}, committed is {true[at]}"
             )
         self._ids[slot] = cached[:start] + tokens
 

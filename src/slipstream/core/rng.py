@@ -15,11 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = NDArray[np.uint64]
-HOST_BLOCK, DEVICE_BLOCK = (
-    1 << 16,
-    1 << 25,
-)  # random numbers made at once: what a processor's cache holds, what fills a GPU
-SPARSE = 4  # only possible tokens get random numbers where they are fewer than one in this many
+HOST_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 25  # numbers of noise made at once: what a cache holds, what fills a GPU
+SPARSE = 4  # noise is made for the possible tokens alone where they are fewer than one in this many
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -68,7 +65,7 @@ def uniform(bits: int) -> float:
 
 
 class Race:
-    """Draws from distributions over V tokens by an exponential race: the winner is argmin E_v / p_v, with keyed E_v.
+    """Draws from distributions over V tokens by an exponential race: argmin E_v / p_v wins, with E_v keyed noise.
 
     The winner has distribution p exactly (the minimum of independent exponentials of rates p_v). Two distributions
     raced with the same key agree as often as Gumbel-coupled draws do, and a token with p_v = 0 never wins. E_v is a
@@ -103,7 +100,7 @@ class Race:
         return torch.from_numpy(keys.view(np.int64)).to(self._steps.device, non_blocking=True)
 
     def _draw_among(self, possible: Tensor, probs: Tensor, bits: Tensor) -> Tensor:
-        """`draw` with random numbers for some tokens only. possible: indices into the flattened probs, ascending."""
+        """`draw` with noise for some tokens only. possible: indices into the flattened `probs`, ascending."""
         distribution, token = possible // probs.shape[1], possible % probs.shape[1]
         speed = probs.reshape(-1)[possible] / _exponential(self._steps[token] + bits[distribution])
         fastest = speed.new_full((len(probs),), -1.0).scatter_reduce_(0, distribution, speed, "amax")
