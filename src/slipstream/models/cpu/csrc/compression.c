@@ -31,13 +31,13 @@ static int code_of(uint16_t weight, int highest) {
 }
 
 /* tables of all panels, and in counts [panels * blocks] how many exceptions each block has. */
-void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
+void choose_codes(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
     long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
     #pragma omp parallel for schedule(static)
     for (long panel = 0; panel < panels; panel++) {
         long seen[256] = {0}, most = -1;
         int highest = CODES;
-        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+        for (long output = panel * PANEL; output < min_long(outputs, (panel + 1) * PANEL); output++)
             for (long input = 0; input < inputs; input++) seen[exponent(weights[output * inputs + input])]++;
         for (int top = CODES; top < 256; top++) {
             long reached = 0;
@@ -50,7 +50,7 @@ void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables,
             tables[panel * 32 + 16 + code] = (uint8_t)(stands_for << 7);
         }
         memset(counts + panel * blocks, 0, blocks * sizeof *counts);
-        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+        for (long output = panel * PANEL; output < min_long(outputs, (panel + 1) * PANEL); output++)
             for (long input = 0; input < inputs; input++) {
                 uint16_t weight = weights[output * inputs + input];
                 counts[panel * blocks + input / BLOCK] += exponent(weight) && code_of(weight, highest) == CODES;
@@ -59,7 +59,7 @@ void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables,
 }
 
 /* data and exceptions, where survey's tables and offsets say. */
-void fold(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
+void compress_weights(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
           uint8_t *data, uint32_t *exceptions) {
     long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
     #pragma omp parallel for schedule(static)
