@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,21 +15,24 @@ from slipstream.assembly import assemble, load_draft, load_options_of, name_of
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
 from slipstream.core.cache_state import Shapes
-from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.interfaces import Drafter, Learner, set_attended_lengths
 from slipstream.core.loop import Engine
 from slipstream.core.ragged_session import make_session
 from slipstream.core.stats import Stats
 from slipstream.core.types import Round, Row
 from slipstream.errors import UsageError
+from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
-from slipstream.text.requests import Message, Prompt, RequestReader, is_single
+from slipstream.text.prompt_forms import read_prompts
+from slipstream.text.requests import Message, Prompt, RequestReader
 from slipstream.text.results import Chunk, Result
 
 log = logging.getLogger("slipstream")
+T = TypeVar("T")
 
 
 class SpeculativeDecoder:
@@ -40,6 +42,9 @@ class SpeculativeDecoder:
     `PreTrainedModel`.
     tokenizer: needed only with loaded models and text prompts.
     The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
+
+    Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
+    and streams round by round. A decoder belongs to the process that made it.
     """
 
     def __init__(
@@ -78,12 +83,19 @@ class SpeculativeDecoder:
         if isinstance(drafter, str):
             drafters.check_name(drafter)
         refuse_unused(load_options_of(self.config), (target, draft))
-        self.target: Loaded = load(target, load_options_of(self.config), tokenizer)
-        self.draft = load_draft(draft, self.config, self.target, tokenizer)
-        self._target_session = make_session(self.target.backend, self._shapes())
-        self._draft_session = None if self.draft is None else make_session(self.draft.backend)
-        self._reader = RequestReader(self.target)
-        self._engine = self._make_engine()
+        given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
+        with ExclusiveUse(given):  # they may be packed and calibrated now
+            self.target: Loaded = load(target, load_options_of(self.config), tokenizer)
+            self.draft = load_draft(draft, self.config, self.target, tokenizer)
+            self._use = self._exclusive_use()
+            self._target_session = make_session(self.target.backend, self._shapes())
+            self._draft_session = None if self.draft is None else make_session(self.draft.backend)
+            self._reader = RequestReader(self.target)
+            self._engine = self._make_engine()
+
+    def _exclusive_use(self) -> ExclusiveUse:
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        return ExclusiveUse([model.backend if model.model is None else model.model for model in models])
 
     def _shapes(self) -> Shapes:
         shapes, self.calibration = choose_shapes(self.target, self.config.reproducible, self.config.max_batch_size)
@@ -111,7 +123,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output keeps the target's law exactly."""
+        """Whether the output keeps the target's distribution exactly."""
         if self.rule is not None:
             return self.rule.lossless
         return self.config.acceptance == "auto" or load_rule(self.config.acceptance).lossless
@@ -125,29 +137,83 @@ class SpeculativeDecoder:
         reproducible: bool | str | None = None,
     ) -> SpeculativeDecoder:
         """The same loaded models and memory under other settings; models are not loaded again."""
-        other = copy(self)
-        other.config = replace(
-            self.config,
-            drafter=self.config.drafter if drafter is None else name_of(drafter),
-            num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
-            acceptance=self.config.acceptance if acceptance is None else name_of(acceptance),
-            reproducible=self.config.reproducible if reproducible is None else reproducible,
-        )
-        if reproducible is not None:
-            other._target_session = self._target_session.with_shapes(other._shapes())
-        other._drafter = self._drafter if drafter is None else drafter
-        other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
-        other._engine = other._make_engine()
-        return other
+        with self._use:
+            other = self._clone()
+            other.config = replace(
+                self.config,
+                drafter=self.config.drafter if drafter is None else name_of(drafter),
+                num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+                acceptance=self.config.acceptance if acceptance is None else name_of(acceptance),
+                reproducible=self.config.reproducible if reproducible is None else reproducible,
+            )
+            if reproducible is not None:
+                other._target_session = self._target_session.with_shapes(other._shapes())
+            other._drafter = self._drafter if drafter is None else drafter
+            other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
+            other._engine = other._make_engine()
+            return other
 
     def with_draft(self, draft: Any) -> SpeculativeDecoder:
         """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
-        other = copy(self)
-        other.draft = load_draft(draft, self.config, self.target)
-        other._draft_session = None if other.draft is None else make_session(other.draft.backend)
+        with self._use:
+            other = self._clone()
+            other.draft = load_draft(draft, self.config, self.target)
+            other._use = other._exclusive_use()
+            other._draft_session = None if other.draft is None else make_session(other.draft.backend)
         return other.using("auto", num_draft_tokens="auto")
 
+    def _clone(self) -> SpeculativeDecoder:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def close(self) -> None:
+        """Give back what this decoder holds; a decoder that is closed refuses every call.
+
+        Decoders made from it by `using` and `with_draft` stay open: models and memory are freed with the last of them.
+        A stream under way ends with an error at its next round. Closing twice is allowed.
+        """
+        if not isinstance(self._use, ClosedUse):
+            with self._use:  # waits for another thread's round
+                kept = {"config": self.config, "_name": self._name, "rule": self.rule, "_use": ClosedUse()}
+                vars(self).clear()
+                vars(self).update(kept)
+
+    def __enter__(self) -> SpeculativeDecoder:
+        with self._use:  # refused once closed
+            return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Asked for attributes that are missing only: those that `close` has dropped, and misspelt ones."""
+            if isinstance(vars(self).get("_use"), ClosedUse):
+                raise closed_error()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        if isinstance(self._use, ClosedUse):
+            return f"{type(self).__name__}(closed)"
+        draft = None if self.draft is None else self.draft.name
+        length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
+        return (
+            f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}, "
+            f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}, "
+            f"device={str(self.target.backend.device)!r})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
+            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
+            "another one over the same models"
+        )
+
     def _make_engine(self) -> Engine:
+        self._settings = object()  # marks whose turn it is, see `_steps`
         sessions = self._target_session, self._draft_session
         self._name, engine = assemble(self.config, self._drafter, self.rule, *sessions, self.calibration)
         return engine
@@ -160,27 +226,36 @@ class SpeculativeDecoder:
     def generate(
         self, prompt: list[Any], params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
     ) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+    ) -> Any: ...  # an array's shape decides
 
     def generate(
         self, prompt: Any, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
     ) -> Result | list[Result]:
         """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
 
-        A prompt is a text, a list of token ids or a list of chat messages. A text goes through the chat template if
-        the tokenizer has one, unless chat=False. params: one for all, or one per prompt.
+        A prompt is a text, token ids or a list of chat messages. A text goes through the chat template if the tokenizer
+        has one, unless chat=False. Ids are a list, an array or tensor (2-D with several rows: several prompts), or what
+        a tokenizer returns. params: one for all, or one per prompt; with n > 1 the other texts are in
+        `Result.alternatives`.
         """
-        single = is_single(prompt)
-        rows = self.rows([prompt] if single else prompt, params, chat=chat)
-        for _ in self.run(rows):
-            pass
-        results = [self.result(row) for row in rows]
-        return results[0] if single else results
+        prompts = read_prompts(prompt)
+        with self._use:
+            groups = self._reader.sample_rows(prompts.items, params, chat=chat)
+            texts = iter(self.decode([row for group in groups for row in group]))
+        results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
+        return results[0] if prompts.single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
         """Generate for one prompt, a `Chunk` per round. Stopping the iteration early is allowed."""
-        if not is_single(prompt):
+        prompts = read_prompts(prompt)
+        if not prompts.single:
             raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
-        row = self._reader.rows([prompt], params, chat=chat)[0]
+        yield from self._steps(self._chunks(self.rows(prompts.items, params, chat=chat)[0]))
+
+    def _chunks(self, row: Row) -> Iterator[Chunk]:
         text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
         for done in self._engine.run([row]):
             piece = ""
@@ -195,14 +270,16 @@ class SpeculativeDecoder:
 
     def forget(self) -> None:
         """Empty the memory, so that the next prompt is computed from its first token."""
-        for session in (self._target_session, self._draft_session):
-            if session is not None:
-                session.forget()
+        with self._use:
+            for session in (self._target_session, self._draft_session):
+                if session is not None:
+                    session.forget()
 
     def forget_learned(self) -> None:
         """Drop what the drafter learned from earlier requests, as measurements do before each."""
-        if isinstance(self._engine.drafter, Learner):
-            self._engine.drafter.forget()
+        with self._use:
+            if isinstance(self._engine.drafter, Learner):
+                self._engine.drafter.forget()
 
     @property
     def num_prefilled_tokens(self) -> int:
@@ -217,23 +294,44 @@ class SpeculativeDecoder:
 
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
-        row = self._reader.rows([token_ids], SamplingParams(max_tokens=1))[0]
-        self._target_session.reserve(1, len(token_ids) + 1)
-        with torch.inference_mode():
+        row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]
+        with self._use, torch.inference_mode():
+            self._target_session.reserve(1, len(token_ids) + 1)
             nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
             return self._target_session.score([row], nothing, [0])[0, 0]
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""
-        return self._reader.encode(prompt, chat=chat)
+        with self._use:  # tokenizers cannot encode in two threads at once
+            return self._reader.encode(prompt, chat=chat)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
-        return self._reader.rows(list(prompts), params, chat=chat)
+        with self._use:
+            return self._reader.rows(list(prompts), params, chat=chat)
 
     def run(self, rows: Sequence[Row]) -> Iterator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
-        yield from self._engine.run(rows)
+        yield from self._steps(self._engine.run(rows))
+
+    def decode(self, rows: Sequence[Row]) -> list[Result]:
+        """Decode rows to their ends; other threads wait until all are finished."""
+        with self._use:
+            for _ in self._engine.run(rows):
+                pass
+            return [self.result(row) for row in rows]
+
+    def _steps(self, facts: Iterator[T]) -> Iterator[T]:
+        """The same facts; the models are in exclusive use while one is awaited and free while the caller has it."""
+        while True:
+            with self._use:
+                if self._use.changes_to(self._settings):  # another decoder may have set its own attended lengths since
+                    shapes = self._target_session.shapes
+                    set_attended_lengths(self.target.backend, shapes.attended_unit, shapes.attended_lengths)
+                fact = next(facts, None)
+            if fact is None:
+                return
+            yield fact
 
     def result(self, row: Row) -> Result:
         """What a finished row became."""

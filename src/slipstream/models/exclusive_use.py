@@ -1,0 +1,90 @@
+"""Loaded models are used by one thread at a time, and only in the process that loaded them.
+
+A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
+stays with the model itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+from slipstream.errors import UsageError
+
+ATTRIBUTE = "_slipstream_lock"
+
+
+class ModelLock:
+    """A re-entrant lock kept as an attribute of a model; deep copies and pickles of the model go without it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.user: object = None
+        self.process = os.getpid()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def lock_of(model: object) -> ModelLock:
+    """The lock of a model, the same for all who ask in this process."""
+    attributes = vars(model)
+    lock: ModelLock | None = attributes.setdefault(ATTRIBUTE, ModelLock())
+    if lock is None or lock.process != os.getpid():  # a copy of a model, or one from before a fork
+        lock = attributes[ATTRIBUTE] = ModelLock()
+    return lock
+
+
+class ExclusiveUse:
+    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed."""
+
+    def __init__(self, models: Iterable[object]) -> None:
+        # everybody takes several locks in the same order, so that two threads cannot wait for each other
+        self._locks = sorted({lock_of(model) for model in models}, key=id)
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this decoder was made in process {self._process} and this is process {os.getpid()}; allowed: a "
+                "decoder made after the fork, or multiprocessing's start method 'spawn'"
+            )
+        for taken, lock in enumerate(self._locks):
+            try:
+                lock.lock.acquire()
+            except BaseException:  # Ctrl-C while waiting
+                self._release(taken)
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        self._release(len(self._locks))
+
+    def changes_to(self, user: object) -> bool:
+        """Note who uses the models now, and whether that was somebody else the last time."""
+        changed = any(lock.user is not user for lock in self._locks)
+        for lock in self._locks:
+            lock.user = user
+        return changed
+
+    def _release(self, taken: int) -> None:
+        for lock in reversed(self._locks[:taken]):
+            lock.lock.release()
+
+
+class ClosedUse(ExclusiveUse):
+    """What a closed decoder has in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def __enter__(self) -> None:
+        raise closed_error()
+
+
+def closed_error() -> UsageError:
+    """What is said to whoever uses a closed decoder."""
+    return UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")

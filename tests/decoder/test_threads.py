@@ -1,0 +1,277 @@
+"""Several threads, interleaved streams, forks, closing and pickling: right texts, or one line."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh, perturbed, prompts, shared
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.types import Row
+
+TEXTS = ["A heron and", "The sparrow was", "So the heron ate", "Then the wind", "It looked at", "You are fast"]
+THREADS = 6
+
+
+def together(work: list[Callable[[], Any]]) -> list[Any]:
+    """What each function returns, all started at once in threads of their own."""
+    results: list[Any] = [None] * len(work)
+    begin = threading.Barrier(len(work))
+
+    def run(i: int) -> None:
+        begin.wait()
+        try:
+            results[i] = work[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    return results
+
+
+def streamed(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> list[int]:
+    return [token for chunk in decoder.stream(prompt, params) for token in chunk.token_ids]
+
+
+def check_threads(decoder: SpeculativeDecoder, texts: list[Any], params: list[SamplingParams]) -> None:
+    """Half of the threads stream and half generate, from decoders with different settings over the same models."""
+    alone = [decoder.generate(text, own).token_ids for text, own in zip(texts, params, strict=True)]
+    decoder.forget()
+    others = [decoder, decoder.using("none"), decoder.using("ngram", num_draft_tokens=3)]
+
+    def work(i: int) -> Callable[[], list[int]]:
+        mine = others[i % len(others)]
+        if i % 2:
+            return lambda: streamed(mine, texts[i], params[i])
+        return lambda: mine.generate(texts[i], params[i]).token_ids
+
+    assert together([work(i) for i in range(THREADS)]) == alone
+
+
+def test_threads_get_the_text_that_each_gets_alone() -> None:
+    params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=3)] * 3
+    decoder = SpeculativeDecoder("toy", "toy:2", acceptance="match")
+    for _ in range(3):
+        check_threads(decoder, TEXTS, params)
+
+
+@pytest.mark.smollm2
+def test_threads_get_the_text_that_each_gets_alone_from_a_real_model() -> None:
+    params = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8, seed=3)] * 3
+    # float32, because without calibrated shapes bfloat16 rounds visibly
+    options: dict[str, Any] = {"dtype": "float32", "reproducible": False, "num_draft_tokens": 4}
+    check_threads(SpeculativeDecoder("smollm2", acceptance="match", **options), TEXTS, params)
+
+
+def test_decoders_over_one_loaded_model_take_turns() -> None:
+    model, params = fresh("llama"), SamplingParams(max_tokens=20)
+    decoders = [SpeculativeDecoder(model, perturbed("llama") if i % 2 else None) for i in range(THREADS)]
+    texts = prompts([5, 9, 14, 6, 8, 21])
+    alone = [decoders[0].using("none").generate(text, params).token_ids for text in texts]
+    work = [lambda one=one, text=text: one.generate(text, params).token_ids for one, text in zip(decoders, texts)]  # noqa: B905
+    assert together(work) == alone
+
+
+def test_no_two_threads_are_inside_a_model_at_once() -> None:
+    decoder = SpeculativeDecoder("toy", drafter="none")
+    backend: Any = decoder.target.backend
+    forward, inside, most = backend.forward, [0], [0]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.001)  # lets the others in if they can
+        inside[0] -= 1
+        return forward(*arguments, **options)
+
+    backend.forward = counted
+    params = SamplingParams(max_tokens=10)
+    together([lambda text=text: streamed(decoder, text, params) for text in TEXTS])
+    assert most == [1]
+
+
+def test_streams_interleave_in_one_thread() -> None:
+    decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
+    alone = [decoder.generate(text, params).token_ids for text in TEXTS[:3]]
+    streams = [decoder.stream(text, params) for text in TEXTS[:3]]
+    found: list[list[int]] = [[], [], []]
+    under_way = set(range(3))
+    while under_way:
+        for i in sorted(under_way):
+            chunk = next(streams[i], None)
+            if chunk is None:
+                under_way.remove(i)
+            else:
+                found[i] += chunk.token_ids
+                decoder.generate(TEXTS[4], SamplingParams(max_tokens=2))  # and another call in between
+    assert found == alone
+
+
+def test_a_stream_that_is_left_alone_keeps_nobody_waiting() -> None:
+    decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
+    paused = decoder.stream(TEXTS[0], params)
+    next(paused)
+    assert together([lambda: decoder.generate(TEXTS[1], params).text])[0] == decoder.generate(TEXTS[1], params).text
+
+
+def test_interleaved_decoders_keep_their_own_attended_lengths() -> None:
+    exact = SpeculativeDecoder(shared("llama"), drafter="none", reproducible=True)
+    free = exact.using(reproducible=False)
+    backend: Any = exact.target.backend
+    wanted = {id(one): one._target_session.shapes.attended_lengths for one in (exact, free)}
+    assert wanted[id(exact)] != wanted[id(free)]
+    params, text = SamplingParams(max_tokens=6), prompts([6])[0]
+    streams = [(one, one.stream(text, params)) for one in (exact, free)]
+    for _ in range(3):
+        for one, stream in streams:
+            next(stream)
+            assert backend.attended_lengths == wanted[id(one)]
+
+
+def in_a_child(work: Callable[[], str]) -> str:
+    """What `work` returns in a forked process, which is given 20 seconds."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        threading.Timer(20, os._exit, [1]).start()
+        try:
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writable, said.encode())
+        os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_decoder_from_before_a_fork_is_refused_in_one_line() -> None:
+    decoder = SpeculativeDecoder(shared("llama"))
+    text, params = prompts([6])[0], SamplingParams(max_tokens=4)
+    before = decoder.generate(text, params).token_ids
+    paused = decoder.stream(text, params)
+    next(paused)
+    for use in (lambda: decoder.generate(text, params).text, lambda: next(paused).text):
+        said = in_a_child(use)
+        assert said.startswith(f"UsageError: this decoder was made in process {os.getpid()} and this is process ")
+        assert "allowed: " in said and "\n" not in said
+    assert decoder.generate(text, params).token_ids == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_decoder_made_in_a_fork_works_even_if_the_lock_was_taken_before() -> None:
+    model, params = shared("llama"), SamplingParams(max_tokens=4)
+    decoder, text = SpeculativeDecoder(model), prompts([6])[0]
+    expected = str(decoder.generate(text, params).token_ids)
+    taken, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with decoder._use:
+            taken.set()
+            leave.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert taken.wait(60)
+    said = in_a_child(lambda: str(SpeculativeDecoder(model).generate(text, params).token_ids))
+    leave.set()
+    holder.join()
+    assert said == expected
+
+
+USES: dict[str, Callable[[SpeculativeDecoder], Any]] = {
+    "generate": lambda decoder: decoder.generate("a"),
+    "stream": lambda decoder: next(decoder.stream("a")),
+    "rounds": lambda decoder: next(decoder.rounds(["a"])),
+    "run": lambda decoder: next(decoder.run([Row(0, [1], SamplingParams(), 0)])),
+    "encode": lambda decoder: decoder.encode("a"),
+    "using": lambda decoder: decoder.using("none"),
+    "with_draft": lambda decoder: decoder.with_draft(None),
+    "forget": lambda decoder: decoder.forget(),
+    "next_logits": lambda decoder: decoder.next_logits([1]),
+    "tokenizer": lambda decoder: decoder.tokenizer,
+    "with": lambda decoder: decoder.__enter__(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_decoder_refuses_in_one_line(use: str) -> None:
+    decoder = SpeculativeDecoder("toy")
+    with decoder as same:
+        assert same is decoder and same.generate("a", SamplingParams(max_tokens=3)).token_ids
+    with pytest.raises(UsageError, match=r"^this decoder is closed; allowed: "):
+        USES[use](decoder)
+    decoder.close()
+    assert repr(decoder) == "SpeculativeDecoder(closed)" and decoder.drafter_name == "suffix"
+
+
+def test_closing_frees_models_and_memory_and_leaves_derived_decoders_open() -> None:
+    import weakref
+
+    model = fresh("llama")
+    decoder = SpeculativeDecoder(model, drafter="none")
+    other, text, params = decoder.using("ngram"), prompts([6])[0], SamplingParams(max_tokens=4)
+    expected = decoder.generate(text, params).token_ids
+    paused = decoder.stream(text, params)
+    next(paused)
+    decoder.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(paused)
+    del paused
+    assert other.generate(text, params).token_ids == expected
+    backend, weights = weakref.ref(other.target.backend), weakref.ref(model)
+    other.close()
+    del model
+    import gc
+
+    gc.collect()
+    assert backend() is None and weights() is None
+
+
+def test_repr_says_what_the_decoder_is() -> None:
+    decoder = SpeculativeDecoder("toy", "toy:2", num_draft_tokens=3)
+    assert repr(decoder) == (
+        "SpeculativeDecoder('toy', 'toy:2', drafter='model', num_draft_tokens=3, acceptance='auto', "
+        "reproducible=True, device='cpu')"
+    )
+
+
+@pytest.mark.parametrize("kind", ["pickle", "deepcopy", "copy"])
+def test_copies_and_pickles_are_refused_in_one_line(kind: str) -> None:
+    decoder = SpeculativeDecoder("toy")
+    action = {"pickle": pickle.dumps, "deepcopy": copy.deepcopy, "copy": copy.copy}[kind]
+    with pytest.raises(UsageError, match=r"^a SpeculativeDecoder holds .* allowed: to pickle its arguments") as refusal:
+        action(decoder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_with_a_decoder_can_still_be_copied_and_pickled() -> None:
+    model = fresh("llama")
+    text, params = prompts([6])[0], SamplingParams(max_tokens=4)
+    expected = SpeculativeDecoder(model).generate(text, params).token_ids
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert SpeculativeDecoder(other).generate(text, params).token_ids == expected
+
+
+@pytest.fixture(autouse=True)
+def one_pytorch_thread() -> Iterator[None]:
+    """A forked child has no threads but the forking one, so PyTorch must not have started any."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
