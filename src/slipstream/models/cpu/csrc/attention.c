@@ -1,9 +1,9 @@
-/* Attention of new tokens over the memory of their slots.
+/* Attention of new tokens over the KV cache of their slots.
  *
- * The query heads of a few neighbouring tokens that share a key head go through the memory together, 32 positions at a
+ * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
- * 2022, arXiv:2205.14135, section 3.1). Positions are cut at multiples of 32 and what a query may not see counts 0, so
- * each gets the same bits whatever queries are beside it and however long the memory is.
+ * 2022, arXiv:2205.14135, section 3.1). Positions are divided at multiples of 32 and masked ones count 0, so the bits
+ * of a query depend neither on its neighbours nor on the length of the cache.
  */
 #include "kernels.h"
 
@@ -24,7 +24,7 @@ struct query {
     _Alignas(64) uint16_t weights[KEYS];
 };
 
-/* 16 rows of 16 words become columns. */
+/* Transposes 16 rows of 16 words. */
 static inline __attribute__((always_inline)) void transpose_16x16(__m512i r[16]) {
     __m512i t[16];
     #pragma GCC unroll 8
@@ -64,7 +64,7 @@ static void transpose(const uint16_t *keys, long size, uint32_t *to) {
 }
 
 /* Values [KEYS][size] to [KEYS / 2][size] pairs of positions, in the order that unpacking leaves. From number `there`
- * on they are taken as 0: what an earlier text left may be infinite, and 0 times that is not 0. */
+ * on they count as 0: an earlier text may have left infinities, and 0 times infinity is not 0. */
 static void interleave(const uint16_t *values, long there, long size, uint16_t *to) {
     __m512i none = _mm512_setzero_si512();
     for (long pair = 0; pair < KEYS / 2; pair++)
@@ -82,7 +82,7 @@ static inline __m512bh pair_at(const uint16_t *from) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* Weights of the positions from `begin` on for one query, whose products these are; what it had is scaled down. */
+/* Softmax weights of the positions from `begin` on for one query with these products; earlier sums are rescaled. */
 static void update_softmax(struct query *q, long begin, long size, __m512 left, __m512 right) {
     __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     long from = q->first - begin, to = q->last - begin;
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void gather_values(const int count,
     }
 }
 
-/* All queries of a group through the positions that one of them sees. */
+/* Attention of all queries of a group over the positions that any of them sees. */
 static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, long size,
                  float scaling) {
     _Alignas(64) uint32_t transposed[MAX_HEAD_SIZE / 2 * KEYS];
@@ -212,8 +212,8 @@ static void attend_group(const struct layer *layer, const struct kv_cache *m, co
             store_head(group + t * repeats + r, size, out + ((token + t) * layer->heads + head * repeats + r) * size);
 }
 
-/* Writes the keys and values of new tokens to the memory and attends. heads [tokens][heads + 2 * key_heads][size] as
- * `enter` leaves them -> out [tokens][heads][size]. groups: space for 2 * tokens numbers. */
+/* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
+ * `project_qkv_rope` makes them -> out [tokens][heads][size]. groups: space for 2 * tokens numbers. */
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, long tokens, uint16_t *out,
             int64_t *groups) {
     long size = layer->size, all = layer->heads + 2 * layer->key_heads, shared = layer->key_heads;

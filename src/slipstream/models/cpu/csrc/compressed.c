@@ -1,12 +1,12 @@
-/* Products of bfloat16 weights that are kept in 12 bits each, exactly.
+/* Products with bfloat16 weights that take 12 bits each, without loss.
  *
- * A weight's 8 bits of exponent say little: in a panel of 32 outputs nearly all are among 15 neighbouring values. A
- * weight is kept as a byte of sign and mantissa and 4 bits that count down from the panel's largest exponent; the few
- * it does not reach are exceptions, kept whole and put back where a block is unfolded. A forward of few tokens waits
- * for its weights, so a quarter less of them is a quarter less time; what it waits for is asked for ahead.
+ * The 8 exponent bits of a weight carry little: in a panel of 32 outputs nearly all are among 15 neighbouring values.
+ * A weight is stored as a byte of sign and mantissa and a 4-bit code that counts down from the panel's largest
+ * exponent; the few out of its reach are exceptions, stored whole and restored when a block is expanded. A forward of
+ * few tokens waits for its weights, so a quarter less of them is a quarter less time; they are prefetched.
  *
- * A sum runs over the inputs in order, whatever the number of tokens: one token beside others gives the same bits as
- * alone. folding.c says how the weights lie in memory.
+ * A sum runs over the inputs in order, whatever the number of tokens: a token gets the same bits alone and beside
+ * others. compression.c says how the weights are laid out.
  */
 #include "kernels.h"
 
@@ -15,12 +15,12 @@
 
 enum {
     ROWS = 12,     /* tokens whose sums are in registers */
-    BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is unfolded: if these are all, and else */
-    CHUNK = 248,   /* tokens whose sums are kept while a panel is read */
-    AHEAD = 6144   /* bytes asked for before they are needed */
+    BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is expanded: if that is all of them, and if not */
+    CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
+    AHEAD = 6144   /* bytes prefetched */
 };
 
-/* A block to be unfolded, a quad at a time. */
+/* A block to expand, a quad at a time. */
 struct compressed_block {
     const uint8_t *data, *table;
     int quads;
@@ -60,7 +60,7 @@ struct tokens {
     int begin;
 };
 
-/* Adds a block's products to the sums. With `next` that block is unfolded on the way, so that neither waits. */
+/* Adds a block's products to the sums. `next` is expanded meanwhile, so that neither waits. */
 static inline __attribute__((always_inline)) void add(const int rows, const struct tokens *of, const uint16_t *block,
                                                       int quads, const struct compressed_block *next) {
     __m512 sum[ROWS][2];
@@ -95,7 +95,8 @@ static inline __attribute__((always_inline)) void add(const int rows, const stru
 }
 
 #define AND_EXPAND(rows) case rows: add(rows, of, block, quads, next); break
-static void add_and_expand(int rows, const struct tokens *of, const uint16_t *block, int quads, const struct compressed_block *next) {
+static void add_and_expand(int rows, const struct tokens *of, const uint16_t *block, int quads,
+                           const struct compressed_block *next) {
     switch (rows) {
         AND_EXPAND(1); AND_EXPAND(2); AND_EXPAND(3); AND_EXPAND(4); AND_EXPAND(5); AND_EXPAND(6); AND_EXPAND(7); AND_EXPAND(8); AND_EXPAND(9); AND_EXPAND(10);
     }
@@ -124,7 +125,7 @@ static void restore_exceptions(const struct linear *w, long unit, uint16_t *bloc
         block[w->exceptions[e] >> 16] = (uint16_t)w->exceptions[e];
 }
 
-/* What is multiplied: x [blocks][stride][BLOCK], of which `rows` tokens from `done` on, at most CHUNK. */
+/* The inputs x [blocks][stride][BLOCK], of which `rows` tokens from `done` on, at most CHUNK, are multiplied. */
 struct batch {
     const uint16_t *x;
     long stride, done, rows;
@@ -156,7 +157,7 @@ static void multiply_panels(const struct linear *w, long first, long last, const
     }
 }
 
-/* A block of inputs of a token to where `batch` wants it. */
+/* Copies a block of a token's inputs to its place in `batch.x`. */
 static void gather(const uint16_t *x, long tokens, long inputs, long token, long block, uint16_t *to) {
     long count = min_long(BLOCK, inputs - block * BLOCK);
     memcpy(to + (block * tokens + token) * BLOCK, x + token * inputs + block * BLOCK, count * sizeof *x);

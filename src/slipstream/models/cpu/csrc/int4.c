@@ -15,7 +15,7 @@
 
 enum {
     SOME = 6,       /* tokens multiplied at a time */
-    AHEAD = 2560    /* bytes asked for before they are needed */
+    AHEAD = 2560    /* bytes prefetched */
 };
 
 /* Adds one panel's group to the sums of some tokens. totals: the sum of each token's inputs in the group. */

@@ -1,11 +1,11 @@
 /* A decoder layer around its attention: pre-norm, rotary positions, a gated feed-forward part.
  *
- * Everything here treats tokens one by one, so with 12-bit weights a token gets the same bits whatever is beside it.
+ * Everything here treats each token alone, so with 12-bit weights its bits do not depend on its neighbours.
  * Results are rounded to bfloat16 where the model's own operators round.
  */
 #include "kernels.h"
 
-enum { FEW = 8 /* tokens that one thread is done with before a second one has begun */ };
+enum { FEW = 8 /* tokens that one thread finishes before a second one has started */ };
 
 static void normalise(const struct norm *norm, const uint16_t *x, long size, uint16_t *out) {
     __m512 squares = _mm512_setzero_ps();
@@ -18,7 +18,7 @@ static void normalise(const struct norm *norm, const uint16_t *x, long size, uin
     }
 }
 
-/* Rotary positions [size]: each half of a head turns with the other. */
+/* RoPE [size]: each half of a head is rotated with the other. */
 static void rotate(uint16_t *head, long size, const uint16_t *cosines, const uint16_t *sines) {
     long half = size / 2;
     for (long i = 0; i < half; i += LANES) {
@@ -32,7 +32,7 @@ static void rotate(uint16_t *head, long size, const uint16_t *cosines, const uin
     }
 }
 
-/* The activation of the gate [inner] times what is behind it [inner]. */
+/* The activation of the gate [inner] times the up projection [inner] that follows it. */
 static void activate_gate(const struct layer *layer, const uint16_t *both, uint16_t *out) {
     __m512 one = _mm512_set1_ps(1), slope = _mm512_set1_ps(layer->slope), cubic = _mm512_set1_ps(layer->cubic);
     __m512 most = _mm512_set1_ps(88), least = _mm512_set1_ps(-88);
@@ -69,7 +69,7 @@ void project_qkv_rope(const struct layer *layer, const uint16_t *hidden, long to
         }
 }
 
-/* From hidden [tokens][hidden] and what attention attended [tokens][heads][size] to the next layer's hidden. */
+/* From hidden [tokens][hidden] and attention's output [tokens][heads][size] to the next layer's hidden. */
 void residual_mlp(const struct layer *layer, const uint16_t *hidden, const uint16_t *attended, long tokens, uint16_t *out,
            uint16_t *space) {
     long width = layer->hidden, inner = layer->inner;
