@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slipstream import SamplingParams
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row, Verdict
 from slipstream.draft_length.policies import Fixed
@@ -138,13 +139,13 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
     drafter = Mistaken(inner, setting.wrong, vocab, wait)
 
     def run(rows: int) -> list[list[int]]:
-        engine = Engine(target, drafter, Fixed(count), "auto", rows, draft)
+        scheduler = Scheduler(Engine(target, drafter, Fixed(count), Sampler, "auto", draft), rows)
         for session in (target, draft):
             if session is not None:
                 session.forget()
         params = SamplingParams(max_tokens=setting.max_tokens)
         batch = [Row(i, list(ids), params, i) for i, ids in enumerate(setting.prompts[:rows])]
-        arm.rounds = [done for done in engine.run(batch) if done.row == 0]
+        arm.rounds = [done for done in scheduler.run(batch) if done.row == 0]
         return [row.output for row in batch]
 
     arm = Arm(name, run, backends=backends)
@@ -196,7 +197,7 @@ def _shapes() -> Iterator[tuple[int, int]]:
 def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, float]:
     """Graphed against eager after the same ragged random contexts.
 
-    of_other_contexts: the difference that another row's prompt makes, which a mistake about the memory would resemble.
+    of_other_contexts: the difference that another row's prompt makes, which a mistake in the KV cache would resemble.
     """
     embedding = setting.target.get_input_embeddings().weight
     with torch.no_grad():

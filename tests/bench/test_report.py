@@ -30,6 +30,8 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.round_view import views
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,7 +52,7 @@ class Reader(HTMLParser):
         self.loads: list[str] = []
         self.tables: list[list[list[str]]] = []
         self._inside = False
-        self.input_batch(text)
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)

@@ -20,6 +20,8 @@ from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("llama", "qwen2", "gpt2", "gemma3")
 PROMPT = 24
 STARTS = [24, 17, 22, 12]  # of rows whose later positions may be written over, as padding does without captures

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.certificate.checks import Check
+from slipstream.certificate.finding import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
 from slipstream.text.figures_as_text import percent, verdict
 from slipstream.text.results import Result
@@ -107,11 +106,6 @@ def certificate(checks: Sequence[Check]) -> Table:
     for name in ("check", "", "evidence", "seconds"):
         table.add_column(name, justify="right" if name == "seconds" else "left")
     for check in checks:
-        mark = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
-        table.add_row(check.name, mark, check.detail, f"{check.seconds:.1f}")
+        style = {"pass": "green", "FAIL": "bold red", "not applicable": "dim"}[check.outcome]
+        table.add_row(check.name, Text(check.outcome, style), check.detail, f"{check.seconds:.1f}")
     return table
-
-
-def lossy_warning(console: Console, acceptance: str) -> None:
-    """Say that a rule is lossy."""
-    console.print(f"[yellow]acceptance {acceptance} is lossy: the text is not the target's own[/]", highlight=False)

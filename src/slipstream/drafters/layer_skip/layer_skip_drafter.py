@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from slipstream.core.traits import Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, default_layers, parse_layers
 from slipstream.drafters.model import ModelDrafter, stop_for
@@ -17,10 +18,14 @@ from slipstream.errors import UsageError
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
 
 
+USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
+TRAITS = Traits(knows_probs=True, default_length=4)
+
+
 def build(setup: Setup, argument: str) -> ModelDrafter:
     """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" behind them, or "layer_skip:p=PERCENT", stops early.
 
-    Without layers: those that `benchmarks/exit_layers.py` saved for this model, else the first three quarters. When to
+    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
     stop is as with `model`.
     """
     given = ARGUMENT.fullmatch(argument)
@@ -36,5 +41,5 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     backend = setup.target.backend
     layers = default_layers(backend) if given[1] is None else parse_layers(given[1], backend)
     percent = given[2] or given[3]
-    session = SharedCacheSession.of(setup.target, layers)
+    session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))

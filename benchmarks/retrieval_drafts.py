@@ -1,7 +1,7 @@
-"""Look-ups compared: tokens per forward and speed of `ngram`, `suffix` and transformers' prompt lookup.
+"""Retrieval drafters compared: tokens per forward and speed of `ngram`, `suffix` and transformers' prompt lookup.
 
-    python benchmarks/lookups.py smollm2
-    python benchmarks/lookups.py TARGET --limit 3 --max-tokens 64
+    python benchmarks/retrieval_drafts.py smollm2
+    python benchmarks/retrieval_drafts.py TARGET --limit 3 --max-tokens 64
 
 Code edits and summaries of the package's prompts; second turns of conversations, whose first turn the model has
 answered; and series of similar requests, where `suffix, warm` knows the outputs of the requests before. Every other arm
@@ -26,7 +26,7 @@ from terminal import Count, JsonFile, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.baselines import Peer
+from slipstream.bench.baselines import Baseline
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
@@ -55,7 +55,7 @@ class Total:
 
 @dataclass
 class Comparison:
-    """All arms over one model. A decoder's own memory of the prompt is dropped before each request."""
+    """All arms over one model. A decoder's KV cache of the prompt is dropped before each request."""
 
     base: SpeculativeDecoder
     params: SamplingParams
@@ -72,7 +72,7 @@ class Comparison:
         target = self.base.target
         (arm,) = parse_arms(f"hf-lookup@{self.length}")
         model = reference.plain_model(target, LoadOptions(fast=False))
-        self.peer = Peer(arm, model, None, target.end_ids)
+        self.baseline = Baseline(arm, model, None, target.end_ids)
         self.arms: dict[str, Callable[[list[int]], Answer]] = {
             **{name: self._ours(decoder) for name, decoder in self.decoders.items()},
             "HF prompt lookup": lambda ids: self._theirs(ids),
@@ -107,7 +107,7 @@ class Comparison:
         return answer
 
     def _theirs(self, ids: list[int]) -> Answer:
-        (tokens,), forwards = self.peer.generate([ids], [self.params])
+        (tokens,), forwards = self.baseline.generate([ids], [self.params])
         return tokens, forwards
 
 
