@@ -34,7 +34,7 @@ from slipstream.sampling.sampler import Sampler
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
-MOTIF = 8  # prompts repeat this many random tokens, so that look-up drafters find something
+MOTIF = 8  # prompts repeat this many random tokens, so that retrieval drafters find something
 
 
 def measure_costs(
@@ -145,8 +145,9 @@ class _Probe:
             )
         if self._draft is not None:
             name = "model"  # all the tokens asked for, whatever their probability
-        target = copy(self._target)  # the same memory, but a backend whose layers can be told
-        target.backend = self._decoder.target.backend
+        target = copy(self._target)  # the same KV cache, but a backend whose layers can be told
+        target.table = copy(target.table)
+        target.table.backend = self._decoder.target.backend
         setup = drafters.Setup(backend.device, backend.vocab_size, self._draft, target=target)
         return drafters.load(name, setup)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.bench.arm_labels import label
+from slipstream.bench.arms import parse_arm
 from slipstream.bench.records import Header, Run, read_records
 from slipstream.bench.saved_costs import read_kept
 from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms
@@ -26,6 +28,11 @@ class Data:
     summaries: list[ArmSummary]
     references: dict[str, str]
     simulations: tuple[ArmSimulation, ...] = ()
+
+    def label(self, name: str) -> str:
+        """An arm or a series of arms in words; the temperature is said where the runs have several."""
+        several = len({parse_arm(arm).temperature for arm in self.references}) > 1
+        return label(name, temperature=several)
 
     def runs_of(self, arm: str, batch: int) -> list[Run]:
         """The finished runs of an arm at a batch size that did not fail."""

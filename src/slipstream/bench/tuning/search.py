@@ -32,7 +32,7 @@ def in_turn(groups: Sequence[Group]) -> list[Group]:
     return [group for line in zip_longest(*families.values()) for group in line if group is not None]
 
 
-def contest(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, until: float) -> list[Run]:
+def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch: int, until: float) -> list[Run]:
     """Measure until `until` (seconds of the budget), or until the best arm's interval is narrow or nothing is left.
 
     arms: plain decoding first, which never leaves. Returns the runs of whole units.

@@ -19,7 +19,7 @@ from slipstream.bench.tuning.advice import Advice, Standing, advise
 from slipstream.bench.tuning.candidates import Ground
 from slipstream.bench.tuning.meter import Meter
 from slipstream.bench.tuning.screen import Entry, Screened, screen, shortlist, too_little
-from slipstream.bench.tuning.search import contest, in_turn
+from slipstream.bench.tuning.search import in_turn, search
 
 LEAST_UNITS = 2  # an interval needs as many
 
@@ -70,7 +70,7 @@ def _batch(
     """None where there was no time for the two units that an interval needs."""
     named, batch = {ground.name(one.candidate): one for one in entries}, len(work[0].prompts)
     arms = [ground.plain, *(ground.arm(one.candidate) for one in entries if one.out is None)]
-    runs: list[Run] = contest(meter, arms, work, batch, until)
+    runs: list[Run] = search(meter, arms, work, batch, until)
     if sum(run.arm == PLAIN for run in runs) < LEAST_UNITS and all(run.error is None for run in runs):
         return None
     return advise(batch, named, runs)
