@@ -1,4 +1,4 @@
-"""Retrieval drafts: `suffix` where the text is known, `token_recycling` where it is not, and after it."""
+"""All retrieval in one: `suffix` where the text is known, `token_recycling` where it is not, and after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.drafters import Setup, suffix, token_recycling
+from slipstream.drafters import Setup, suffix
+from slipstream.drafters import token_recycling as recycle
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.errors import UsageError
@@ -18,9 +19,9 @@ from slipstream.errors import UsageError
 
 @dataclass
 class RetrievalDrafter:
-    """The draft of `known` or, where its first token is less likely, of `ranked`; `ranked` continues it.
+    """The draft of `known` or, where its first token is less likely, of `ranked`; `ranked` goes on behind it.
 
-    Both are one-hot. Without acceptance probabilities `ranked` drafts for the rows for which `known` has
+    Both are one-hot. Where they know no acceptance probabilities, `ranked` drafts for the rows for which `known` has
     nothing.
     """
 
@@ -80,4 +81,4 @@ def build(setup: Setup, argument: str) -> RetrievalDrafter:
     known = suffix.build(setup, argument)
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    return RetrievalDrafter(known, token_recycling.build(setup, ""))
+    return RetrievalDrafter(known, recycle.build(setup, ""))
