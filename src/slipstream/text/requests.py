@@ -28,7 +28,10 @@ class RequestReader:
         if _is_ids(prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self.target.tokenizer is None:
-            raise UsageError("prompt is text but there is no tokenizer; give tokenizer=... or a list of token ids")
+            raise UsageError(
+                f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into its "
+                "folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
+            )
         if isinstance(prompt, str):
             if chat and self.target.tokenizer.has_chat_template and prompt:
                 return self.target.tokenizer.chat([{"role": "user", "content": prompt}])
