@@ -27,7 +27,8 @@ from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
-from slipstream.text.requests import Message, Prompt, RequestReader, is_single
+from slipstream.text.prompt_forms import read_prompts
+from slipstream.text.requests import Message, Prompt, RequestReader
 from slipstream.text.results import Chunk, Result
 
 log = logging.getLogger("slipstream")
@@ -225,25 +226,34 @@ class SpeculativeDecoder:
     def generate(
         self, prompt: list[Any], params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
     ) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
+    ) -> Any: ...  # an array's shape decides
 
     def generate(
         self, prompt: Any, params: SamplingParams | list[SamplingParams] | None = None, *, chat: bool = True
     ) -> Result | list[Result]:
         """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
 
-        A prompt is a text, a list of token ids or a list of chat messages. A text goes through the chat template if
-        the tokenizer has one, unless chat=False. params: one for all, or one per prompt.
+        A prompt is a text, token ids or a list of chat messages. A text goes through the chat template if the tokenizer
+        has one, unless chat=False. Ids are a list, an array or tensor (2-D with several rows: several prompts), or what
+        a tokenizer returns. params: one for all, or one per prompt; with n > 1 the other texts are in
+        `Result.alternatives`.
         """
-        single = is_single(prompt)
+        prompts = read_prompts(prompt)
         with self._use:
-            results = self.decode(self.rows([prompt] if single else prompt, params, chat=chat))
-        return results[0] if single else results
+            groups = self._reader.sample_rows(prompts.items, params, chat=chat)
+            texts = iter(self.decode([row for group in groups for row in group]))
+        results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
+        return results[0] if prompts.single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True) -> Iterator[Chunk]:
         """Generate for one prompt, a `Chunk` per round. Stopping the iteration early is allowed."""
-        if not is_single(prompt):
+        prompts = read_prompts(prompt)
+        if not prompts.single:
             raise UsageError("prompt is a list of prompts; allowed: stream takes one prompt, generate takes a list")
-        yield from self._steps(self._chunks(self.rows([prompt], params, chat=chat)[0]))
+        yield from self._steps(self._chunks(self.rows(prompts.items, params, chat=chat)[0]))
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
         text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)

@@ -69,8 +69,10 @@ def test_threads_get_the_text_that_each_gets_alone() -> None:
 
 @pytest.mark.smollm2
 def test_threads_get_the_text_that_each_gets_alone_from_a_real_model() -> None:
-    params = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=3)] * 3
-    check_threads(SpeculativeDecoder("smollm2", acceptance="match", num_draft_tokens=4), TEXTS, params)
+    params = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8, seed=3)] * 3
+    # float32, because without calibrated shapes bfloat16 rounds visibly
+    options: dict[str, Any] = {"dtype": "float32", "reproducible": False, "num_draft_tokens": 4}
+    check_threads(SpeculativeDecoder("smollm2", acceptance="match", **options), TEXTS, params)
 
 
 def test_decoders_over_one_loaded_model_take_turns() -> None:

@@ -46,6 +46,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "stop_token_ids": [None, 5, "5", ["5"], [-1], [1.0], [True], [None], {5}],
     "ignore_eos": [None, 0, 1, "yes"],
     "seed": ["1", True, False, 1.0, -1, NAN],
+    "n": [*NOT_COUNTS, None, 0, 2],
     "num_draft_tokens": ["auto", True, False, 2.0, -1, NAN],
     "logits_processors": [None, 5, print, "print", [5], [None], ["print"]],
 }
@@ -65,6 +66,7 @@ POSSIBLE: dict[str, list[Any]] = {
     "stop_token_ids": [(), [0], (1, 2)],
     "ignore_eos": [True, False],
     "seed": [None, 0, 2**63, 2**70],
+    "n": [1],
     "num_draft_tokens": [None, 0, 3],
     "logits_processors": [(), [print], (print, len)],
 }

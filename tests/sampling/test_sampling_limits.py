@@ -187,3 +187,45 @@ def test_padding_behind_a_shorter_draft_does_not_fail_a_row() -> None:
     plain = SpeculativeDecoder("toy", drafter="none").generate(prompts, params)
     drafted = SpeculativeDecoder("toy", drafter=Proposes(b" was")).generate(prompts, params)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+
+
+def none(input_ids: Tensor, scores: Tensor) -> Any:
+    return None
+
+
+class Half:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.half()
+
+
+def flat(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores[0]
+
+
+def not_a_number(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores * float("nan")
+
+
+def later_not_a_number(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A slip that only a longer text shows."""
+    return scores * (float("nan") if input_ids.shape[1] > 14 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("processor", "name", "found"),
+    [
+        (none, "none", "a NoneType"),
+        (Half(), "Half", r"torch.float16 of shape \(1, 257\)"),
+        (flat, "flat", r"torch.float32 of shape \(257,\)"),
+        (not_a_number, "not_a_number", "NaN"),
+        (later_not_a_number, "later_not_a_number", "NaN"),
+    ],
+)
+def test_processor_with_another_answer_is_named_and_told_what_is_expected(
+    processor: Any, name: str, found: str
+) -> None:
+    expected = r"allowed: scores without NaN, torch.float32 of shape \(1, 257\)"
+    params = SamplingParams(max_tokens=8, logits_processors=[processor])
+    with pytest.raises(SlipstreamError, match=f"logits_processors: {name} returned {found}; {expected}") as refusal:
+        SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
+    assert "\n" not in str(refusal.value)

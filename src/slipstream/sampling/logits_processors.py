@@ -1,4 +1,4 @@
-"""What depends on a row's history: bias, penalties, bad words, minimum length and a request's own processors.
+"""Logits processors: bias, penalties, bad words, minimum length and the request's own, which read the text so far.
 
 Each kind edits the scores of all rows in place. Position j of a row sees the committed tokens plus the first j draft
 tokens. Shapes as in `sampling`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ _ANY = -1  # no token has this id
 
 
 class BatchProcessor:
-    """One kind of processor: `apply` edits scores [B, J, V] in place. Inactive ones are left out of the loop."""
+    """One kind of processor for a whole batch. Inactive ones are left out of the loop.
+
+    `apply` edits scores [B, J, V] in place; draft: [B, K]; `first` draft tokens come before position 0.
+    """
 
     active = False
 
@@ -30,7 +34,7 @@ class BatchProcessor:
         raise AssertionError(f"{type(self).__name__} is not active")
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        """Only processors that keep counts need to be told."""
+        """Note the tokens that row number `row` committed; only processors with counts need them."""
 
 
 class FixedBias(BatchProcessor):
@@ -53,36 +57,38 @@ class FixedBias(BatchProcessor):
 class Penalties(BatchProcessor):
     """Repetition (Keskar et al. 2019, section 4.1; prompt and output), presence and frequency penalty (output only).
 
-    Only tokens that have occurred are touched: those of the history, of which each row has a list, and of the draft.
+    Only tokens that have occurred are edited: those of the text, of which each row has a list, and of the draft.
     """
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         params = [row.params for row in rows]
         used = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        self._concerned = [values != (1.0, 0.0, 0.0) for values in used]
-        self.active = any(self._concerned)
+        self._penalised = [values != (1.0, 0.0, 0.0) for values in used]
+        self.active = any(self._penalised)
         if not self.active:
             return
         self._device = device
         self._repetition, self._presence, self._frequency = torch.tensor(used, device=device).T[:, :, None, None]
         self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
         self._counts = torch.zeros(len(rows), vocab_size, device=device)
-        self._places: list[dict[int, int]] = [{} for _ in rows]  # of each row's tokens in its list
+        self._places: list[dict[int, int]] = [{} for _ in rows]  # token -> its index in the row's list
         self._ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device)  # the lists, padded with any token
-        self._new: list[tuple[int, int, int, int]] = []  # row, place, token, how often more in the output
+        self._new: list[
+            tuple[int, int, int, int]
+        ] = []  # row, index in its list, token, further occurrences in the output
         for i, row in enumerate(rows):
-            self._note(i, row.tokens, Counter(row.output))
+            self._record(i, row.tokens, Counter(row.output))
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        self._note(row, tokens, Counter(tokens))
+        self._record(row, tokens, Counter(tokens))
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
-        self._catch_up()
+        self._send_new()
         drafted = draft[:, : first + scores.shape[1] - 1]
         ids = torch.cat([self._ids, drafted], dim=1)
-        said = self._said(ids, drafted)[:, first:]
-        counts = self._counts.gather(1, ids)[:, None] + said
-        seen = self._seen.gather(1, ids)[:, None] | (said > 0)
+        drafted_counts = self._occurrences(ids, drafted)[:, first:]
+        counts = self._counts.gather(1, ids)[:, None] + drafted_counts
+        seen = self._seen.gather(1, ids)[:, None] | (drafted_counts > 0)
         at = ids[:, None].expand_as(counts)
         s = scores.gather(2, at)
         repeated = torch.where(s < 0, s * self._repetition, s / self._repetition)
@@ -90,18 +96,18 @@ class Penalties(BatchProcessor):
         scores.scatter_(2, at, s)  # a token that is listed twice has the same score twice
 
     @staticmethod
-    def _said(ids: Tensor, drafted: Tensor) -> Tensor:
+    def _occurrences(ids: Tensor, drafted: Tensor) -> Tensor:
         """How often the first 0, 1, ... K draft tokens [B, K] are each of `ids` [B, U]: [B, K + 1, U]."""
         return pad((ids[:, None] == drafted[..., None]).cumsum(1), (0, 0, 1, 0))
 
-    def _note(self, row: int, tokens: Sequence[int], counts: Counter[int]) -> None:
-        if self._concerned[row]:
+    def _record(self, row: int, tokens: Sequence[int], counts: Counter[int]) -> None:
+        if self._penalised[row]:
             places = self._places[row]
             for token in dict.fromkeys(tokens):
                 self._new.append((row, places.setdefault(token, len(places)), token, counts[token]))
 
-    def _catch_up(self) -> None:
-        """Send what was noted since the last time, all rows at once."""
+    def _send_new(self) -> None:
+        """Send what was noted since the last call to the device, all rows at once."""
         if not self._new:
             return
         rows, places, tokens, more = torch.tensor(self._new).T.to(self._device, non_blocking=True)
@@ -162,7 +168,7 @@ class Processors(BatchProcessor):
         self._rows = rows
         self._checked: set[int] = set()
         self.active = any(row.params.logits_processors for row in rows)
-        self._texts = [_Text(row, device) for row in rows] if self.active else []
+        self._texts = [_RowTokens(row, device) for row in rows] if self.active else []
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
@@ -176,12 +182,12 @@ class Processors(BatchProcessor):
 
     def _call(self, processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
         if id(processor) in self._checked:
-            return processor(context, scores.clone())
+            return ask(processor, context, scores)
         self._checked.add(id(processor))
         return check_stateless(processor, context, scores)
 
 
-class _Text:
+class _RowTokens:
     """A row's tokens on the device; each is sent once."""
 
     def __init__(self, row: Row, device: torch.device) -> None:
@@ -199,18 +205,43 @@ class _Text:
         return self._ids[:, : count + len(draft)]
 
 
+def ask(processor: Processor, context: Tensor, scores: Tensor, *, wait: bool = False) -> Tensor:
+    """The processor's answer; UsageError if its shape or type differs from that of the scores, or it has NaN.
+
+    wait: look for NaN even on a device that would have to be waited for.
+    """
+    answer = processor(context, scores.clone())
+    found = f"a {type(answer).__name__}"
+    if isinstance(answer, Tensor):
+        if answer.shape == scores.shape and answer.dtype == scores.dtype:
+            if not (wait or answer.device.type == "cpu") or not bool(answer.isnan().any()):
+                return answer
+            found = "NaN"
+        else:
+            found = f"{answer.dtype} of shape {tuple(answer.shape)}"
+    raise UsageError(
+        f"logits_processors: {_name(processor)} returned {found}; allowed: scores without NaN, {scores.dtype} of shape "
+        f"{tuple(scores.shape)} like those it was given"
+    )
+
+
+def _name(processor: Processor) -> str:
+    """A function's own name, else the name of its class."""
+    return processor.__qualname__ if isinstance(processor, FunctionType) else type(processor).__name__
+
+
 def check_stateless(processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
     """The processor's answer, or a refusal if asking twice gives two answers.
 
     Drafts are scored at positions that may be rejected, so a processor that remembers what it was asked would have to
     be rolled back.
     """
-    first = processor(context, scores.clone())
-    second = processor(context, scores.clone())
-    processor(context[:, :-1] if context.shape[1] > 1 else context, scores.clone())
-    if not torch.equal(first, second) or not torch.equal(first, processor(context, scores.clone())):
+    first = ask(processor, context, scores, wait=True)
+    second = ask(processor, context, scores)
+    ask(processor, context[:, :-1] if context.shape[1] > 1 else context, scores)
+    if not torch.equal(first, second) or not torch.equal(first, ask(processor, context, scores)):
         raise UsageError(
-            f"logits_processors: {type(processor).__name__} keeps state between calls, which drafting would corrupt; "
+            f"logits_processors: {_name(processor)} keeps state between calls, which drafting would corrupt; "
             "allowed: processors whose answer depends on input_ids and scores alone"
         )
     return first

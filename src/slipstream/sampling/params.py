@@ -61,6 +61,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
     seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    n: int = setting(1, "texts per prompt, each with a seed of its own")
     num_draft_tokens: int | None = setting(
         None, "this request's draft length instead of the decoder's; 0 drafts nothing"
     )
@@ -80,6 +81,9 @@ class SamplingParams:
             raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
         if self.seed is not None:
             self._integer("seed", 0)
+        self._integer("n", 1)
+        if self.n > 1 and self.temperature == 0:
+            raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
             self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
         if not isinstance(self.ignore_eos, bool):
@@ -89,9 +93,9 @@ class SamplingParams:
     def _check_collections(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _each("stop", self.stop, lambda s: isinstance(s, str) and s != "", "non-empty strings")
+        _each("stop", self.stop, _is_text, "non-empty strings of valid Unicode")
         _each("stop_token_ids", self.stop_token_ids, _is_id, "token ids >= 0")
-        _each("bad_words", self.bad_words, _is_word, "non-empty strings or lists of token ids")
+        _each("bad_words", self.bad_words, _is_word, "non-empty strings of valid Unicode or lists of token ids")
         _each("logits_processors", self.logits_processors, callable, "callables (input_ids, scores) -> scores")
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias={self.logit_bias!r}; allowed: a mapping from token id to a number")
@@ -146,9 +150,15 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str) or value == "":
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)  # lone surrogates: bytes, not text
+
+
 def _is_word(value: object) -> bool:
     if isinstance(value, str):
-        return value != ""
+        return _is_text(value)
     return isinstance(value, Sequence) and len(value) > 0 and all(map(_is_id, value))
 
 

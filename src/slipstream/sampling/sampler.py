@@ -1,4 +1,4 @@
-"""From logits to the law a request asked for, and draws from it.
+"""From logits to the distribution a request asked for, and draws from it.
 
 The order of operations is that of Hugging Face `generate`: bias, penalties, bad words, minimum length, the request's
 own processors; then, unless greedy, temperature, top-k, top-p, min-p. Position j of a row sees the committed tokens
@@ -20,11 +20,9 @@ from slipstream.core.types import Row
 from slipstream.sampling.logits_processors import KINDS
 from slipstream.sampling.warpers import Options, Warp
 
-NONE = -1  # drawn where no token is left; harmless behind a rejection, an error if committed
-HOST_BLOCK, DEVICE_BLOCK = (
-    1 << 18,
-    1 << 27,
-)  # scores made into laws at once: what a cache holds, what a GPU has room for
+NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
+# scores made into distributions at once: as many as fit a CPU's cache, or a GPU's memory
+HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 27
 
 
 class Sampler:
@@ -46,7 +44,7 @@ class Sampler:
             processor.advance(row, tokens)
 
     def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
-        """Logits after everything that depends on the history. logits: [B, J, V]; draft: [B, >= first + J - 1]."""
+        """Logits after all logits processors, float32. logits: [B, J, V]; draft: [B, >= first + J - 1]."""
         if not self._processors:
             return logits.float()
         scores = logits.to(torch.float32, copy=True)
@@ -55,7 +53,7 @@ class Sampler:
         return scores
 
     def probs(self, scores: Tensor) -> Tensor:
-        """The law of each position, float32 [B, J, V]: one-hot for greedy rows."""
+        """The distribution at each position, float32 [B, J, V]: one-hot for greedy rows."""
         if self.all_greedy:
             return _one_hot(scores)
         blocks = list(self._blocks(scores.shape[1]))
@@ -85,7 +83,7 @@ class Sampler:
         return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen[..., None])[..., 0]), NONE)
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
-        """One token per position from probs [B, J, V], by the noise of (seed, stream, absolute position) -> [B, J].
+        """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].
 
         The numbers of the streams other than TOKEN also depend on the round, because a position may come up again.
         """
@@ -93,9 +91,9 @@ class Sampler:
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
-        """One token per row from laws [B, V], at `offsets[i]` <= width positions after row i's committed tokens -> [B].
+        """One token per row from distributions [B, V] -> [B], `offsets[i]` positions after row i's committed tokens.
 
-        offsets: [B] on the device; they are not awaited.
+        offsets: [B], at most `width`, on the device; nothing waits for them.
         """
         keys = self.race.bits(self._keys(Stream.TOKEN, range(width + 1))).gather(1, offsets[:, None])[:, 0]
         return self.race.draw(distributions, keys).masked_fill(distributions.amax(-1) <= 0, NONE)
@@ -106,11 +104,11 @@ class Sampler:
 
     def _distribution(self, warp: Warp, scores: Tensor) -> Tensor:
         probs = warp(scores)
-        # bias and the like can leave a position without any token; its law is then zero
+        # bias and the like can leave a position without any token; its distribution is then zero
         return probs.nan_to_num_(0.0) if self._processors else probs
 
     def _blocks(self, positions: int) -> Iterator[tuple[Warp, slice | Tensor]]:
-        """Rows of equal options, as many at a time as are best handled together; a slice where they are all rows."""
+        """Rows of equal options, in blocks of the best size; a slice where the group is the whole batch."""
         size = HOST_BLOCK if self.device.type == "cpu" else DEVICE_BLOCK
         at_once = max(1, size // (positions * self.vocab_size))
         for warp, rows in self._groups:

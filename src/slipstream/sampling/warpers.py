@@ -1,10 +1,10 @@
-"""Temperature, top-k, top-p and min-p: from scores to a law, sorting no more than the law needs.
+"""Temperature, top-k, top-p and min-p: from scores to a distribution, sorting no more than necessary.
 
 Top-p by its definition sorts the whole vocabulary (`keep_top_p_sorted`, the specification). Only the likeliest tokens
-decide, though, so on the CPU some of them are selected, and then more, until they reach the wanted probability. The
-result is the specification's own: a position is sorted after all where rounding could tell otherwise, or where top-p
-parts tokens of equal score, because it is the sort that picks among those. On other devices nothing may be asked of
-the tensors before the end of the round, so there everything is sorted.
+decide, so on the CPU the likeliest few are selected, then more, until they reach the wanted probability. The result is
+the specification's to the bit: a position is sorted after all where rounding could decide, or where the cut falls
+between tokens of equal score, which only the sort orders. Other devices sort everything, because reading a tensor
+before the end of the round would wait for the device.
 
 Shapes: N positions, V vocabulary.
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 
 NEVER = float("-inf")
 SELECTED = (64, 512, 4096)  # likeliest tokens looked at, in turn
-ROUNDING = 2e-5  # cumulated probabilities this close to top_p are left to the specification
+ROUNDING = 2e-5  # cumulative probabilities this close to top_p are left to the specification
 
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes a law after the history is accounted for; temperature > 0, the others as in `SamplingParams`."""
+    """What shapes a distribution after the logits processors; temperature > 0, the others as in `SamplingParams`."""
 
     temperature: float
     top_k: int = 0
@@ -40,7 +40,7 @@ class Highest(NamedTuple):
 
 
 class Warp:
-    """The options as a function from scores to laws."""
+    """The options as a function from scores to distributions."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options = options
@@ -49,7 +49,7 @@ class Warp:
         self._uses_top_p = bool(torch.tensor(options.top_p) < 1)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """The law of each position. scores: [..., V] float32, left alone -> [..., V] float32."""
+        """The distribution at each position. scores: [..., V] float32, not changed -> [..., V] float32."""
         best = scores.amax(-1, keepdim=True)
         warped = (scores - best.masked_fill_(torch.isneginf(best), 0.0)).div_(self._temperature).flatten(0, -2)
         highest = None
@@ -101,7 +101,7 @@ def keep_top_p_selected(scores: Tensor, top_p: Tensor, highest: Highest | None =
 
 
 def _least_kept(highest: Highest, probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest score that top-p keeps [N, 1], and whether the highest scores decide that beyond doubt [N]."""
+    """The lowest score that top-p keeps [N, 1], and whether the highest scores suffice to decide that [N]."""
     likely = probs.gather(-1, highest.tokens).double()
     above = likely.cumsum(-1) - likely  # the probability of all higher scores
     inside = above < top_p

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import VisibleText
+from slipstream.text.prompt_forms import ALLOWED, check_text, is_chat, is_ids, read_prompts
 
 Message = dict[str, str]
-Prompt = str | list[int] | list[Message]
+Ids = list[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]  # the last: what a tokenizer returns
+Prompt = str | Ids | list[Message]
 
 
 @dataclass(frozen=True)
@@ -25,33 +32,50 @@ class RequestReader:
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""
-        if _is_ids(prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if self.target.tokenizer is None:
+        return self._encode(_single(prompt), chat)
+
+    def _encode(self, prompt: Any, chat: bool) -> list[int]:
+        if is_ids(prompt):
+            return list(prompt)
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
             raise UsageError(
                 f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into its "
                 "folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
             )
         if isinstance(prompt, str):
-            if chat and self.target.tokenizer.has_chat_template and prompt:
-                return self.target.tokenizer.chat([{"role": "user", "content": prompt}])
-            return self.target.tokenizer.encode(prompt)
-        return self.target.tokenizer.chat(prompt)  # type: ignore[arg-type]
+            check_text("prompt", prompt)
+            if chat and tokenizer.has_chat_template and prompt:
+                return tokenizer.chat([{"role": "user", "content": prompt}])
+            return tokenizer.encode(prompt)
+        for message in prompt:
+            if isinstance(message["content"], str):
+                check_text("prompt (a chat message)", message["content"])
+        return tokenizer.chat(prompt)
+
+    def sample_rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[list[Row]]:
+        """`params.n` rows per prompt; the first has the request's seed, the others seeds derived from it."""
+        given = _one_each(params, len(prompts))
+        groups: list[list[Row]] = []
+        for prompt, own in zip(prompts, given, strict=True):
+            one = replace(own, n=1) if isinstance(own, SamplingParams) and own.n > 1 else own
+            first = self._row(len(groups), _single(prompt), one, chat)
+            seeds = [key(first.seed, at) >> 1 for at in range(1, own.n)]
+            others = [self._row(len(groups), first.tokens, replace(one, seed=seed), chat) for seed in seeds]
+            groups.append([first, *others])
+        return groups
 
     def rows(self, prompts: list[Any], params: Any, *, chat: bool = True) -> list[Row]:
-        """One row per prompt; params: None, one for all, or one per prompt."""
-        one = SamplingParams() if params is None else params
-        given = list(params) if isinstance(params, list | tuple) else [one] * len(prompts)
-        if len(given) != len(prompts):
-            raise UsageError(f"params: {len(given)} given for {len(prompts)} prompts; allowed: one, or one per prompt")
-        return [self._row(i, prompt, one, chat) for i, (prompt, one) in enumerate(zip(prompts, given, strict=True))]
+        """One row per prompt, given in any form; params: None, one for all, or one per prompt."""
+        pairs = enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True))
+        return [self._row(i, _single(prompt), one, chat) for i, (prompt, one) in pairs]
 
     def _row(self, index: int, prompt: Any, params: SamplingParams, chat: bool) -> Row:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params: {type(params).__name__}; allowed: SamplingParams")
-        if not (isinstance(prompt, str) or _is_ids(prompt) or _is_chat(prompt)):
-            raise UsageError(f"prompt {prompt!r:.80}; allowed: a text, a list of token ids or a list of chat messages")
-        backend, tokens = self.target.backend, self.encode(prompt, chat=chat)
+        if params.n > 1:
+            raise UsageError(f"n={params.n}; allowed: 1, except in generate")
+        backend, tokens = self.target.backend, self._encode(prompt, chat)
         if not tokens:
             raise UsageError(f"prompt {index} is empty; allowed: at least one token")
         if bad := [token for token in tokens if not 0 <= token < backend.vocab_size]:
@@ -92,20 +116,18 @@ class RequestReader:
         return VisibleText(self.target.tokenizer, params)
 
 
-def _is_ids(prompt: Any) -> bool:
-    if not isinstance(prompt, list | tuple):
-        return False
-    return bool(prompt) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+def _one_each(params: Any, count: int) -> list[Any]:
+    one = SamplingParams() if params is None else params
+    given = list(params) if isinstance(params, list | tuple) else [one] * count
+    if len(given) != count:
+        raise UsageError(f"params: {len(given)} given for {count} prompts; allowed: one, or one per prompt")
+    return given
 
 
-def _is_chat(prompt: Any) -> bool:
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return False
-    return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-
-
-def is_single(prompt: Any) -> bool:
-    """One prompt rather than a list of them; an empty list counts as one (empty) prompt."""
-    if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
-        return True
-    return _is_ids(prompt) or _is_chat(prompt) or isinstance(prompt[0], int)
+def _single(prompt: Any) -> Any:
+    """One prompt as a text, a list of token ids or a list of chat messages."""
+    found = read_prompts(prompt)
+    one = found.items[0]
+    if not found.single or not (isinstance(one, str) or is_ids(one) or is_chat(one)):
+        raise UsageError(f"prompt {prompt!r:.80}; allowed: {ALLOWED}")
+    return one

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.text import Text
 
@@ -14,7 +15,10 @@ from slipstream.text.round_view import round_lines, to_html
 
 @dataclass(frozen=True)
 class Result:
-    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string."""
+    """What a prompt became. token_ids exclude the prompt; text is cut before a stop string.
+
+    alternatives: the other n - 1 texts of a request with n > 1, each a `Result` with the seed that repeats it.
+    """
 
     text: str
     token_ids: list[int]
@@ -23,7 +27,17 @@ class Result:
     rounds: list[Round]
     seed: int
     prompt_token_ids: list[int]
+    alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
+        plain = ("text", "token_ids", "finish_reason", "seed", "prompt_token_ids")
+        return {name: getattr(self, name) for name in plain} | {
+            "stats": self.stats.to_dict(),
+            "rounds": [asdict(done) for done in self.rounds],
+            "alternatives": [other.to_dict() for other in self.alternatives],
+        }
 
     def debug(self) -> Text:
         """Every round as a line: accepted, rejected and target-chosen tokens, with a legend; print it with rich."""

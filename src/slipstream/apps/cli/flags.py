@@ -51,7 +51,7 @@ _FLAGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "stop_token_ids": (list[int], tuple),
     "seed": (int | None, lambda value: value),
 }
-_NOT_ON_THE_COMMAND_LINE = {"logits_processors"}
+_NOT_ON_THE_COMMAND_LINE = {"logits_processors", "n"}
 
 
 def flags(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

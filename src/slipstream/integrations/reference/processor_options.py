@@ -62,7 +62,7 @@ class _LogProbs:
     processor: Processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self.processor(scores).log()
+        return self.processor(scores).log().to(scores.dtype)  # some answer in half precision
 
 
 def check_processor(processor: Any) -> Processor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from slipstream.sampling.logits_processors import NEVER, check_stateless
+from slipstream.sampling.logits_processors import NEVER, ask, check_stateless
 from slipstream.sampling.params import LARGEST, Processor
 
 # temperature, top-k, top-p and min-p in the order in which both sides apply them: class, field, attribute
@@ -46,7 +46,7 @@ def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
     """The warpers that a sampling list ends with as fields, and what comes before them.
 
     Any other warper after or between them leaves all before it to be called, at temperature 1. A final normalisation
-    changes no law.
+    changes no distribution.
     """
     rest, fields, stage = list(processors), {"temperature": 1.0}, len(WARPERS)
     if rest and type(rest[-1]) is hf.LogitNormalization:
@@ -153,6 +153,6 @@ class RowProcessor:
         """input_ids: [1, n] without padding; scores: [1, V] -> [1, V]. A processor with state is refused by name."""
         ids = torch.cat([self._padding.to(input_ids.device), input_ids], dim=1)
         for processor in self._processors:
-            scores = processor(ids, scores) if self._checked else check_stateless(processor, ids, scores)
+            scores = (ask if self._checked else check_stateless)(processor, ids, scores)
         self._checked = True
         return scores

@@ -1,0 +1,58 @@
+"""`n` texts of one prompt: each is the text that its own seed gives alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+
+PARAMS = SamplingParams(temperature=1.0, max_tokens=30, seed=5, n=4)
+ALONE = replace(PARAMS, n=1)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy", num_draft_tokens=3, acceptance="match", max_batch_size=3)
+
+
+def test_every_sample_is_repeated_by_its_own_seed(decoder: SpeculativeDecoder) -> None:
+    result = decoder.generate("The heron", PARAMS)
+    samples = [result, *result.alternatives]
+    assert result.seed == 5 and len({sample.seed for sample in samples}) == 4 == len(samples)
+    assert len({sample.text for sample in samples}) > 1
+    for sample in samples:
+        again = decoder.generate("The heron", replace(ALONE, seed=sample.seed))
+        assert (again.text, again.token_ids, again.seed) == (sample.text, sample.token_ids, sample.seed)
+        assert not again.alternatives and not sample.alternatives[3:]
+
+
+def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: SpeculativeDecoder) -> None:
+    prompts: list[Any] = ["The heron", "A sparrow", [65, 66]]
+    params = [replace(PARAMS, n=2), ALONE, replace(PARAMS, n=3, seed=None)]
+    results = decoder.generate(prompts, params)
+    assert [len(result.alternatives) for result in results] == [1, 0, 2]
+    for prompt, result in zip(prompts, results, strict=True):
+        for sample in [result, *result.alternatives]:
+            assert sample.prompt_token_ids == decoder.encode(prompt)
+            assert sample.token_ids == decoder.generate(prompt, replace(ALONE, seed=sample.seed)).token_ids
+    assert [told["seed"] for told in results[0].to_dict()["alternatives"]] == [results[0].alternatives[0].seed]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.0, True, None, "2"])
+def test_impossible_counts_are_refused(n: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^n={n!r}; allowed: a whole number >= 1$"):
+        SamplingParams(temperature=1.0, n=n)
+
+
+def test_several_greedy_texts_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^n=3; allowed: 1 with temperature=0"):
+        SamplingParams(n=3)
+
+
+def test_streams_and_rows_have_one_text_per_prompt(decoder: SpeculativeDecoder) -> None:
+    for use in (lambda: next(decoder.stream("a", PARAMS)), lambda: decoder.rows(["a"], PARAMS)):
+        with pytest.raises(UsageError, match=r"^n=4; allowed: 1"):
+            use()

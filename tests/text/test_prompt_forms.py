@@ -1,0 +1,122 @@
+"""Prompts in every form that callers and tokenizers have them, and what is said of other forms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import prompts, shared, tokenizer
+from transformers import BatchEncoding
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.text.prompt_forms import read_prompts
+
+IDS, OTHER = [5, 6, 7, 8], [9, 10]
+ONE: dict[str, Any] = {
+    "list": IDS,
+    "tuple": tuple(IDS),
+    "numpy ints in a list": list(np.array(IDS)),
+    "tensor": torch.tensor(IDS),
+    "tensor [1, n]": torch.tensor([IDS]),
+    "int32 tensor": torch.tensor(IDS, dtype=torch.int32),
+    "array": np.array(IDS),
+    "array [1, n]": np.array([IDS], dtype=np.int32),
+    "encoding": BatchEncoding({"input_ids": IDS, "attention_mask": [1] * 4}),
+    "encoding of tensors": BatchEncoding({"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, 4)}),
+    "dict": {"input_ids": torch.tensor([IDS])},
+}
+SEVERAL: dict[str, Any] = {
+    "lists": [IDS, OTHER],
+    "tensors": [torch.tensor(IDS), torch.tensor([OTHER])],
+    "encodings": [BatchEncoding({"input_ids": IDS}), {"input_ids": np.array(OTHER)}],
+    "padded left": {
+        "input_ids": torch.tensor([IDS, [0, 0, *OTHER]]),
+        "attention_mask": torch.tensor([[1] * 4, [0, 0, 1, 1]]),
+    },
+    "padded right": {"input_ids": np.array([IDS, [*OTHER, 0, 0]]), "attention_mask": np.array([[1] * 4, [1, 1, 0, 0]])},
+    "not padded": BatchEncoding({"input_ids": [IDS, OTHER], "attention_mask": [[1] * 4, [1, 1]]}),
+}
+
+
+@pytest.mark.parametrize("form", ONE)
+def test_one_prompt_in_every_form(form: str) -> None:
+    found = read_prompts(ONE[form])
+    assert found.items == [IDS] and found.single and all(type(token) is int for token in found.items[0])
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_several_prompts_in_every_form(form: str) -> None:
+    found = read_prompts(SEVERAL[form])
+    assert found.items == [IDS, OTHER] and not found.single
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.tensor([1.0, 2.0]), "^prompt is an array of float32; allowed: whole numbers"),
+        (np.array([True]), "^prompt is an array of bool; allowed: whole numbers"),
+        (torch.tensor(3), r"^prompt has shape \(\); allowed: \(n,\) or \(1, n\)"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), r"^prompt has shape \(1, 2, 3\); allowed"),
+        (torch.ones(0, dtype=torch.int64), "^prompt .*; allowed"),
+        ([torch.tensor([IDS, IDS])], "^prompt 0 holds 2 prompts; allowed: one per item"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "^attention_mask and input_ids differ in shape"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "^attention_mask: row 0 has padding inside"),
+        ({"input_ids": [[0, 0]], "attention_mask": [[0, 0]]}, "^prompt .*; allowed"),
+        ({"input_ids": "text"}, "^input_ids='text'; allowed: token ids"),
+        ({"input_ids": None}, "^input_ids=None; allowed: token ids"),
+        ("a\ud800b", r"^prompt has '\\ud800' at character 1; allowed: valid Unicode"),
+        (["fine", "\udcff"], r"^prompt has '\\udcff' at character 0; allowed: valid Unicode"),
+        ([{"role": "user", "content": "\udcff"}], r"^prompt \(a chat message\) has '\\udcff'"),
+    ],
+)
+def test_other_forms_are_refused_in_one_line(prompt: Any, message: str) -> None:
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), drafter="none")
+    with pytest.raises(UsageError, match=message) as refusal:
+        decoder.generate(prompt, SamplingParams(max_tokens=2))
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:
+    words, params = tokenizer(), SamplingParams(max_tokens=5)
+    words.padding_side = "left"
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
+    texts = ["hello there", "abc"]
+    expected = [decoder.generate(words(text)["input_ids"], params).token_ids for text in texts]
+    padded = words(texts, return_tensors="pt", padding=True)
+    assert padded["attention_mask"].min() == 0
+    assert [result.token_ids for result in decoder.generate(padded, params)] == expected
+    one = words(texts[0], return_tensors="pt")
+    assert decoder.generate(one, params).token_ids == expected[0]
+    assert decoder.generate(one["input_ids"], params).token_ids == expected[0]
+    assert [token for chunk in decoder.stream(one, params) for token in chunk.token_ids] == expected[0]
+    assert decoder.encode(one["input_ids"].numpy()) == words(texts[0])["input_ids"]
+
+
+@pytest.mark.parametrize("options", [{"stop": ["ok", "a\ud800"]}, {"stop": "\udcff"}, {"bad_words": ["\udcff"]}])
+def test_lone_surrogates_in_options_are_refused_naming_the_field(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=rf"^{next(iter(options))}: '.*\\ud.*'; allowed: non-empty strings of valid"):
+        SamplingParams(**options)
+
+
+def test_prompts_are_read_without_transformers() -> None:
+    code = (
+        "import sys, torch, slipstream; d = slipstream.SpeculativeDecoder('toy');"
+        "d.generate({'input_ids': torch.tensor([[65, 66]])}); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_result_is_json_ready() -> None:
+    import json
+
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), num_draft_tokens=3)
+    result = decoder.generate(prompts([6])[0], SamplingParams(max_tokens=5, seed=7))
+    told = json.loads(json.dumps(result.to_dict()))
+    assert told["text"] == result.text and told["token_ids"] == result.token_ids and told["seed"] == 7
+    assert told["finish_reason"] == "length" and told["stats"]["num_output_tokens"] == 5
+    assert [token for done in told["rounds"] for token in done["tokens"]] == result.token_ids
+    assert told["prompt_token_ids"] == prompts([6])[0] and "tokenizer" not in told
