@@ -1,4 +1,4 @@
-"""Which forward shapes a decoder keeps to: calibrated once per machine, model and precision, then read from the cache."""
+"""Which forward shapes a decoder keeps to: calibrated once per machine, model and precision, then read."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards,
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 1.0
+FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
 RAGGED_TIMINGS = 3
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
 FEW = 3  # rows

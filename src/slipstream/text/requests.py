@@ -40,8 +40,8 @@ class RequestReader:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UsageError(
-                f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into its "
-                "folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
+                f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into "
+                "its folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
             )
         if isinstance(prompt, str):
             check_text("prompt", prompt)

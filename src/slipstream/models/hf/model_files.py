@@ -66,7 +66,9 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
     known = "" if "/" in source else f" {_at_hand()}."
-    return SlipstreamError(f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}")
+    return SlipstreamError(
+        f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}"
+    )
 
 
 def one_line(error: Exception) -> str:

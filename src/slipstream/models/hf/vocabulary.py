@@ -246,5 +246,5 @@ def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
 def _same_ids(target: Callable[[T], list[int]], draft: Callable[[T], list[int]], probe: T) -> bool:
     try:
         return target(probe) == draft(probe)
-    except UsageError:  # one of them cannot encode it
+    except ValueError:  # one of them cannot encode it
         return False

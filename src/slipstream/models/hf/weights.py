@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf.model_files import not_loaded, one_line, resolve
+from slipstream.models.hf.model_files import not_loaded, resolve
 from slipstream.models.loaded import LoadOptions
 
 log = logging.getLogger("slipstream")
@@ -32,6 +33,8 @@ READER_ERRORS = (
     ArithmeticError,
     RuntimeError,
     ImportError,
+    EOFError,
+    struct.error,
     SafetensorError,
     StrictDataclassError,
 )
