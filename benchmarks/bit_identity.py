@@ -6,7 +6,7 @@
 
 Settings: drafters x draft lengths x batch sizes, greedy and at temperature 0.8 with a seed per prompt (acceptance
 "match", which couples draws). The reference is plain decoding, one prompt at a time. Differing greedy texts are put to
-the tie-aware referee. Exit code 1 if a text differs in reproducible mode, or differs by more than a tie otherwise.
+the judge of ties. Exit code 1 if a text differs in reproducible mode, or differs by more than a tie otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.bench.comparison import Referee, count_differences
-from slipstream.certificate.parity import Difference
+from slipstream.certificate.parity import Difference, count_differences
+from slipstream.certificate.tie_judge import TieJudge
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import read_prompts, spread
 
@@ -75,7 +75,7 @@ class Bench:
     """
 
     base: SpeculativeDecoder
-    referee: Referee
+    judge: TieJudge
     chosen: list[tuple[str, int, int]]
     params: list[SamplingParams]
 
@@ -110,7 +110,7 @@ class Bench:
             results += decoder.generate(group[at : at + batch], params[at : at + batch])
         tally.seconds += perf_counter() - begun
         tally.differences += [
-            self.referee.judge(tokens, want, got.token_ids, greedy=one.temperature == 0)
+            self.judge.judge(tokens, want, got.token_ids, one)
             for tokens, one, want, got in zip(group, params, expected, results, strict=True)
         ]
         tally.drafted += sum(r.stats.num_draft_tokens for r in results)
@@ -144,7 +144,7 @@ def main(
     chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
     ids = ids[int(number) - 1 :: int(parts)]
-    bench, size = Bench(base, Referee(base), chosen, params), max(batches)
+    bench, size = Bench(base, TieJudge(base), chosen, params), max(batches)
     done_prompts = 0
     try:
         for at in range(0, len(ids), size):

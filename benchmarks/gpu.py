@@ -41,7 +41,7 @@ from gpu_arms import (
     wait_for,
 )
 
-from slipstream.bench.hf_reference import last_logits
+from slipstream.certificate.full_precision import last_logits
 from slipstream.certificate.parity import first_difference
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slipstream import SamplingParams
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row, Verdict
 from slipstream.draft_length.policies import Fixed
@@ -138,13 +139,13 @@ def slipstream_arm(name: str, setting: Setting, backends: tuple[Any, Any | None]
     drafter = Mistaken(inner, setting.wrong, vocab, wait)
 
     def run(rows: int) -> list[list[int]]:
-        engine = Engine(target, drafter, Fixed(count), "auto", rows, draft)
+        scheduler = Scheduler(Engine(target, drafter, Fixed(count), Sampler, "auto", draft), rows)
         for session in (target, draft):
             if session is not None:
                 session.forget()
         params = SamplingParams(max_tokens=setting.max_tokens)
         batch = [Row(i, list(ids), params, i) for i, ids in enumerate(setting.prompts[:rows])]
-        arm.rounds = [done for done in engine.run(batch) if done.row == 0]
+        arm.rounds = [done for done in scheduler.run(batch) if done.row == 0]
         return [row.output for row in batch]
 
     arm = Arm(name, run, backends=backends)

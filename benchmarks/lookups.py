@@ -26,7 +26,7 @@ from terminal import Count, JsonFile, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.baselines import Peer
+from slipstream.bench.baselines import Baseline
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
@@ -72,7 +72,7 @@ class Comparison:
         target = self.base.target
         (arm,) = parse_arms(f"hf-lookup@{self.length}")
         model = reference.plain_model(target, LoadOptions(fast=False))
-        self.peer = Peer(arm, model, None, target.end_ids)
+        self.baseline = Baseline(arm, model, None, target.end_ids)
         self.arms: dict[str, Callable[[list[int]], Answer]] = {
             **{name: self._ours(decoder) for name, decoder in self.decoders.items()},
             "HF prompt lookup": lambda ids: self._theirs(ids),
@@ -107,7 +107,7 @@ class Comparison:
         return answer
 
     def _theirs(self, ids: list[int]) -> Answer:
-        (tokens,), forwards = self.peer.generate([ids], [self.params])
+        (tokens,), forwards = self.baseline.generate([ids], [self.params])
         return tokens, forwards
 
 

@@ -26,7 +26,7 @@ from terminal import Count, console, run
 from slipstream import Draft, SamplingParams
 from slipstream.bench.prediction.formula import Costs
 from slipstream.core.interfaces import Drafter, Policy
-from slipstream.core.loop import lengths_for
+from slipstream.core.loop import draft_lengths
 from slipstream.core.rng import Race
 from slipstream.core.types import Round, Row, Seconds
 from slipstream.draft_length.controller import DraftController
@@ -35,6 +35,7 @@ from slipstream.draft_length.early_stop import PathBelow, Stop, WhilePays
 from slipstream.draft_length.policies import Auto, Fixed, Heuristic
 from slipstream.drafters import Setup, load
 from slipstream.drafters.hybrid import HybridDrafter
+from slipstream.drafters.model import annotated
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
 
@@ -70,11 +71,8 @@ class Recorded:
             if max(ends) <= j + 1:
                 break
         draft = Draft.from_lists([row[:end] for row, end in zip(tokens, ends, strict=True)], CPU)
-        stop = self.stop
-        acceptance_probs = stop and tuple(
-            stop.acceptance_probs(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True)
-        )
-        return Draft(draft.tokens, draft.lengths, None, acceptance_probs, steps)
+        made = Draft(draft.tokens, draft.lengths, steps=steps)
+        return made if self.stop is None else annotated(made, self.stop, rows, lengths, chances)
 
 
 @dataclass
@@ -100,7 +98,7 @@ class Replay:
         return Row(index, list(record["prompt"]), SamplingParams(max_tokens=len(record["output"])), seed=0)
 
     def _step(self, rows: list[Row]) -> float:
-        lengths = lengths_for(self.policy, rows, 24)
+        lengths = draft_lengths(self.policy, rows, 24)
         draft = self.drafter.propose(rows, lengths, Sampler(rows, Race(8, CPU), 8, CPU))
         draft = self.policy.worth_verifying(rows, draft)
         verify = self.verify(len(rows), draft.width)
@@ -114,9 +112,23 @@ class Replay:
             start, tokens = len(row.tokens), row.commit(truth[: kept + 1])
             rejected = kept < len(proposed) and len(tokens) > kept
             row.rounds.append(
-                Round(row.index, step, len(rows), start, proposed, tokens, kept, rejected, None, seconds, draft.steps)
+                Round(
+                    row.index,
+                    step,
+                    len(rows),
+                    start,
+                    proposed,
+                    tokens,
+                    kept,
+                    rejected,
+                    row.finish_reason,
+                    seconds,
+                    draft.steps,
+                    None if draft.notes is None else draft.notes[i],
+                )
             )
             self.lengths.append(len(proposed))
+        self.policy.observe(rows)
         return seconds.total
 
     def _drafting(self, rows: int, steps: int) -> float:
@@ -138,7 +150,7 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
             return Recorded(records, PathBelow(int(name[8:]) / 100) if ":" in name else stop)
         if name == "hybrid":
             first = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
-            return HybridDrafter(first, Recorded(records, stop or PathBelow(0.4)), controller=controller, drawn=True)
+            return HybridDrafter(first, Recorded(records, stop or PathBelow(0.4)), controller=controller, samples=True)
         return load(name, Setup(CPU, 1 << 20, controller=controller, acceptance_probs=controller is not None))
 
     yield "none", Replay(records, costs, load("none", Setup(CPU, 1 << 20)), Fixed(0))

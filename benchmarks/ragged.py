@@ -22,7 +22,8 @@ from terminal import Count, JsonFile, console, run
 from torch import Tensor
 
 from slipstream.core.interfaces import RaggedForwards, RowSegment
-from slipstream.core.ragged_session import RaggedSession, end_to_end, make_session
+from slipstream.core.ragged_layout import RaggedLayout, end_to_end, make_session
+from slipstream.core.session import Session
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
@@ -58,7 +59,7 @@ def main(
     loaded, rows = load(target, LoadOptions(dtype)), max(map(len, lists))
     shapes, _ = choose_shapes(loaded, "auto", rows)
     session = make_session(loaded.backend, shapes)
-    if not isinstance(session, RaggedSession) or not session.ragged:
+    if not isinstance(session.layout, RaggedLayout) or not session.layout.allowed(session.table):
         raise UsageError(
             f"model {target!r} has no ragged forwards here; allowed: models whose layers run in fewer operators"
         )
@@ -92,7 +93,7 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _line(session: RaggedSession, tokens: Tensor, counts: list[int], contexts: list[int], turns: int) -> Line:
+def _line(session: Session, tokens: Tensor, counts: list[int], contexts: list[int], turns: int) -> Line:
     backend, rows, starts = session.backend, len(counts), contexts[: len(counts)]
     assert isinstance(backend, RaggedForwards)
     width = session.shapes.pad(max(counts), rows)

@@ -26,8 +26,8 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.bench.comparison import Referee, count_differences
-from slipstream.certificate.parity import Difference
+from slipstream.certificate.parity import Difference, count_differences
+from slipstream.certificate.tie_judge import TieJudge
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.reproducibility.calibration import Calibration, calibrate
@@ -149,7 +149,7 @@ def measure(
     base: SpeculativeDecoder, drafter: str, ids: Sequence[list[int]], params: SamplingParams, repeats: int
 ) -> Costs:
     """Every prompt through both kinds of shapes, which take turns and change places from turn to turn."""
-    arms, referee = [base.using(drafter), base.using(drafter, reproducible=False)], Referee(base)
+    arms, judge = [base.using(drafter), base.using(drafter, reproducible=False)], TieJudge(base)
     ratios, differences = list[Parts](), list[Difference | None]()
     for arm in arms:
         _turn(arm, ids[0], WARM_UP)
@@ -161,7 +161,7 @@ def measure(
                 turn, texts[which] = _turn(arms[which], tokens, params)
                 turns[which].append(turn)
         ratios.append(Parts.ratio(*turns))
-        differences.append(referee.judge(tokens, texts[0], texts[1], greedy=True))
+        differences.append(judge.judge(tokens, texts[0], texts[1], params))
     return Costs(drafter, ratios, differences)
 
 

@@ -33,11 +33,13 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend, Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Round, Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
 from slipstream.models.hf.model_files import quiet
+from slipstream.sampling.sampler import Sampler
 
 WARM_UP = 2  # rounds of each line and turn that are not counted
 PARTS = ("draft", "verify", "accept", "overhead")
@@ -166,8 +168,10 @@ class Scaling:
         drafter: Drafter = _Given(device)
         if self.drafter != "given":
             drafter = load(self.drafter, Setup(device, vocab_size, self._draft))
-        engine = Engine(self._target, drafter, Fixed(self.num_draft_tokens), "auto", batch, self._draft)
-        rounds = engine.run(self._rows(batch, context))
+        scheduler = Scheduler(
+            Engine(self._target, drafter, Fixed(self.num_draft_tokens), Sampler, "auto", self._draft), batch
+        )
+        rounds = scheduler.run(self._rows(batch, context))
         steps = (next(of_step) for _, of_step in groupby(rounds, key=lambda done: done.step))
         yield from islice(steps, WARM_UP, WARM_UP + self.rounds)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slipstream.draft_length.choice import LengthChoice
+from slipstream.drafters import usage
 from slipstream.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
-POLICY = re.compile(r"auto|heuristic(:[1-9]\d?)?|confidence:0?\.(0[1-9]|[1-9]\d?)")
 SWITCH = (True, False, "auto")
 
 
@@ -29,10 +29,7 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (hybrid if there is a draft model, else suffix) | model | hybrid[:STEPS][+SUFFIX] | ngram[:N] | "
-        "ngram_table[:N][+fill] | suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE] | token_recycling[:WIDTH] | "
-        "retrieval[:SUFFIX] | "
-        "layer_skip[:LAYERS][+p=PERCENT] | none",
+        "auto (hybrid if there is a draft model, else suffix) | " + " | ".join(usage()),
     )
     num_draft_tokens: int | str = setting(
         "auto", "tokens drafted per round: auto (as many as pay) | a number | heuristic[:MOST] | confidence:CHANCE"
@@ -49,11 +46,7 @@ class DecoderConfig:
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
 
     def __post_init__(self) -> None:
-        if not (_whole(self.num_draft_tokens) or POLICY.fullmatch(str(self.num_draft_tokens))):
-            raise UsageError(
-                f"num_draft_tokens={self.num_draft_tokens!r}; allowed: 'auto', a whole number >= 0, 'heuristic', "
-                "'heuristic:MOST', or 'confidence:CHANCE' from 0.01 to 0.99"
-            )
+        LengthChoice.parse(self.num_draft_tokens)
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")

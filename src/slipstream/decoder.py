@@ -11,21 +11,27 @@ import torch
 from torch import Tensor
 
 from slipstream import drafters
-from slipstream.assembly import assemble, load_draft, load_options_of, name_of
 from slipstream.config import DecoderConfig
-from slipstream.core.acceptance import Rule, load_rule
+from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Drafter, Learner, set_attended_lengths
 from slipstream.core.loop import Engine
-from slipstream.core.ragged_session import make_session
+from slipstream.core.ragged_layout import make_session
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.stats import Stats
-from slipstream.core.types import Round, Row
+from slipstream.core.types import Draft, Round, Row
+from slipstream.draft_length.choice import LengthChoice
+from slipstream.draft_length.controller import LONGEST, DraftController
+from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.policies import check_confidence, make_policy
 from slipstream.errors import UsageError
+from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes
 from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import Sampler
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
 from slipstream.text.prompt_forms import read_prompts
 from slipstream.text.requests import Message, Prompt, RequestReader
@@ -213,10 +219,52 @@ class SpeculativeDecoder:
         )
 
     def _make_engine(self) -> Engine:
+        """The loop of these settings, with "auto" resolved."""
         self._settings = object()  # marks whose turn it is, see `_steps`
-        sessions = self._target_session, self._draft_session
-        self._name, engine = assemble(self.config, self._drafter, self.rule, *sessions, self.calibration)
-        return engine
+        config, target = self.config, self._target_session
+        choice = LengthChoice.parse(config.num_draft_tokens)
+        wanted = self._drafter
+        if wanted == "auto":
+            costs = choice.kind == "auto"
+            wanted = drafters.preferred(draft_model=self._draft_session is not None, costs=costs)
+        self._name, self.traits = name_of(wanted), drafters.traits_of(wanted)
+        check_confidence(choice, config.num_draft_tokens, self._name, self.traits)
+        acceptance, device = self.rule or config.acceptance, target.backend.device
+        coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
+        controller = self._controller() if choice.kind == "auto" and self._name != "none" else None
+        setup = drafters.Setup(
+            device,
+            target.backend.vocab_size,
+            self._draft_session,
+            coupled,
+            controller,
+            choice.confidence,
+            acceptance_probs=controller is not None,
+            target=target,
+        )
+        drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
+        if not isinstance(drafter, Drafter):
+            raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
+        policy = make_policy(choice, self.traits, controller, coupled=coupled, limit=target.longest_draft)
+        return Engine(target, drafter, policy, Sampler, acceptance, self._draft_session)
+
+    def _controller(self) -> DraftController:
+        """What decides how much to draft, with the costs that calibration has measured."""
+        target, found = self._target_session, self.calibration
+        cost_model = CostModel(
+            target.shapes.pad,
+            target.num_tokens,
+            {} if found is None else found.milliseconds,
+            {} if found is None else found.totals,
+            self.config.max_batch_size,
+            timed=target.backend.device.type == "cpu",
+        )
+        longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
+        return DraftController(cost_model, longest=longest, reads=self.traits.reads_prompt)
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded."""
+        return Scheduler(self._engine, self.config.max_batch_size)
 
     @overload
     def generate(
@@ -236,6 +284,8 @@ class SpeculativeDecoder:
     ) -> Result | list[Result]:
         """Generate for one prompt (a `Result`) or a list of prompts (a list, in order).
 
+        A row that fails (its own logits processor raises, no token is left to choose) ends alone: in a list its result
+        has finish reason "error" and says why, a single prompt raises.
         A prompt is a text, token ids or a list of chat messages. A text goes through the chat template if the tokenizer
         has one, unless chat=False. Ids are a list, an array or tensor (2-D with several rows: several prompts), or what
         a tokenizer returns. params: one for all, or one per prompt; with n > 1 the other texts are in
@@ -245,6 +295,8 @@ class SpeculativeDecoder:
         with self._use:
             groups = self._reader.sample_rows(prompts.items, params, chat=chat)
             texts = iter(self.decode([row for group in groups for row in group]))
+        if prompts.single and groups[0][0].error is not None:
+            raise groups[0][0].error
         results = [replace(next(texts), alternatives=[next(texts) for _ in group[1:]]) for group in groups]
         return results[0] if prompts.single else results
 
@@ -257,12 +309,14 @@ class SpeculativeDecoder:
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
         text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
-        for done in self._engine.run([row]):
+        for done in self.run([row]):
             piece = ""
             if text is not None:
                 piece = "".join(map(text.push, done.tokens))
                 piece += text.flush() if done.finish_reason is not None else ""
             yield Chunk(piece, done.tokens, done.origins, done)
+        if row.error is not None:
+            raise row.error
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
@@ -312,12 +366,12 @@ class SpeculativeDecoder:
 
     def run(self, rows: Sequence[Row]) -> Iterator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
-        yield from self._steps(self._engine.run(rows))
+        yield from self._steps(self.scheduler().run(rows))
 
     def decode(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends; other threads wait until all are finished."""
         with self._use:
-            for _ in self._engine.run(rows):
+            for _ in self.scheduler().run(rows):
                 pass
             return [self.result(row) for row in rows]
 
@@ -345,5 +399,13 @@ class SpeculativeDecoder:
             rounds=row.rounds,
             seed=row.seed,
             prompt_token_ids=row.tokens[: row.prompt_length],
+            error=None if row.error is None else str(row.error),
             tokenizer=self.tokenizer,
         )
+
+
+def name_of(choice: object) -> str:
+    """The name of a drafter or rule, whichever way it was given."""
+    if isinstance(choice, Rule):
+        return choice.name
+    return choice if isinstance(choice, str) else type(choice).__name__

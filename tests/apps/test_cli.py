@@ -78,8 +78,18 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
     arguments = ("verify", *TOY, "--draft", "toy:2", "--prompt-file", str(prompts), "--budget", "1")
     code, out, _ = run(capsys, monkeypatch, *arguments)
     assert code == 0 and "VERIFIED" in out
-    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "law-of-next-position")
+    code, out, err = run(capsys, monkeypatch, *arguments, "--wrong-rule", "distribution-of-next-position")
     assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
+
+
+def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))
+    code, out, _ = run(capsys, monkeypatch, *arguments, "--category", "code edit")
+    checks = json.loads(file.read_text())["checks"]
+    assert code == 0 and "VERIFIED" in out and "13 of 19 checks passed, 6 not applicable" in " ".join(out.split())
+    assert [check["passed"] for check in checks].count(None) == 6
+    assert "1 of 1 identical" in next(check["detail"] for check in checks if check["name"] == "greedy text, one by one")
 
 
 WRONG_USE = [
@@ -104,7 +114,8 @@ WRONG_USE = [
     (("generate", *TOY, *PROMPT, "--category", "x"), "--prompt-file"),
     (("generate", *TOY, *PROMPT, "--json", "/no/such/folder/x.json"), "cannot be written"),
     (("generate", *TOY, *PROMPT, "--config", "missing.json"), "cannot be read"),
-    (("compare", *TOY, *PROMPT, "--hf"), "no Hugging Face model"),
+    (("verify", *TOY, "--category", "no-such-category"), "category 'no-such-category' is not in the demonstration's"),
+    (("compare", *TOY, *PROMPT, "--hf"), "needs a Hugging Face model"),
     (("frobnicate",), "frobnicate"),
 ]
 

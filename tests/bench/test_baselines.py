@@ -10,7 +10,7 @@ from tiny import fresh, perturbed, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.baselines import Peer, assistant_settings
+from slipstream.bench.baselines import Baseline, assistant_settings
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
@@ -36,7 +36,7 @@ def measured(
     return list(Runner(lineup, plan(lineup.arms, PROMPTS, batches, repeats), folder).run([]))
 
 
-def test_every_peer_says_what_plain_decoding_says(tmp_path: Path) -> None:
+def test_every_baseline_says_what_plain_decoding_says(tmp_path: Path) -> None:
     decoder = pair()
     runs = measured(tmp_path, Lineup(decoder, parse_arms(ALL), PARAMS), batches=(1, 2))
     assert [run.error for run in runs if run.error] == []
@@ -67,8 +67,8 @@ def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
     texts = [reference(shared("llama"), decoder.encode(p.text), 16) for p in PROMPTS]
     end = texts[0][4]
     params = replace(PARAMS, stop_token_ids=[end])
-    (peer,) = Lineup(decoder, parse_arms("hf"), params)._peers.values()
-    got, _ = peer.generate([decoder.encode(p.text) for p in PROMPTS], [params] * 3)
+    (baseline,) = Lineup(decoder, parse_arms("hf"), params)._baselines.values()
+    got, _ = baseline.generate([decoder.encode(p.text) for p in PROMPTS], [params] * 3)
     assert got == [text[: text.index(end) + 1] if end in text else text for text in texts]
     assert len(got[0]) <= 5 and len({len(text) for text in got}) > 1
 
@@ -76,20 +76,20 @@ def test_rows_of_a_padded_batch_end_on_their_own(tmp_path: Path) -> None:
 def test_arms_share_the_objects_they_can_share() -> None:
     decoder = pair()
     lineup = Lineup(decoder, parse_arms("none,none.plain,hf,hf-assisted"), PARAMS)
-    peers = lineup._peers
-    assert peers["hf"].model is peers["hf-assisted"].model is decoder.target.model is shared("llama")
-    assert peers["hf-assisted"].assistant is perturbed("llama")
+    baselines = lineup._baselines
+    assert baselines["hf"].model is baselines["hf-assisted"].model is decoder.target.model is shared("llama")
+    assert baselines["hf-assisted"].assistant is perturbed("llama")
     assert lineup.decoders["none.plain"].target is decoder.target
 
 
-def test_packed_arms_have_their_own_copy_and_peers_a_plain_one(tmp_path: Path) -> None:
+def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     decoder = SpeculativeDecoder(str(tmp_path / "model"), reproducible=False, fast=True)
     assert decoder.target.packed
     lineup = Lineup(decoder, parse_arms("none,ngram,none.plain,hf,hf-lookup"), PARAMS)
-    plain, peers = lineup.decoders["none.plain"], lineup._peers
-    assert peers["hf"].model is peers["hf-lookup"].model is plain.target.model is not decoder.target.model
+    plain, baselines = lineup.decoders["none.plain"], lineup._baselines
+    assert baselines["hf"].model is baselines["hf-lookup"].model is plain.target.model is not decoder.target.model
     assert not plain.target.packed and lineup.decoders["ngram"].target is decoder.target
     runs = measured(tmp_path / "runs", lineup)
     assert {v for run in runs for v in run.verdicts} <= {"reference", "identical", "tie"}
@@ -119,7 +119,7 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
     assert drafted != tuned  # by default it drafts up to 20 and stops where it is not sure
 
 
-def test_forwards_of_peers_are_counted(tmp_path: Path) -> None:
+def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
     found = {one.arm: one for one in summarise(runs, "none") if one.batch == 1}
@@ -128,7 +128,7 @@ def test_forwards_of_peers_are_counted(tmp_path: Path) -> None:
     assert found["hf-assisted-tuned@3"].block_efficiency > 1.2
     assert found["hf-lookup@5"].block_efficiency > 1.0
     assert all(one.block_efficiency is None for one in summarise(runs, "none") if one.batch == 2 and one.stats is None)
-    model = lineup._peers["hf"].model
+    model = lineup._baselines["hf"].model
     assert not model._forward_pre_hooks
 
 
@@ -138,10 +138,10 @@ def test_what_an_assistant_adapts_does_not_outlive_the_call() -> None:
     assistant.generation_config.num_assistant_tokens = 2
     before = assistant.generation_config
     (arm,) = parse_arms("hf-assisted")
-    peer = Peer(arm, shared("llama"), assistant, ())
-    first = peer.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])
+    baseline = Baseline(arm, shared("llama"), assistant, ())
+    first = baseline.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])
     assert assistant.generation_config is before and before.num_assistant_tokens == 2
-    assert peer.generate([[5, 6, 7, 5, 6, 7]], [PARAMS]) == first
+    assert baseline.generate([[5, 6, 7, 5, 6, 7]], [PARAMS]) == first
     with pytest.raises(KeyError), assistant_settings(parse_arms("hf-assisted-tuned@9")[0], assistant):
         assert assistant.generation_config.num_assistant_tokens == 9
         raise KeyError
@@ -155,19 +155,21 @@ def test_defaults_of_the_model_do_not_come_in() -> None:
     model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
     model.generation_config.eos_token_id = expected[2]
     (arm,) = parse_arms("hf")
-    peer = Peer(arm, model, None, (expected[2],))
-    assert peer.generate([[5, 6, 7, 5, 6, 7]], [replace(PARAMS, ignore_eos=True)])[0] == [expected]
-    (ended,), _ = peer.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])
+    baseline = Baseline(arm, model, None, (expected[2],))
+    assert baseline.generate([[5, 6, 7, 5, 6, 7]], [replace(PARAMS, ignore_eos=True)])[0] == [expected]
+    (ended,), _ = baseline.generate([[5, 6, 7, 5, 6, 7]], [PARAMS])
     assert ended == expected[: expected.index(expected[2]) + 1]
 
 
-def test_sampled_peers_are_seeded_and_not_compared(tmp_path: Path) -> None:
+def test_sampled_baselines_are_seeded_and_not_compared(tmp_path: Path) -> None:
     params = replace(PARAMS, temperature=1.0, seed=4)
     lineup = Lineup(pair(), parse_arms("none,hf,hf-assisted,hf-lookup"), params)
     runs = measured(tmp_path, lineup, params, repeats=2)
-    peers = [run for run in runs if run.arm != "none"]
-    assert {v for run in peers for v in run.verdicts} == {"not compared"} and not any(run.error for run in peers)
-    texts = {(run.arm, run.prompts[0], run.repeat): run.texts for run in peers}
+    baselines = [run for run in runs if run.arm != "none"]
+    assert {v for run in baselines for v in run.verdicts} == {"not compared"} and not any(
+        run.error for run in baselines
+    )
+    texts = {(run.arm, run.prompts[0], run.repeat): run.texts for run in baselines}
     assert all(texts[arm, prompt, 0] == texts[arm, prompt, 1] for arm, prompt, _ in texts)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.bench.arms import parse_arms
@@ -14,9 +13,9 @@ from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Arm, Header, Run, read_records, start
 from slipstream.bench.runner import Runner
-from slipstream.bench.sampled_drafts import draws
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.certificate.wrong_rules import load_wrong_rule
+from slipstream.core.acceptance import Rule, block
 from slipstream.text.prompts import NamedPrompt
 
 HEADER = Header({}, {}, {}, "2026-01-01T00:00:00+00:00")
@@ -157,29 +156,18 @@ def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tm
 
 
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
-def test_whether_a_drafter_draws_is_found_out_by_asking_it(name: str) -> None:
-    decoder = toy(drafter=name)
-    assert draws(decoder) == (name in ("model", "hybrid", "layer_skip"))
-    assert decoder.tokens_in_memory() == (0, 0)
-    assert not draws(toy(drafter="none"))
+def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> None:
+    """`samples` decides whether sampled texts are compared, so a drafter that declares it must keep to it."""
+    decoder, seen = toy(drafter=name, num_draft_tokens=3), []
 
+    def watched(p: Any, scores: Any, draft: Draft) -> Any:
+        seen.append(draft.probs is not None)
+        return block(p, scores, draft)
 
-def test_a_drafter_that_draws_for_some_rows_counts_as_drawing() -> None:
-    class Hybrid:
-        def __init__(self) -> None:
-            self.looked_up = 0
-
-        def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
-            if all(len(row.tokens) > 1 for row in rows):
-                self.looked_up += 1
-                return Draft.from_lists([[1] for _ in rows], sampler.device)
-            tokens = torch.ones(len(rows), 1, dtype=torch.int64)
-            return Draft(
-                tokens, (1,) * len(rows), torch.full((len(rows), 1, sampler.vocab_size), 1 / sampler.vocab_size)
-            )
-
-    hybrid = Hybrid()
-    assert draws(toy(drafter=hybrid, num_draft_tokens=1)) and hybrid.looked_up
+    prompts = [[0, 1, 2, 3] * 4, [0]]
+    params = SamplingParams(temperature=1.0, max_tokens=8, seed=0, ignore_eos=True)
+    decoder.using(acceptance=Rule("block", lossless=True, distributions=watched)).generate(prompts, params)
+    assert seen and any(seen) == decoder.traits.samples
 
 
 def test_a_planted_difference_under_sampling_is_found(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_speed_ups_are_paired_by_prompt_overall_and_per_family() -> None:
 def test_a_failed_run_leaves_no_number_but_those_of_other_families() -> None:
     broken = run("hf", "a/1", 0.0, num_output_tokens=0, texts=[], verdicts=[], error="ValueError: no")
     runs = [run("none", "a/1", 1.0), broken, run("none", "b/1", 1.0), run("hf", "b/1", 2.0)]
-    none, peer = summarise(runs, "none")
+    none, baseline = summarise(runs, "none")
     assert none.failed == 0 and none.speed is not None
-    assert peer.speed is None and peer.failed == 1 and peer.error == "ValueError: no"
-    assert list(peer.families) == ["b"] and peer.verdicts["identical"] == 1
+    assert baseline.speed is None and baseline.failed == 1 and baseline.error == "ValueError: no"
+    assert list(baseline.families) == ["b"] and baseline.verdicts["identical"] == 1
 
 
 def test_without_the_references_times_there_is_no_ratio() -> None:
@@ -122,8 +122,8 @@ def test_overhead_of_a_round_leaves_prompts_out() -> None:
     parts = Seconds(prefill=1.0, draft=2.0, verify=3.0, accept=0.5, total=7.0)
     (one,) = summarise([run("model", "a/1", 10.0, stats=stats(4, 2, parts))], "none")
     assert one.round_overhead == pytest.approx(0.5 / 6) == one.to_dict()["round_overhead"]
-    (peer,) = summarise([run("hf", "a/1", 1.0)], "none")
-    assert peer.round_overhead is None
+    (baseline,) = summarise([run("hf", "a/1", 1.0)], "none")
+    assert baseline.round_overhead is None
 
 
 def test_statistics_add_up() -> None:

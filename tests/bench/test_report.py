@@ -50,7 +50,7 @@ class Reader(HTMLParser):
         self.loads: list[str] = []
         self.tables: list[list[list[str]]] = []
         self._inside = False
-        self.input_batch(text)
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)

@@ -1,13 +1,21 @@
 """The certificate passes what is exact and fails every rule that is not."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipstream import SpeculativeDecoder
-from slipstream.certificate.checks import Check, Verifier
-from slipstream.certificate.sampled_frequencies import distribution_test
+from slipstream.certificate import sampled_frequencies
+from slipstream.certificate.checks import Verifier
+from slipstream.certificate.distribution_checks import DistributionChecks
+from slipstream.certificate.finding import Check
+from slipstream.certificate.sampled_frequencies import Target, distribution_test
+from slipstream.certificate.text_checks import OPTIONS
 from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.text.prompts import NamedPrompt
 
+COUPLED = ["seeded text, one by one"]
+COUPLED += [f"option {name}" for name, given in OPTIONS.items() if given.get("temperature")]
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]
 
 
@@ -18,8 +26,11 @@ def checks(decoder: SpeculativeDecoder) -> list[Check]:
 @pytest.mark.parametrize("acceptance", ["auto", "rejection", "block", "match"])
 def test_every_lossless_rule_is_certified(acceptance: str) -> None:
     done = checks(SpeculativeDecoder("toy", "toy:2", acceptance=acceptance))
-    assert [check for check in done if not check.passed] == []
-    assert len(done) == 18
+    assert [check for check in done if check.failed] == []
+    assert len(done) == 19
+    couples = acceptance in ("auto", "match")
+    skipped = [check.name for check in done if check.outcome == "not applicable"]
+    assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in done) == 19 - len(skipped)
 
 
 def test_lookup_is_certified() -> None:
@@ -29,20 +40,35 @@ def test_lookup_is_certified() -> None:
 @pytest.mark.parametrize("name", sorted(WRONG_RULES))
 def test_no_wrong_rule_is_certified(name: str) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2").using(acceptance=load_wrong_rule(name))
-    failed = [check.name for check in checks(decoder) if not check.passed]
+    failed = [check.name for check in checks(decoder) if check.failed]
     assert failed, f"{name} passed every check"
     assert not any(name.startswith("power") for name in failed)
 
 
 @pytest.mark.parametrize("rule", ["topk:5", "typical"])
-def test_lossy_rules_do_not_keep_the_law(rule: str) -> None:
+def test_lossy_rules_do_not_keep_the_distribution(rule: str) -> None:
     decoder = SpeculativeDecoder("toy", "toy:2", acceptance=rule)
     assert not decoder.lossless
-    prompt = decoder.encode("The heron was", chat=False)
-    assert not distribution_test(decoder, prompt, 600).passed
+    target = Target.of(decoder, decoder.encode("The heron was", chat=False))
+    assert not distribution_test([decoder], [target], 600).passed
 
 
-def test_a_blind_law_test_is_reported_as_having_no_power() -> None:
+def test_a_blind_test_of_distributions_is_reported_as_having_no_power() -> None:
     decoder = SpeculativeDecoder("toy", drafter="none")
-    failed = [check.name for check in checks(decoder) if not check.passed]
-    assert failed == ["power: first-mismatch-kept is caught"]
+    failed = [check.name for check in checks(decoder) if check.failed]
+    assert failed == ["power: first-mismatch-kept is caught", "power: bonus-from-raw-logits is caught"]
+
+
+def test_a_test_that_misses_the_subtle_error_has_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    # options that change nothing: a bonus token from the raw logits is then right, and cannot be told from the others
+    params = replace(sampled_frequencies.PARAMS, top_k=0, temperature=1.0, max_tokens=2)
+    monkeypatch.setattr(sampled_frequencies, "PARAMS", params)
+    monkeypatch.setattr(sampled_frequencies, "TOKENS", 2)
+    found = DistributionChecks(SpeculativeDecoder("toy", "toy:2"), 0.0)
+    assert found.power("first-mismatch-kept").outcome == "pass"
+    assert found.power("bonus-from-raw-logits").outcome == "FAIL"
+
+
+def test_a_check_that_does_not_apply_is_neither_passed_nor_failed() -> None:
+    check = Check("c", "not applicable", "no tokenizer", 0.0)
+    assert not check.passed and not check.failed and check.to_dict()["passed"] is None

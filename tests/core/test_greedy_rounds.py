@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine
+from engines import run as run_engine
 from tape import Tape
 from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import GreedyRounds
-from slipstream.core.loop import Engine
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
@@ -52,9 +53,9 @@ def run(
     """Five ragged rows, three at a time, with four draft tokens; and both backends."""
     target, draft = backend(shared(name)), backend(perturbed(name))
     session = Session(draft)
-    engine = Engine(Session(target), kind(session, target.vocab_size), Fixed(4), acceptance, 3, session)
+    made = engine(Session(target), kind(session, target.vocab_size), Fixed(4), acceptance, session)
     rows = [Row(i, ids, params, 7 + i) for i, ids in enumerate(prompts((5, 1, 17, 30, 9)))]
-    for _ in engine.run(rows):
+    for _ in run_engine(made, rows, 3):
         pass
     return rows, target, draft
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine, run
 from tiny import VOCAB, HashBackend, Oracle, perturbed, prompts, reference, shared
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
-from slipstream.core.loop import Engine
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import MAX_DRAFT_TOKENS, Fixed
@@ -96,9 +96,9 @@ def test_a_lying_oracle_is_believed_up_to_its_lie() -> None:
 
 def test_plain_decoding_makes_one_forward_per_token() -> None:
     backend = HashBackend()
-    engine = Engine(Session(backend), load("none", Setup(backend.device, 7)), Fixed(0))
+    made = engine(Session(backend), load("none", Setup(backend.device, 7)), Fixed(0))
     row = Row(0, [1, 2, 3], SamplingParams(max_tokens=9), seed=0)
-    rounds = list(engine.run([row]))
+    rounds = list(run(made, [row]))
     assert backend.forwards == [(1, 2, False)] + [(1, 1, True)] * 9
     assert [len(done.tokens) for done in rounds] == [1] * 9
 
@@ -135,9 +135,9 @@ def test_the_longest_draft_fits_beside_a_row_near_its_end_and_a_longer_one_is_re
     with pytest.raises(UsageError, match=f"num_draft_tokens={length}; allowed"):
         SamplingParams(num_draft_tokens=length)
     long = SamplingParams(max_tokens=length + 1, num_draft_tokens=MAX_DRAFT_TOKENS)
-    engine = Engine(Session(backend), Oracle([[1] * 4000, [2] * 4000], vocab_size=7), Fixed(0), acceptance="topk:7")
+    made = engine(Session(backend), Oracle([[1] * 4000, [2] * 4000], vocab_size=7), Fixed(0), acceptance="topk:7")
     rows = [Row(0, [1], long, seed=0), Row(1, [2] * (length - 2), SamplingParams(max_tokens=4), seed=0)]
-    list(engine.run(rows))
+    list(run(made, rows))
     assert [row.num_output_tokens for row in rows] == [length + 1, 4]
 
 
@@ -245,9 +245,9 @@ def test_an_interrupted_row_goes_on_where_it_was() -> None:
     row = made._reader.rows([PROMPTS[3]], GREEDY)[0]
     failing = made.using(Stumbling(made._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
     with pytest.raises(ValueError, match="stumbled"):
-        list(failing._engine.run([row]))
+        list(failing.run([row]))
     assert 0 < row.num_output_tokens < COUNT
-    list(made._engine.run([row]))
+    list(made.run([row]))
     assert row.tokens == whole_texts()[3]
 
 

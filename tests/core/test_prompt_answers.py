@@ -14,7 +14,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.controller import Decision, DraftController
 from slipstream.models.hf.backend import HFBackend
 
 AGREEING = Shapes((2, 4, 8, 16, 32, 64, 128, 256), 256, 512)
@@ -108,13 +108,13 @@ def test_a_policy_hears_of_no_row_before_its_first_token(monkeypatch: pytest.Mon
         shared("llama"), perturbed("llama"), drafter="model", reproducible=False, max_batch_size=2
     )
     seen: list[int] = []
-    whole = DraftController.lengths
+    whole = DraftController.stepping
 
-    def lengths(controller: DraftController, rows: Sequence[Row]) -> list[int]:
+    def stepping(controller: DraftController, rows: Sequence[Row]) -> Decision:
         seen.extend(len(row.rounds) for row in rows)
         return whole(controller, rows)
 
-    monkeypatch.setattr(DraftController, "lengths", lengths)
+    monkeypatch.setattr(DraftController, "stepping", stepping)
     for _ in range(2):  # the second time the memory knows the prompts
         made.generate(PROMPTS, GREEDY)
     assert seen and min(seen) == 1

@@ -15,10 +15,10 @@ from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared,
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
-from slipstream.core.ragged_session import RaggedSession, end_to_end, last_of_each, make_session, portions
-from slipstream.core.session import Session
+from slipstream.core.ragged_layout import RaggedLayout, end_to_end, last_of_each, make_session, portions
 from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
@@ -102,9 +102,9 @@ def test_a_long_row_attends_on_its_own_where_a_wide_rectangle_would_cost_more() 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_models_whose_layers_keep_their_own_forward_have_no_ragged_ones(name: str) -> None:
     plain, quick = HFBackend(shared(name)), backend_of(name)
-    assert type(make_session(plain)) is Session and not plain.ragged
+    assert isinstance(make_session(plain).layout, Rectangle) and not plain.ragged
     made = make_session(quick)
-    assert quick.ragged == any(map(is_fused, quick.model.modules())) == isinstance(made, RaggedSession)
+    assert quick.ragged == any(map(is_fused, quick.model.modules())) == isinstance(made.layout, RaggedLayout)
     unknown = make_session(quick, Shapes((2, 4, 8), 64))  # which numbers of tokens agree is not known
     assert made.num_tokens(2, 3) == (5 if quick.ragged else None) and unknown.num_tokens(2, 3) is None
 
@@ -165,7 +165,7 @@ def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) 
     decoder = SpeculativeDecoder(
         fresh("llama"), draft, drafter=drafter, fast=True, reproducible=reproducible, num_draft_tokens="auto"
     )
-    assert isinstance(decoder._target_session, RaggedSession)
+    assert isinstance(decoder._target_session.layout, RaggedLayout)
     params = [SamplingParams(max_tokens=20 + i, num_draft_tokens=n) for i, n in enumerate((None, 2, 9, 0, None))]
     together = decoder.generate(texts, params)
     for text, own, result in zip(texts, params, together, strict=True):

@@ -17,9 +17,9 @@ from tiny import HashBackend, RaggedHash, fresh, prompts
 from slipstream import Round, SamplingParams, SlipstreamError
 from slipstream.core.cache_state import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment
-from slipstream.core.prefill import CATCH_UP
-from slipstream.core.ragged_session import make_session
+from slipstream.core.ragged_layout import make_session
 from slipstream.core.session import Session
+from slipstream.core.slot_table import CATCH_UP
 from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import ToyBackend

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine, run
 from test_session import commit, from_scratch, new_row, table
 from tiny import HashBackend, fresh, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.loop import Engine
 from slipstream.core.session import CATCH_UP, Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
@@ -142,11 +142,11 @@ class Watched(list[int]):
 def items_read_per_round(length: int, params: SamplingParams) -> float:
     """By rounds of two rows whose text is `length` tokens long, after the first round of each."""
     backend = HashBackend(vocab_size=11)
-    engine = Engine(Session(backend), NgramDrafter(), Fixed(3), max_batch_size=2)
+    made = engine(Session(backend), NgramDrafter(), Fixed(3))
     rows = [Row(i, [(i + j) % 5 for j in range(length)], params, seed=i) for i in range(2)]
     for row in rows:
         row.tokens = Watched(row.tokens)
-    rounds = engine.run(rows)
+    rounds = run(made, rows, 2)
     list(islice(rounds, 4))
     Watched.read = 0
     assert len(list(islice(rounds, 20))) == 20

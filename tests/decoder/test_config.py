@@ -119,7 +119,7 @@ def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, MAX_DRAFT_TOKENS])
 def test_fixed_draft_length_is_that_of_every_row(count: int) -> None:
-    assert Fixed(count).num_draft_tokens([None] * 3) == [count] * 3  # type: ignore[list-item]
+    assert Fixed(count).lengths([None] * 3) == [count] * 3  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from slipstream import Draft, SamplingParams
-from slipstream.core.loop import lengths_for
+from slipstream.core.loop import draft_lengths
 from slipstream.core.types import Round, Row, Seconds
+from slipstream.draft_length.backoff import LATEST, SOONEST, Backoff
 from slipstream.draft_length.controller import DraftController, bin_of
 from slipstream.draft_length.cost_model import CostModel
-from slipstream.draft_length.draft_yields import FIRST, LATEST, SOONEST, Backoff, DraftYields, Yield
+from slipstream.draft_length.draft_yields import FIRST, DraftNote, DraftYields, Yield
 from slipstream.draft_length.policies import Auto, Heuristic
 
 CPU = torch.device("cpu")
@@ -39,19 +40,39 @@ def draft(*acceptance_probs: Sequence[float] | None, lengths: Sequence[int] = ()
     return Draft(made.tokens, made.lengths, None, acceptance_probs)
 
 
-def happened(of: Row, drafted: int, kept: int, steps: int = 0) -> None:
+def happened(of: Row, drafted: int, kept: int, steps: int = 0, note: object = None) -> None:
     done = Round(0, next(numbers), 1, len(of.tokens), (3,) * drafted, (3,) * (kept + 1), kept, kept < drafted)
-    of.rounds.append(Round(*[getattr(done, name) for name in list(done.__dataclass_fields__)[:9]], Seconds(), steps))
+    of.rounds.append(
+        Round(*[getattr(done, name) for name in list(done.__dataclass_fields__)[:9]], Seconds(), steps, note)
+    )
     of.tokens.extend(done.tokens)
 
 
+def judged(one: DraftController, of: Row, proposed: Draft, *, right: bool) -> int:
+    """A round of one row: how much of a draft is verified, all of which then is right or wrong."""
+    cut = one.cut([of], proposed)
+    length = cut.lengths[0]
+    happened(of, length, length if right else 0, note=cut.notes and cut.notes[0])
+    one.observe([of])
+    return length
+
+
+def in_vain(one: DraftController, of: Row) -> int:
+    """A round of one row for which a draft model drafts at most two tokens, both wrong: how many it was asked for."""
+    decision = one.stepping([of])
+    asked = decision.lengths[0]
+    happened(of, min(asked, 2), 0, min(asked, 2), decision.notes[0])
+    one.observe([of])
+    return asked
+
+
 @pytest.mark.parametrize(("column", "kept"), [(0.01, 5), (0.1, 2), (0.8, 0)])
-def test_a_look_up_is_verified_as_far_as_it_pays(column: float, kept: int) -> None:
+def test_a_retrieval_draft_is_verified_as_far_as_it_pays(column: float, kept: int) -> None:
     cut = controller(column).cut([row()], draft([0.6, 0.3, 0.1, 0.05, 0.02]))
     assert cut.lengths == (kept,) and cut.width == kept
 
 
-def test_rows_of_a_batch_share_the_width_so_the_sum_of_hopes_counts() -> None:
+def test_rows_of_a_batch_share_the_width_so_the_sum_of_acceptance_probabilities_counts() -> None:
     acceptance_probs = [0.5, 0.3, 0.2]
     alone = controller(0.3).cut([row()], draft(acceptance_probs)).lengths
     together = (
@@ -70,23 +91,19 @@ def test_a_request_that_said_how_many_tokens_gets_them_verified() -> None:
 
 def test_drafts_that_say_nothing_of_a_row_leave_it_whole() -> None:
     assert controller(0.8).cut([row(), row(1)], draft(None, [0.1] * 5, lengths=[2, 5])).lengths == (2, 2)
-    drawn = Draft(torch.zeros(1, 3, dtype=torch.int64), (3,), torch.full((1, 3, 4), 0.25))
-    assert controller(0.8).cut([row()], drawn) is drawn
+    sampled_draft = Draft(torch.zeros(1, 3, dtype=torch.int64), (3,), torch.full((1, 3, 4), 0.25))
+    assert controller(0.8).cut([row()], sampled_draft) is sampled_draft
 
 
-def test_look_ups_that_say_nothing_are_judged_by_position() -> None:
+def test_retrieval_drafts_without_probabilities_are_judged_by_position() -> None:
     one, of = controller(0.2), row()
     untold = Draft.from_lists([[3] * 6], CPU)
     lengths = []
     for _ in range(40):
-        one.learn([of])
-        lengths.append(one.cut([of], untold).lengths[0])
-        happened(of, lengths[-1], 0)
+        lengths.append(judged(one, of, untold, right=False))
     assert lengths[0] > 0 and sum(n > 0 for n in lengths[-20:]) <= 2
     for _ in range(LATEST + 8):
-        one.learn([of])
-        lengths.append(one.cut([of], untold).lengths[0])
-        happened(of, lengths[-1], lengths[-1])
+        lengths.append(judged(one, of, untold, right=True))
     assert lengths[-1] > 0
 
 
@@ -94,14 +111,12 @@ def test_a_draft_model_that_brings_nothing_is_left_alone() -> None:
     one, of = controller(), row()
     asked = []
     for _ in range(60):
-        one.learn([of])
-        asked.append(one.lengths([of])[0])
-        happened(of, min(asked[-1], 2), 0, min(asked[-1], 2))
+        asked.append(in_vain(one, of))
     assert asked[0] == one.steps
     rested = asked[asked.index(0) :]
     assert set(rested) == {0, 1} and rested.count(1) <= 4
     other = row(1)
-    assert one.lengths([other])[0] == one.steps  # a new row gets its chance, for a time
+    assert one.stepping([other]).lengths == [one.steps]  # a new row gets its chance, for a time
 
 
 def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
@@ -109,16 +124,14 @@ def test_all_rows_teach_what_to_expect_of_a_new_one() -> None:
     for index in range(12):
         of = row(index)
         for _ in range(30):
-            one.learn([of])
-            asked = one.lengths([of])[0]
-            happened(of, min(asked, 2), 0, min(asked, 2))
-    assert one.lengths([row(99)])[0] <= 1
+            in_vain(one, of)
+    assert one.stepping([row(99)]).lengths[0] <= 1
 
 
 def test_a_draft_model_goes_on_while_another_step_pays() -> None:
     dear, cheap, of = controller(step=0.3), controller(step=0.1), row()
-    for sure, costs, goes_on in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
-        assert costs.another_step([of], [[sure]], 1) is goes_on
+    for sure, costs, extend in ((0.9, dear, True), (0.5, dear, False), (0.5, cheap, True), (0.05, cheap, False)):
+        assert costs.another_step([of], [[sure]], 1) is extend
     assert not cheap.another_step([], [], 1)
     chances = [[0.9] * n for n in range(1, 12)]
     assert [cheap.another_step([of], [one], 1) for one in chances] == sorted(
@@ -128,46 +141,51 @@ def test_a_draft_model_goes_on_while_another_step_pays() -> None:
 
 def test_the_model_is_preferred_for_the_rows_it_serves_better() -> None:
     of = [row(i) for i in range(3)]
-    assert controller().prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]) == [False, True, True]
-    assert controller(step=9.0).prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]) == [False] * 3
-    assert controller().prefer_model(of[:1], [[]], [0]) == [False]
+    assert controller().prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]).lengths == [0, 7, 7]
+    assert controller(step=9.0).prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]).lengths == [0] * 3
+    assert controller().prefer_model(of[:1], [[]], [0]).lengths == [0]
 
 
 def test_yields_follow_the_row_and_the_rows_together() -> None:
     draft_yields, of = DraftYields(8), row()
     assert draft_yields.of(of) == Yield(*FIRST)
     for _ in range(40):
-        draft_yields.ask(of, 8, 4)
         happened(of, 6, 5)  # two tokens came from elsewhere
-        assert draft_yields.learn(of) == 4
-    assert draft_yields.of(of).brought == pytest.approx(4, abs=0.1) == draft_yields.of(of).drafted
-    assert FIRST[1] < draft_yields.of(row(1)).brought < 4
-    assert draft_yields.learn(of) is None
+        assert draft_yields.learn(of, DraftNote(8, 4)) == 4
+    assert draft_yields.of(of).accepted == pytest.approx(4, abs=0.1) == draft_yields.of(of).drafted
+    assert FIRST[1] < draft_yields.of(row(1)).accepted < 4
+    assert draft_yields.learn(of, DraftNote()) is None
     assert draft_yields.of(of).cut(2).drafted == pytest.approx(2)
 
 
-def test_rests_become_longer_and_end_with_a_success() -> None:
-    rest, of = Backoff(), row()
+def test_pauses_become_longer_and_end_with_a_success() -> None:
+    backoff, of = Backoff(), row()
 
     def pause() -> int:
-        return next(n for n in itertools.count(1) if rest.due(of))
+        for rounds in itertools.count(1):
+            due = backoff.due(of)
+            assert backoff.due(of) == due  # asking changes nothing
+            backoff.waited(of)
+            if due:
+                return rounds
+        raise AssertionError
 
     assert [pause() for _ in range(6)] == [SOONEST, 8, 16, 32, LATEST, LATEST]
-    rest.tried(of, 0)
+    backoff.tried(of, 0)
     assert pause() == LATEST
-    rest.tried(of, 1)
+    backoff.tried(of, 1)
     assert pause() == LATEST // 4
-    rest.over(of)
+    backoff.reset(of)
     assert pause() == SOONEST
 
 
-def test_the_policy_leaves_sampled_rows_to_the_dice_where_drafts_are_drawn() -> None:
+def test_the_policy_leaves_sampled_rows_to_reproducible_lengths_where_drafts_are_sampled() -> None:
     sampled = Row(0, [1, 2], SamplingParams(max_tokens=200, temperature=0.7), seed=0)
-    policy = Auto(controller(0.8), 6, drawn=True, stepwise=True)
+    policy = Auto(controller(0.8), 6, samples=True, stepwise=True)
     policy.controller.cost_model.step = lambda rows: 9.0  # type: ignore[method-assign]
-    assert policy.num_draft_tokens([sampled, row(1)]) == [6, 0]
+    assert policy.lengths([sampled, row(1)]) == [6, 0]
     unlikely = draft([0.1] * 3, [0.1] * 3)
-    assert policy.worth_verifying([sampled, row(1)], unlikely) is unlikely
+    assert policy.worth_verifying([sampled, row(1)], unlikely).lengths == unlikely.lengths
     assert policy.worth_verifying([row(1)], draft([0.1] * 3)).lengths == (0,)
 
 
@@ -175,10 +193,11 @@ def test_the_heuristic_schedule() -> None:
     policy, of = Heuristic(8), row()
     seen = []
     for drafted, kept in [(5, 5), (7, 7), (8, 3), (7, 0), (0, 0)] + [(3, 1)] * 8:
-        seen.append(policy.num_draft_tokens([of])[0])
+        seen.append(policy.lengths([of])[0])
         happened(of, drafted, kept)
+        policy.observe([of])
     assert seen == [5, 7, 8, 7, 6, 6, 5, 4, 3, 2, 1, 1, 1]
-    assert lengths_for(policy, [row(1, num_draft_tokens=2)]) == [2]
+    assert draft_lengths(policy, [row(1, num_draft_tokens=2)]) == [2]
 
 
 def test_kinds_by_probability() -> None:
@@ -190,16 +209,16 @@ def test_a_text_is_read_by_the_draft_model_if_that_is_made_up_for() -> None:
     for each, read in ((0.0, True), (1.0, True), (50.0, False)):  # seconds per token, of a text of two tokens
         one = controller()
         one.cost_model.reading = lambda tokens, each=each: tokens * each  # type: ignore[method-assign]
-        assert one.prefer_model([of], [[]], [7]) == [read]
-        assert one.lengths([of]) == [one.steps if read else 0]
-        assert one.lengths([of]) == [one.steps if read else 0]
+        for _ in range(2):  # asking changes nothing
+            assert one.prefer_model([of], [[]], [7]).lengths == [7 if read else 0]
+            assert one.stepping([of]).lengths == [one.steps if read else 0]
         one._read.add(of)
-        assert one.prefer_model([of], [[]], [7]) == [True]  # what is read is read
+        assert one.prefer_model([of], [[]], [7]).lengths == [7]  # what is read is read
 
 
 def test_a_draft_model_that_was_left_alone_gets_another_chance_with_later_texts() -> None:
     one = controller()
     one.draft_yields._all = Yield(2.0, 0.1)
     one.cost_model.reading = lambda tokens: 0.1  # type: ignore[method-assign]
-    rounds = next(n for n in itertools.count() if one.lengths([row(n)])[0])
+    rounds = next(n for n in itertools.count() if in_vain(one, row(n)))
     assert 30 < rounds < 3000

@@ -75,21 +75,23 @@ def test_other_lengths_are_refused(count: int | str) -> None:
         made("model", count)
 
 
-@pytest.mark.parametrize(("acceptance", "drawn"), [("auto", True), ("match", False), ("block", True)])
-def test_drafts_share_the_targets_noise_unless_a_rule_needs_their_law(acceptance: str, drawn: bool) -> None:
+@pytest.mark.parametrize(("acceptance", "samples"), [("auto", True), ("match", False), ("block", True)])
+def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distribution(
+    acceptance: str, samples: bool
+) -> None:
     decoder = made(acceptance=acceptance)
     policy = decoder._engine.policy
-    assert isinstance(policy, Auto) and policy.drawn is drawn
-    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.drawn is drawn
+    assert isinstance(policy, Auto) and policy.samples is samples
+    assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.samples is samples
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "ngram", "none", "model:p=25"])
 def test_confidence_needs_a_drafter_that_knows_its_own(drafter: str) -> None:
     with pytest.raises(
-        UsageError, match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters model, hy"
+        UsageError, match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters hybrid, l"
     ):
         made(drafter, "confidence:0.4")
-    with pytest.raises(UsageError, match="allowed: drafters model, hybrid, layer_skip"):
+    with pytest.raises(UsageError, match="allowed: drafters hybrid, layer_skip, model"):
         made("auto", "confidence:0.4", draft=None)
 
 

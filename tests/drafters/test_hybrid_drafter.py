@@ -10,7 +10,7 @@ from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
-from slipstream.core.types import Row
+from slipstream.core.types import Round, Row
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.drafters.hybrid import HybridDrafter
@@ -140,7 +140,11 @@ def test_a_draft_model_that_never_pays_is_tried_ever_more_rarely() -> None:
     tried = []
     for number in range(100):
         before = len(second.asked)
-        propose(drafter, [row], [7])
+        notes = propose(drafter, [row], [7]).notes
+        assert notes is not None
+        row.tokens.append(5)
+        row.rounds.append(Round(0, number, 1, len(row.tokens) - 1, (), (5,), 0, False, note=notes[0]))
+        drafter.controller.observe([row])
         if len(second.asked) > before:
             tried.append(number)
     assert [b - a for a, b in pairwise(tried)] == [8, 16, 32]
@@ -155,7 +159,7 @@ def test_no_column_is_verified_for_a_look_up_that_is_not_used() -> None:
 class GoesOn(Says):
     """Goes on behind another draft with its own tokens, each hundred times less likely."""
 
-    def goes_on(
+    def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
         return [tokens[-1] + 1] * length, [acceptance_prob / 100] * length
@@ -181,9 +185,11 @@ def test_the_text_is_plain_decodings(temperature: float) -> None:
 
 
 def test_drawn_first_drafts_and_bad_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="hybrid: Says draws its drafts; allowed: a drafter that looks them up"):
+    with pytest.raises(UsageError, match="hybrid: Says samples its drafts; allowed: a drafter that retrieves them"):
         propose(HybridDrafter(Says([[5]], probs=True), Says([[9]])), rows(1), [3])
-    with pytest.raises(UsageError, match="hybrid: Untold does not say what to hope for; allowed: a drafter that looks"):
+    with pytest.raises(
+        UsageError, match="hybrid: Untold knows no acceptance probabilities; allowed: a drafter that retr"
+    ):
         propose(HybridDrafter(Untold([[5]]), Says([[9]])), rows(1), [3])
     for argument in ("0", "x", "3+p", "-1", "+p=30", "3+2+p=30"):
         with pytest.raises(UsageError, match="allowed"):

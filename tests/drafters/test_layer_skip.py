@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine, run
 from exit_cases import by_hugging_face, decoder_of, left_out
 from tape import Tape
 from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 from torch import Tensor, nn
 
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
-from slipstream.core.loop import Engine
+from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.early_stop import PathBelow, WhilePays
@@ -73,9 +74,9 @@ def test_in_reproducible_mode_the_text_is_plain_decodings_too(llama: Any) -> Non
 
 
 def propose(drafter: Any, rows: list[Row], lengths: list[int], target: Session) -> Draft:
-    engine = Engine(target, drafter, Fixed(0))
+    race = Race(target.backend.vocab_size, CPU)
     with torch.inference_mode():
-        return drafter.propose(rows, lengths, Sampler(rows, engine._race, target.backend.vocab_size, CPU))
+        return drafter.propose(rows, lengths, Sampler(rows, race, target.backend.vocab_size, CPU))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_draft_is_what_hugging_face_says_with_layers_left_out(name: str, layer
     target = Session(HFBackend(model))
     target.reserve(3, 64)
     rows = [Row(i, list(text), GREEDY, seed=i) for i, text in enumerate(texts)]
-    drafter = ModelDrafter(SharedCacheSession.of(target, layers), VOCAB)
+    drafter = ModelDrafter(SharedCacheSession(target, layers), VOCAB)
     draft = propose(drafter, rows, [5, 5, 5], target)
     assert draft.tokens.tolist() == [by_hugging_face(model, layers, text, 5) for text in texts]
     assert draft.tokens.tolist() != [by_hugging_face(model, range(9), text, 5) for text in texts]
@@ -138,12 +139,12 @@ def test_drafting_touches_no_position_the_target_has_read_and_leaves_no_trace(
     llama: Any, layers: tuple[int, ...]
 ) -> None:
     target, again = Session(HFBackend(llama)), Session(HFBackend(llama))
-    watched = Watched(ModelDrafter(SharedCacheSession.of(target, layers), VOCAB), target)
+    watched = Watched(ModelDrafter(SharedCacheSession(target, layers), VOCAB), target)
     rows, same = ragged(4), ragged(4)
-    for _ in Engine(target, watched, Fixed(4), max_batch_size=3).run(rows):
+    for _ in run(engine(target, watched, Fixed(4)), rows, 3):
         pass
     assert watched.written > 20
-    for _ in Engine(again, Replayed(watched.drafts), Fixed(4), max_batch_size=3).run(same):
+    for _ in run(engine(again, Replayed(watched.drafts), Fixed(4)), same, 3):
         pass
     assert [row.output for row in rows] == [row.output for row in same]
     for slot_state, other, slot in zip(target.slot_states, again.slot_states, range(3), strict=True):
@@ -159,10 +160,10 @@ def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monke
         SharedCacheSession, "_input_batch", Session._input_batch
     )  # never asks the target's memory again
     target = Session(HFBackend(llama))
-    session = SharedCacheSession.of(target, (0,))
+    session = SharedCacheSession(target, (0,))
     session.slot_states = target.slot_states  # and claims as the target's what some layers have read
     with pytest.raises((SlipstreamError, AssertionError)):
-        for _ in Engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)).run(ragged()):
+        for _ in run(engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)), ragged()):
             pass
 
 
@@ -174,7 +175,7 @@ def test_drawn_drafts_carry_the_law_of_the_layers(llama: Any, rule: str) -> None
     target = Session(HFBackend(llama))
     target.reserve(1, 64)
     row = Row(0, PROMPTS[2], SamplingParams(temperature=1.0, max_tokens=9), seed=1)
-    draft = propose(ModelDrafter(SharedCacheSession.of(target, (0, 1)), VOCAB), [row], [2], target)
+    draft = propose(ModelDrafter(SharedCacheSession(target, (0, 1)), VOCAB), [row], [2], target)
     with left_out(llama, (0, 1)), torch.inference_mode():  # first layers read the same whatever follows them
         ids = torch.tensor([[*row.tokens, *draft.tokens[0, :1].tolist()]])
         distribution = llama(input_ids=ids).logits[0, -2:].softmax(-1)
@@ -208,12 +209,12 @@ def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(na
     for graphed in (False, True):
         backend = GraphedBackend(shared(name), tapes[0]) if graphed else HFBackend(shared(name))
         target = Session(backend)
-        session = SharedCacheSession.of(target, (0,))
+        session = SharedCacheSession(target, (0,))
         if isinstance(backend, GraphedBackend):
             session.backend = LayerSubsetGraphed(backend, session.backend.model, tapes[1])
         for _ in range(2):
             rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
-            for _ in Engine(target, ModelDrafter(session, VOCAB), Fixed(3)).run(rows):
+            for _ in run(engine(target, ModelDrafter(session, VOCAB), Fixed(3)), rows):
                 pass
             outputs.append([[(done.draft, done.tokens) for done in row.rounds] for row in rows])
             if graphed:
@@ -328,7 +329,7 @@ def test_models_whose_layers_cannot_be_told_are_refused_with_the_reason(change: 
     model = fresh("llama")
     change(model)
     with pytest.raises(UsageError, match=f"the layers of LlamaForCausalLM cannot be told: {reason}; allowed"):
-        SharedCacheSession.of(Session(HFBackend(model)), (0,))
+        SharedCacheSession(Session(HFBackend(model)), (0,))
 
 
 def test_backends_without_layers_and_setups_without_a_target_are_refused() -> None:

@@ -80,11 +80,11 @@ def followers(texts: Sequence[Sequence[int]], context: Sequence[int], prompt: in
     return count, usual
 
 
-def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, goes_on: bool) -> int:
+def longest(texts: Sequence[Sequence[int]], text: Sequence[int], limit: int, *, extend: bool) -> int:
     """Length of the longest suffix of `text`, up to the limit, that occurs in the texts (and goes on there)."""
     for size in range(min(limit, len(text)), 0, -1):
         context = text[len(text) - size :]
-        if followers(texts, context)[0] if goes_on else ends(texts, context):
+        if followers(texts, context)[0] if extend else ends(texts, context):
             return size
     return 0
 
@@ -100,7 +100,7 @@ def specification(
 ) -> list[int]:
     """The draft along the most frequent continuations. prompt: of the row's own text, 0 for the store."""
     text, out, chance = list(text), list[int](), 1.0
-    size = longest(texts, text, limit, goes_on=True)
+    size = longest(texts, text, limit, extend=True)
     others = 0 if prompt else 1
     while size and len(out) < length:
         context = text[len(text) - size :]
@@ -111,7 +111,7 @@ def specification(
         others = 0
         text.append(token)
         out.append(token)
-        size = longest(texts, text, limit, goes_on=True)
+        size = longest(texts, text, limit, extend=True)
     return out
 
 
@@ -157,9 +157,9 @@ def test_counts_are_right_where_texts_are_longer_than_the_contexts_counted(small
 def test_the_longest_suffix_is_found_in_one_go_or_two(texts: list[list[int]], text: list[int], cut: int) -> None:
     automaton = learned(texts)
     match = automaton.find(text)
-    assert match.length == longest(texts, text, LIMIT, goes_on=False)
+    assert match.length == longest(texts, text, LIMIT, extend=False)
     assert automaton.find(text[cut:], automaton.find(text[:cut])) == match
-    assert automaton.followed(match).length == longest(texts, text, LIMIT, goes_on=True)
+    assert automaton.followed(match).length == longest(texts, text, LIMIT, extend=True)
 
 
 def test_a_text_that_is_known_takes_no_further_states() -> None:
@@ -200,7 +200,7 @@ def test_counting_while_it_grows_costs_at_most_the_limit_per_token(monkeypatch: 
 def test_a_draft_is_that_of_the_specification_learned_in_one_go_or_two(
     tokens: list[int], length: int, threshold: float, cut: int, shortest: int, read: bool
 ) -> None:
-    enough = longest([tokens], tokens, LIMIT, goes_on=True) >= shortest
+    enough = longest([tokens], tokens, LIMIT, extend=True) >= shortest
     drafter, row = SuffixDrafter(SIZE, shortest, threshold), row_of(tokens[: cut + 1])
     if read:
         propose(drafter, [row], length)
@@ -230,14 +230,14 @@ def test_the_longer_of_the_matches_in_the_row_and_in_the_store_is_followed(
     propose(drafter, [row], length)  # where the row stands in the store is kept from here on
     row.tokens += more
     text = row.tokens
-    mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], texts))
+    mine, theirs = (longest(where, text, LIMIT, extend=True) for where in ([text], texts))
     own = mine >= theirs
     assert propose(drafter, [row], length)[0] == specification(
         [text] if own else texts, text, length, 0.3, prompt=own and row.prompt_length
     )
     drafter.seed([text[1:]])  # the store has grown: where the row stood in it is out of date
     row.tokens.append(0)
-    mine, theirs = (longest(where, text, LIMIT, goes_on=True) for where in ([text], [*texts, text[1:-1]]))
+    mine, theirs = (longest(where, text, LIMIT, extend=True) for where in ([text], [*texts, text[1:-1]]))
     own = mine >= theirs
     assert propose(drafter, [row], length)[0] == specification(
         [text] if own else [*texts, text[1:-1]], text, length, 0.3, prompt=own and row.prompt_length

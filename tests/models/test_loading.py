@@ -222,9 +222,8 @@ def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(SlipstreamError, match=r"cut\.gguf' is truncated: the file ends before") as error:
             SpeculativeDecoder(str(tmp_path / "cut.gguf"))
         one_line(error)
-    with pytest.raises(SlipstreamError, match="could not be read as GGUF") as error:
+    with pytest.raises(SlipstreamError, match=r"do not fit config\.json: 10 are missing"):  # all there, but few
         SpeculativeDecoder(str(tmp_path / "whole.gguf"))
-    assert "is truncated" not in one_line(error)
 
 
 def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(

@@ -14,8 +14,8 @@ from slipstream.sampling.params import SamplingParams
 
 PLAIN = "none"
 HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-lookup"
-PEERS = (HF, ASSISTED, TUNED, LOOKUP)
-PEER_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
+BASELINES = (HF, ASSISTED, TUNED, LOOKUP)
+BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
 SYNTAX = (
     "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], for example none, ngram@7, model@4/rejection, none.plain "
     f"(unpacked weights), model@4~0.8; or one of transformers' own: {HF}, {ASSISTED} (its defaults), "
@@ -50,8 +50,8 @@ def parse_arm(text: str) -> Arm:
         SamplingParams(temperature=temperature)
     if length is not None and not 1 <= length <= MAX_DRAFT_TOKENS:
         raise UsageError(f"arm {text!r}: draft length {length}; allowed: 1 to {MAX_DRAFT_TOKENS}")
-    if found["name"] in PEERS:
-        return _peer(text, found, length, temperature)
+    if found["name"] in BASELINES:
+        return _baseline(text, found, length, temperature)
     drafter = found["name"] + (found["argument"] or "")
     drafters.check_name(drafter)
     if found["name"] == PLAIN and (length is not None or found["rule"]):
@@ -71,13 +71,18 @@ def reference_of(arms: Sequence[Arm], name: str | None) -> str:
 
 def runs_in_batches(arm: Arm) -> bool:
     """Whether the arm can decode several prompts together; transformers' assisted generation cannot."""
-    return arm.peer in (None, HF)
+    return arm.baseline in (None, HF)
 
 
-def _peer(text: str, found: re.Match[str], length: int | None, temperature: float | None) -> Arm:
+def _baseline(text: str, found: re.Match[str], length: int | None, temperature: float | None) -> Arm:
     name = found["name"]
-    if found["argument"] or found["rule"] or found["plain"] or (length is not None and name not in PEER_DRAFT_TOKENS):
+    if (
+        found["argument"]
+        or found["rule"]
+        or found["plain"]
+        or (length is not None and name not in BASELINE_DRAFT_TOKENS)
+    ):
         raise UsageError(
             f"arm {text!r}; allowed: {HF}, {ASSISTED}, {TUNED}[@LENGTH], {LOOKUP}[@LENGTH], [~TEMPERATURE]"
         )
-    return Arm(text, None, length or PEER_DRAFT_TOKENS.get(name), None, None, temperature, name)
+    return Arm(text, None, length or BASELINE_DRAFT_TOKENS.get(name), None, None, temperature, name)

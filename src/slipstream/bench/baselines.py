@@ -14,15 +14,16 @@ from torch import Tensor
 from slipstream.bench.arms import ASSISTED, LOOKUP, TUNED
 from slipstream.bench.records import Arm
 from slipstream.errors import UsageError
+from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams
 
-# what `generate` is told, besides temperature and seed; the rest means something else there, or nothing
+# what `generate` is told; other options mean something else there, or nothing
 SUPPORTED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "max_tokens"}
 SUPPORTED |= {"stop_token_ids", "ignore_eos", "seed"}
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """One arm of transformers. model, assistant: plain transformers objects, shared with our own unpacked arms.
 
     max_batch_size: more prompts than this are decoded one batch after the other.
@@ -84,11 +85,20 @@ class Peer:
             "eos_token_id": ends or None,
             "pad_token_id": ends[0] if ends else 0,
         }
-        if self.arm.peer in (ASSISTED, TUNED):
+        if self.arm.baseline in (ASSISTED, TUNED):
             options["assistant_model"] = self.assistant
-        if self.arm.peer == LOOKUP:
+        if self.arm.baseline == LOOKUP:
             options["prompt_lookup_num_tokens"] = self.arm.num_draft_tokens
         return options
+
+
+def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
+    """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
+    if not loaded.packed:
+        return loaded.model
+    from slipstream.models.hf.weights import load_model
+
+    return load_model(loaded.name, options)[1].eval()
 
 
 @contextmanager
@@ -114,7 +124,7 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
         return
     before = assistant.generation_config
     assistant.generation_config = copy.deepcopy(before)
-    if arm.peer == TUNED:
+    if arm.baseline == TUNED:
         assistant.generation_config.num_assistant_tokens = arm.num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -125,7 +135,7 @@ def assistant_settings(arm: Arm, assistant: Any) -> Iterator[None]:
 
 
 def check_params(arm: Arm, params: SamplingParams) -> None:
-    """Refuse options that transformers would not apply as we do: the arms would not do the same work."""
+    """Refuse options that the arm does not pass on to transformers: the arms would not do the same work."""
     for f in fields(SamplingParams):
         if f.name not in SUPPORTED and getattr(params, f.name) != getattr(SamplingParams(), f.name):
             allowed = ", ".join(sorted(SUPPORTED))
@@ -133,6 +143,6 @@ def check_params(arm: Arm, params: SamplingParams) -> None:
 
 
 def _cut(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to the first end token, which is kept; what follows is padding."""
+    """Up to and including the first end token; what follows is padding."""
     at = next((i for i, token in enumerate(tokens) if token in ends), None)
     return tokens if at is None else tokens[: at + 1]

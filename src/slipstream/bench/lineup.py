@@ -1,4 +1,4 @@
-"""The arms ready to run: decoders and peers over models that are loaded once."""
+"""The arms ready to run: decoders and baselines over models that are loaded once."""
 
 from __future__ import annotations
 
@@ -7,38 +7,48 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
-from slipstream.bench.baselines import Peer, check_params
+from slipstream.bench.baselines import Baseline, check_params, plain_model
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
-from slipstream.bench.sampled_drafts import draws
-from slipstream.core.acceptance import load_rule
+from slipstream.certificate.tie_judge import coupled
 from slipstream.core.stats import Stats
 from slipstream.core.types import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.results import Result
 
 
 @dataclass(frozen=True)
 class Output:
     """What an arm made of a group of prompts: token ids per prompt, and how.
 
-    stats, rounds: of our own arms; num_forwards: of the target, of peers.
+    results: one per prompt, of our own arms; num_forwards: of the target, of baselines.
     """
 
     texts: list[list[int]]
-    stats: Stats | None = None
-    rounds: list[Round] | None = None
+    results: list[Result] | None = None
     num_forwards: int | None = None
+
+    @property
+    def rounds(self) -> list[Round] | None:
+        """Of all prompts, one prompt after the other."""
+        return None if self.results is None else [done for result in self.results for done in result.rounds]
+
+    @property
+    def stats(self) -> Stats | None:
+        """Of all prompts together."""
+        if self.results is None or self.rounds is None:
+            return None
+        return Stats.of(self.rounds, lossless=all(result.stats.lossless for result in self.results))
 
 
 class Lineup:
     """Every arm over the same models.
 
-    Peers and arms on plain weights share one transformers object per model; arms on packed weights share another.
+    Baselines and arms on plain weights share one transformers object per model; arms on packed weights share another.
     Where nothing is packed all arms share one object. An arm that cannot exist is refused here.
     """
 
@@ -46,10 +56,9 @@ class Lineup:
         self, decoder: SpeculativeDecoder, arms: Sequence[Arm], params: SamplingParams, *, chat: bool = True
     ) -> None:
         self.decoder, self.arms, self.params, self.chat = decoder, list(arms), params, chat
-        self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.peer is None}
-        self._peers = {arm.name: self._peer(arm) for arm in arms if arm.peer is not None}
+        self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.baseline is None}
+        self._baselines = {arm.name: self._baseline(arm) for arm in arms if arm.baseline is not None}
         self.alone = decoder.using(PLAIN)
-        self._draws: dict[str, bool] = {}
 
     @cached_property
     def plain(self) -> SpeculativeDecoder:
@@ -66,8 +75,8 @@ class Lineup:
         """Target and draft model as transformers loads them, the draft model None where there is none."""
         decoder, config = self.decoder, self.decoder.config
         options = LoadOptions(config.dtype, config.device, False, config.load_options)
-        draft = None if decoder.draft is None else reference.plain_model(decoder.draft, options)
-        return reference.plain_model(decoder.target, options), draft
+        draft = None if decoder.draft is None else plain_model(decoder.draft, options)
+        return plain_model(decoder.target, options), draft
 
     def encode(self, prompt: BenchPrompt) -> list[int]:
         """The token ids of a prompt, the same for every arm."""
@@ -84,23 +93,21 @@ class Lineup:
 
     def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Output:
         """Run an arm; this is what is timed."""
-        if arm.peer is not None:
-            texts, forwards = self._peers[arm.name].generate(prompts, params)
+        if arm.baseline is not None:
+            texts, forwards = self._baselines[arm.name].generate(prompts, params)
             return Output(texts, num_forwards=forwards)
         decoder = self.decoders[arm.name]
         results = decoder.generate([list(tokens) for tokens in prompts], list(params))
-        rounds = [done for result in results for done in result.rounds]
-        stats = Stats.of(rounds, lossless=decoder.lossless)
-        return Output([result.token_ids for result in results], stats, rounds)
+        return Output([result.token_ids for result in results], results)
 
     def forget(self, arm: Arm) -> None:
-        """Empty the arm's memory, so that its next prompt is computed from the first token."""
-        if arm.peer is None:
+        """Empty the arm's KV cache and drop what its drafter learned, so that its next prompt starts from nothing."""
+        if arm.baseline is None:
             self.decoders[arm.name].forget()
             self.decoders[arm.name].forget_learned()
 
     def plain_text(self, prompt: BenchPrompt, params: SamplingParams) -> list[int]:
-        """What plain decoding says to one prompt, untimed."""
+        """Plain decoding's text of one prompt, untimed."""
         self.alone.forget()
         return self.alone.generate(self.encode(prompt), params).token_ids
 
@@ -108,21 +115,13 @@ class Lineup:
         """Whether the arm's text must be plain decoding's: greedy, or every token the target's own draw."""
         if params.temperature == 0:
             return True
-        if arm.peer is not None:
+        if arm.baseline is not None:
             return False
-        decoder = self.decoders[arm.name]
-        if decoder.rule is not None:
-            return decoder.rule.coupled
-        if decoder.config.acceptance != "auto":
-            return load_rule(decoder.config.acceptance).coupled
-        # "auto" matches one-hot drafts and judges sampled ones by `block`
-        if arm.name not in self._draws:
-            self._draws[arm.name] = draws(decoder)
-        return not self._draws[arm.name]
+        return coupled(self.decoders[arm.name], params)
 
     def same_bits(self, arm: Arm) -> bool:
         """Whether no rounding can tell the arm's text from plain decoding's: one copy, in shapes that agree."""
-        if arm.peer is not None or self.decoders[arm.name].target is not self.decoder.target:
+        if arm.baseline is not None or self.decoders[arm.name].target is not self.decoder.target:
             return False
         return self.decoder.reproducible or self.decoder.target.model is None
 
@@ -130,13 +129,13 @@ class Lineup:
         base = self.plain if arm.fast is False else self.decoder
         return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
 
-    def _peer(self, arm: Arm) -> Peer:
+    def _baseline(self, arm: Arm) -> Baseline:
         check_params(arm, self.params)
         loaded = self.decoder.target
         if loaded.model is None:
             raise UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {loaded.name!r} is none")
-        assisted = arm.peer in (ASSISTED, TUNED)
+        assisted = arm.baseline in (ASSISTED, TUNED)
         if assisted and self.decoder.draft is None:
             raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
         target, draft = self._plain_models
-        return Peer(arm, target, draft if assisted else None, loaded.end_ids, self.decoder.config.max_batch_size)
+        return Baseline(arm, target, draft if assisted else None, loaded.end_ids, self.decoder.config.max_batch_size)

@@ -100,7 +100,7 @@ def plan(
     repeats: int,
     at_once: int | None = None,
 ) -> list[Measurement]:
-    """All measurements in order. Peers that decode one prompt at a time are left out of larger batches.
+    """All measurements in order. Baselines that decode one prompt at a time are left out of larger batches.
 
     at_once: how many prompts a call is given; by default as many as it decodes together.
     """

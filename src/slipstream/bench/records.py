@@ -28,7 +28,7 @@ class Arm:
 
     drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
     they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
-    as they are. peer: which transformers generation this is (then the others do not apply), None for our own.
+    as they are. baseline: which transformers generation this is (then the others do not apply), None for our own.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Arm:
     acceptance: str | None = None
     fast: bool | None = None
     temperature: float | None = None
-    peer: str | None = None
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Run:
 
     seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
     num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
-    verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for peers.
-    num_forwards: of the target, for peers; None for our own, whose rounds tell. error: why it failed, in one line.
+    verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for baselines.
+    num_forwards: of the target, for baselines; None for our own, whose rounds tell. error: why it failed, in one line.
     """
 
     arm: str

@@ -1,21 +1,16 @@
-"""Runs the plan: each measurement warmed up, begun with an empty memory, judged, and on the disk before the next."""
+"""Runs the plan: each measurement timed, judged, and on the disk before the next begins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
-
-import torch
 
 from slipstream.bench.lineup import Lineup, Output
 from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run, append, compact, finished
+from slipstream.bench.timed_runs import TimedRuns
 from slipstream.bench.verdicts import Judge
-from slipstream.sampling.params import SamplingParams
-
-WARM_UP_TOKENS = 8
 
 
 @dataclass
@@ -25,7 +20,9 @@ class Runner:
     lineup: Lineup
     plan: Sequence[Measurement]
     folder: Path
-    _warm: set[tuple[str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._timed = TimedRuns(self.lineup)
 
     def run(self, before: Sequence[Run]) -> Iterator[Run]:
         """Yield each run once it is on the disk. before: the runs the folder holds; failed ones are not tried again."""
@@ -42,22 +39,10 @@ class Runner:
         try:
             prompts = [self.lineup.encode(prompt) for prompt in one.group.prompts]
             params = [self.lineup.params_of(one.arm, prompt.index) for prompt in one.group.prompts]
-            self._warm_up(one, prompts, params)
-            self.lineup.forget(one.arm)
-            _wait_for_device()
-            started = perf_counter()
-            output = self.lineup.generate(one.arm, prompts, params)
-            seconds = perf_counter() - started
+            output, seconds = self._timed.run(one.arm, prompts, params, one.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
             return replace(empty, error=one_line(error))
         return _finished(empty, output, seconds, judge, one)
-
-    def _warm_up(self, one: Measurement, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """A few untimed tokens before the first run of an arm at a batch size."""
-        if (one.arm.name, one.batch) not in self._warm:
-            few = [_shortened(given) for given in params[: one.batch]]
-            self.lineup.generate(one.arm, prompts[: one.batch], few)
-            self._warm.add((one.arm.name, one.batch))
 
 
 def one_line(error: Exception) -> str:
@@ -77,14 +62,3 @@ def _finished(empty: Run, output: Output, seconds: float, judge: Judge, one: Mea
         rounds=None if output.rounds is None else [compact(done) for done in output.rounds],
         num_forwards=output.num_forwards,
     )
-
-
-def _shortened(params: SamplingParams) -> SamplingParams:
-    few = min(WARM_UP_TOKENS, params.max_tokens)
-    return replace(params, max_tokens=few, min_tokens=min(few, params.min_tokens))
-
-
-def _wait_for_device() -> None:
-    """Work that is still queued on a GPU belongs to whatever ran before."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

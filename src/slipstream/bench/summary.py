@@ -36,7 +36,7 @@ class ArmSummary:
     speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
-    Both are None for peers. tokens_per_forward: of peers, where a forward serves one row; else None.
+    Both are None for baselines. tokens_per_forward: of baselines, where a forward serves one row; else None.
     prediction: what `slipstream.bench.prediction.formula` makes of the arm, where it was asked.
     """
 
@@ -54,7 +54,7 @@ class ArmSummary:
 
     @property
     def lossless(self) -> bool:
-        """Whether the arm promises plain decoding's text or law; peers promise nothing here."""
+        """Whether the arm promises plain decoding's text or law; baselines promise nothing here."""
         return self.stats is not None and self.stats.lossless
 
     @property

@@ -7,16 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.bench.arms import PLAIN
-from slipstream.bench.comparison import Referee
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import BenchPrompt, Group
 from slipstream.bench.records import Arm, Run, VerdictName
-from slipstream.sampling.params import SamplingParams
-
-_CHANGE_LOGITS = (
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "min_tokens", "logits_processors"),
-)
+from slipstream.certificate.parity import Difference, plain_difference
+from slipstream.certificate.tie_judge import TieJudge
 
 log = logging.getLogger("slipstream")
 
@@ -25,16 +20,16 @@ log = logging.getLogger("slipstream")
 class Judge:
     """Compares with plain decoding of each prompt alone: the first text of the arm `none`, or one made here, untimed.
 
-    Greedy texts must be identical or part at a tie; sampled ones must be identical where every token is the target's
-    own draw, and are not compared elsewhere.
+    Greedy texts must be identical or part at a tie; so must sampled ones where every token is the target's own draw.
+    Elsewhere sampled texts are not compared.
     """
 
     lineup: Lineup
     _texts: dict[tuple[str, float], list[int]] = field(default_factory=dict)
-    _judged: dict[tuple[str, str, tuple[int, ...]], VerdictName] = field(default_factory=dict)
+    _judged: dict[tuple[str, str, tuple[int, ...]], Difference | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._referee = Referee(self.lineup.decoder)
+        self.ties = TieJudge(self.lineup.decoder)
 
     def recall(self, runs: Iterable[Run]) -> None:
         """Take the reference texts out of runs made before."""
@@ -47,6 +42,19 @@ class Judge:
         """One verdict per prompt of the group."""
         is_plain = arm.drafter == PLAIN and arm.fast is None and len(group.prompts) == 1
         return [self._one(arm, prompt, text, is_plain) for prompt, text in zip(group.prompts, texts, strict=True)]
+
+    def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
+        """The first difference of an arm's text from the one expected, explained; None if they are equal."""
+        found, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt.index)
+        if found is None:
+            return None
+        same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
+        try:
+            ids = self.lineup.encode(prompt)
+            found = self.ties.judge(ids, expected, text, params, coupled=coupled, same_bits=same_bits)
+        except Exception as error:  # the full-precision model may not fit: then nothing shows that this is a tie
+            log.warning("the first difference of %s on %s cannot be judged: %s", arm.name, prompt.id, error)
+        return found
 
     def _one(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
         params = self.lineup.params_of(arm, prompt.index)
@@ -64,22 +72,13 @@ class Judge:
                 return "not compared"
         known = arm.name, prompt.id, tuple(text)
         if known not in self._judged:
-            self._judged[known] = self._compare(arm, prompt, params, self._texts[at], text)
-        return self._judged[known]
+            self._judged[known] = self.difference(arm, prompt, self._texts[at], text)
+        return _verdict(self._judged[known])
 
-    def _compare(
-        self, arm: Arm, prompt: BenchPrompt, params: SamplingParams, expected: list[int], text: list[int]
-    ) -> VerdictName:
-        if text == expected:
-            return "identical"
-        defaults = SamplingParams()
-        own_logits = all(getattr(params, name) == getattr(defaults, name) for name in _CHANGE_LOGITS)
-        if params.temperature > 0 or not own_logits:
-            # no referee can look for a tie here, so a difference counts where rounding cannot explain it
-            return "different" if self.lineup.same_bits(arm) else "not compared"
-        try:
-            difference = self._referee.judge(self.lineup.encode(prompt), expected, text, greedy=True)
-        except Exception as error:  # the full-precision model may not fit: then nothing shows that this is a tie
-            log.warning("no referee for %s on %s: %s", arm.name, prompt.id, error)
-            return "different"
-        return "tie" if difference is not None and difference.tie else "different"
+
+def _verdict(difference: Difference | None) -> VerdictName:
+    if difference is None:
+        return "identical"
+    if not difference.compared:
+        return "not compared"
+    return "tie" if difference.tie else "different"

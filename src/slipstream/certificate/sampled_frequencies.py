@@ -1,8 +1,9 @@
-"""The law of sampled text: frequencies of many seeded runs against the law computed from the target's own logits."""
+"""Sampled text: frequencies of many seeded runs against the distribution computed from the target's own logits."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +15,20 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler
 
 FALSE_ALARM = 1e-4  # a right rule fails the test with this probability
-LAW_TOKENS, LAW_TOP_K = 4, 3  # the first token is the prompt's own and never drafted
-LAW_PARAMS = SamplingParams(temperature=1.5, top_k=LAW_TOP_K, max_tokens=LAW_TOKENS, ignore_eos=True)
+TOKENS, TOP_K = 4, 3  # of each sampled text; the first token is never drafted, since it comes with the prompt
+FEWEST_EXPECTED = 5  # cells of smaller expectation are pooled
+PARAMS = SamplingParams(temperature=1.5, top_k=TOP_K, max_tokens=TOKENS, ignore_eos=True)
+
+Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class LawTest:
-    """Outcome of a chi-square test of the loop's law against the target's."""
+class DistributionTest:
+    """Outcome of a chi-square test of sampled texts against the target's distribution.
+
+    impossible: texts that the target gives probability 0; distance: total variation; acceptance_rate: None if nothing
+    was drafted.
+    """
 
     p_value: float
     runs: int
@@ -30,7 +38,7 @@ class LawTest:
 
     @property
     def passed(self) -> bool:
-        """Nothing impossible was said, and the frequencies are likely enough under the target's law."""
+        """Whether no text was impossible and the frequencies are likely enough under the target's distribution."""
         return self.impossible == 0 and self.p_value >= FALSE_ALARM
 
     def __str__(self) -> str:
@@ -40,44 +48,80 @@ class LawTest:
         return f"{self.runs} texts, chi-square p = {self.p_value:.2g}, total variation {self.distance:.3f}, {rate}"
 
 
-def distribution_test(decoder: SpeculativeDecoder, prompt: list[int], runs: int) -> LawTest:
-    """Chi-square of the texts of `runs` seeds against the target's law of LAW_TOKENS tokens after the prompt.
+@dataclass(frozen=True)
+class Target:
+    """A prompt and the target's own distribution of the next TOKENS tokens, whose support TOP_K keeps small."""
 
-    Cells of expectation below 5 are pooled. The support is small because LAW_PARAMS keeps LAW_TOP_K tokens.
+    prompt: list[int]
+    distribution: Mapping[Text, float]
+
+    @classmethod
+    def of(cls, decoder: SpeculativeDecoder, prompt: list[int]) -> Target:
+        """Computed by `exact_distribution`."""
+        return cls(prompt, exact_distribution(decoder, prompt))
+
+
+def distribution_test(decoders: Sequence[SpeculativeDecoder], targets: Sequence[Target], runs: int) -> DistributionTest:
+    """Chi-square of sampled texts against the target's distributions, over all prompts together.
+
+    decoders: those that should sample from these distributions; they take turns. runs: texts in all, the same number
+    for each prompt, rounded up; each has its own seed.
     """
-    distribution = exact_law(decoder, prompt)
-    texts, rate = sample(decoder, prompt, range(1, runs + 1))
-    counts = Counter(texts)
-    impossible = sum(count for text, count in counts.items() if distribution.get(text, 0.0) == 0.0)
-    distance = sum(abs(counts[text] / runs - p) for text, p in distribution.items()) / 2
-    cells = [(counts[text], p * runs) for text, p in distribution.items() if p * runs >= 5]
-    rest = (runs - impossible - sum(c for c, _ in cells), runs - sum(e for _, e in cells))
-    cells += [rest] if rest[1] >= 1 else []
-    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
-    degrees = max(1, len(cells) - 1)
-    p_value = torch.special.gammaincc(torch.tensor(degrees / 2.0).double(), torch.tensor(statistic / 2).double())
-    return LawTest(float(p_value), runs, impossible, distance, rate)
+    each = -(-runs // len(targets))
+    impossible, distance, statistic, degrees = 0, 0.0, 0.0, 0
+    drafted = accepted = 0
+    for target in targets:
+        seeds = [range(1 + i, each + 1, len(decoders)) for i in range(len(decoders))]
+        parts = [sample(decoder, target.prompt, own) for decoder, own in zip(decoders, seeds, strict=True)]
+        counts, distribution = Counter(text for part in parts for text in part.texts), target.distribution
+        impossible += sum(count for text, count in counts.items() if distribution.get(text, 0.0) == 0.0)
+        distance += sum(abs(counts[text] / each - p) for text, p in distribution.items()) / 2 / len(targets)
+        cells = _cells(counts, distribution, each)
+        statistic += sum((count - expectation) ** 2 / expectation for count, expectation in cells)
+        degrees += max(0, len(cells) - 1)
+        drafted += sum(part.drafted for part in parts)
+        accepted += sum(part.accepted for part in parts)
+    half = torch.tensor([max(1, degrees) / 2, statistic / 2]).double()
+    p_value = float(torch.special.gammaincc(half[0], half[1]))
+    return DistributionTest(p_value, each * len(targets), impossible, distance, accepted / drafted if drafted else None)
 
 
-def sample(decoder: SpeculativeDecoder, prompt: list[int], seeds: range) -> tuple[list[tuple[int, ...]], float | None]:
-    """The texts of these seeds, and the acceptance rate."""
-    params = [replace(LAW_PARAMS, seed=seed) for seed in seeds]
-    results = decoder.generate([prompt] * len(params), params)
+def _cells(counts: Mapping[Text, int], distribution: Mapping[Text, float], runs: int) -> list[tuple[int, float]]:
+    """Counts and expectations of the likely texts, and of all others that are possible as one cell."""
+    likely = {text: p * runs for text, p in distribution.items() if p * runs >= FEWEST_EXPECTED}
+    cells = [(counts[text], expectation) for text, expectation in likely.items()]
+    possible = sum(count for text, count in counts.items() if distribution.get(text, 0.0) > 0)
+    pooled = possible - sum(count for count, _ in cells), runs - sum(expectation for _, expectation in cells)
+    return [*cells, pooled] if pooled[1] >= 1 else cells
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Sampled texts, and how many tokens were drafted and accepted for them."""
+
+    texts: list[Text]
+    drafted: int
+    accepted: int
+
+
+def sample(decoder: SpeculativeDecoder, prompt: list[int], seeds: range) -> Sampled:
+    """The texts of these seeds."""
+    results = decoder.generate([prompt] * len(seeds), [replace(PARAMS, seed=seed) for seed in seeds])
     drafted = sum(r.stats.num_draft_tokens for r in results)
     accepted = sum(r.stats.num_accepted_tokens for r in results)
-    return [tuple(r.token_ids) for r in results], accepted / drafted if drafted else None
+    return Sampled([tuple(r.token_ids) for r in results], drafted, accepted)
 
 
-def exact_law(decoder: SpeculativeDecoder, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """The target's own law of the next LAW_TOKENS tokens, from its logits after every possible beginning."""
+def exact_distribution(decoder: SpeculativeDecoder, prompt: list[int]) -> dict[Text, float]:
+    """The target's own distribution of the next TOKENS tokens, from its logits after every possible beginning."""
     backend = decoder.target.backend
     race = Race(backend.vocab_size, backend.device)
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LAW_TOKENS):
-        longer: dict[tuple[int, ...], float] = {}
+    distribution: dict[Text, float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[Text, float] = {}
         for text, weight in distribution.items():
             tokens = [*prompt, *text]
-            sampler = Sampler([Row(0, tokens, LAW_PARAMS, 0)], race, backend.vocab_size, backend.device)
+            sampler = Sampler([Row(0, tokens, PARAMS, 0)], race, backend.vocab_size, backend.device)
             logits = decoder.next_logits(tokens)[None, None]
             probs = sampler.probs(sampler.scores(logits, torch.empty(1, 0, dtype=torch.int64, device=logits.device)))
             for token in probs[0, 0].nonzero()[:, 0].tolist():

@@ -1,7 +1,7 @@
 """Deliberately wrong acceptance rules, as found in real projects.
 
-A check of exactness is worth what it catches: the tests and `slipstream verify` run with these and must fail. None of
-them is registered, so no decoder can be told to use one.
+The tests and `slipstream verify` run with these and must fail: a check of exactness is worth what it catches. They are
+not registered, so no user can choose one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.errors import UsageError
 
 
 def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Keeps the token that was refused as well, and goes on behind it."""
+    """Commits the rejected token as well, and goes on behind it."""
     right = rejection(p, scores, draft).keep
     keep = torch.zeros_like(right)
     keep[:, 1:] = right[:, :-1]
@@ -27,41 +27,42 @@ def first_mismatch_kept(p: Tensor, scores: Tensor, draft: Draft) -> Distribution
 
 
 def residual_of_one_token(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Subtracts q only at the refused token, and not everywhere."""
+    """Subtracts q only at the rejected token, and not everywhere."""
     if draft.probs is None or draft.width == 0:  # one-hot drafts: the same as the right rule
         return rejection(p, scores, draft)
     probs = draft.probs
 
     def next_token(accepted: Tensor) -> Tensor:
         column = accepted.clamp(max=draft.width - 1)
-        refused = draft.tokens.gather(1, column[:, None])
+        rejected = draft.tokens.gather(1, column[:, None])
         distribution = _at(p, accepted).clone()
-        less = (distribution.gather(1, refused) - _at(probs, column).gather(1, refused)).clamp(min=0)
-        cut = distribution.scatter(1, refused, less)
+        less = (distribution.gather(1, rejected) - _at(probs, column).gather(1, rejected)).clamp(min=0)
+        cut = distribution.scatter(1, rejected, less)
         return torch.where((accepted < draft.width)[:, None], cut / cut.sum(-1, keepdim=True), distribution)
 
     return Distributions(rejection(p, scores, draft).keep, next_token)
 
 
 def recovered_from_p(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Draws the token after a refusal from p and not from the residual."""
+    """Samples the token after a rejection from p and not from the residual."""
     return Distributions(rejection(p, scores, draft).keep, partial(_at, p))
 
 
 def greedy_by_softmax(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Means to be greedy: takes the argmax after a refusal, but accepts with softmax p / q."""
+    """Means to be greedy: takes the argmax after a rejection, but accepts with softmax p / q."""
     right = rejection(scores.softmax(-1), scores, draft)
     best = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p.dtype)
     return Distributions(right.keep, partial(_at, best))
 
 
 def bonus_from_raw_logits(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Forgets the sampling options where every draft token was kept."""
+    """Forgets the sampling options where all drafts were accepted: the bonus token comes from the raw logits."""
     right = rejection(p, scores, draft)
 
     def next_token(accepted: Tensor) -> Tensor:
         raw = _at(scores.softmax(-1), accepted)
-        return torch.where((accepted == draft.width)[:, None], raw, right.next_token(accepted))
+        bonus = (accepted == draft.width) & (draft.width > 0)
+        return torch.where(bonus[:, None], raw, right.next_token(accepted))
 
     return Distributions(right.keep, next_token)
 
@@ -71,8 +72,8 @@ def options_twice(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     return rejection((2 * p.log()).softmax(-1), scores, draft)
 
 
-def law_of_next_position(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Tests token i with the target's law of position i + 1."""
+def distribution_of_next_position(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
+    """Tests token i with the target's distribution of position i + 1."""
     return rejection(torch.cat([p[:, 1:], p[:, -1:]], dim=1), scores, draft)
 
 
@@ -87,7 +88,7 @@ WRONG_RULES: dict[str, Callable[[Tensor, Tensor, Draft], Distributions]] = {
     "greedy-by-softmax": greedy_by_softmax,
     "bonus-from-raw-logits": bonus_from_raw_logits,
     "options-twice": options_twice,
-    "law-of-next-position": law_of_next_position,
+    "distribution-of-next-position": distribution_of_next_position,
 }
 
 

@@ -15,10 +15,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream, uniform
 from slipstream.core.types import Draft, Verdict
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a forward is fed: token ids in the order and the shape it takes them. This module knows no model."""
+"""The tokens of a forward: what the cache lacks of each row, then its draft, in the shape a model takes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.core.slot_table import SlotTable
+
 
 @dataclass(frozen=True)
 class InputBatch:
-    """What the memory lacks of some rows up to the end of their drafts.
+    """What the KV cache lacks of some rows up to the end of their drafts.
 
     missing[i]: committed tokens, to be written from position starts[i] on; behind them stand the draft's columns from
     number fed[i] on, `drafted` in all. width: of the forward, padding included, if all rows take as much.
@@ -27,6 +29,14 @@ class InputBatch:
     def counts(self) -> list[int]:
         """Real columns of each row if all rows take the whole width of the draft."""
         return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
+
+    def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
+        """The rectangle, on the model's device; what is about to be cached is audited."""
+        inputs = self.rectangle(draft.to(table.backend.device))
+        if table.audit:
+            for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+                table.audit.write(slot, start, inputs[slot, :count].tolist())
+        return inputs
 
     def rectangle(self, draft: Tensor) -> Tensor:
         """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""

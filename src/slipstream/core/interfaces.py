@@ -1,16 +1,85 @@
-"""The protocols between the loop and what plugs into it: drafters, models, policies, and their declared traits."""
+"""The protocols between the loop and what plugs into it: drafters, models, policies, samplers; and declared traits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from slipstream.core.rng import Race, Stream
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.sampling.sampler import Sampler
+
+
+class Sampler(Protocol):
+    """The sampling options of the rows of one batch. B rows, J positions, V vocabulary."""
+
+    rows: list[Row]
+    race: Race
+    device: torch.device
+    all_greedy: bool  # every row decodes greedily
+    plain: bool  # and nothing else changes its logits
+
+    @property
+    def failures(self) -> Mapping[int, tuple[int, Exception]]:
+        """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
+
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
+        """Note what row number `row` of this batch has committed."""
+
+    def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
+        """[B, J, V] logits after bias, penalties and processors; position j has seen first + j draft tokens."""
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """[B, J, V] float32 distribution of each position: one-hot for greedy rows."""
+
+    def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
+        """[B, J] the target's own token at every position: what plain decoding would commit there."""
+
+    def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
+        """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
+
+    def draw_at(self, probs: Tensor, offsets: Tensor, width: int) -> Tensor:
+        """[B] one token per row from probs [B, V], at offsets[i] <= width positions after row i's tokens."""
+
+    def round_keys(self, stream: Stream) -> list[int]:
+        """One key per row for random draws of this round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a drafter declares about itself. `auto`, `--help`, the bench and the tests go by this and by no name.
+
+    samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`).
+    costs_time: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
+    weighs_costs: it compares costs itself while it drafts, so that the policy need not before.
+    reads_prompt: it has a KV cache of its own that must read a text before the first draft.
+    knows_probs: it knows a probability of each token it drafts, by which it can stop early.
+    default_length: tokens per round where neither the user nor measured costs say how many.
+    preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
+    needs_draft_model, needs_costs: what must be there for that.
+    """
+
+    samples: bool = True
+    costs_time: bool = True
+    weighs_costs: bool = False
+    reads_prompt: bool = False
+    knows_probs: bool = False
+    default_length: int = 5
+    preference: int = 0
+    needs_draft_model: bool = False
+    needs_costs: bool = False
+
+
+@runtime_checkable
+class Declared(Protocol):
+    """Optional of a drafter object that users pass in: its traits. One without is taken to have the defaults."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it declares about itself."""
 
 
 @runtime_checkable
@@ -20,14 +89,14 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """Up to lengths[i] tokens for row i, as a `Draft` on the target's device.
 
-        Fewer are always allowed. The target's output law rests on one promise: `Draft.probs` is the law the tokens
-        were drawn from, or None if they were not drawn at all.
+        Fewer are always allowed. The target's output distribution rests on one promise: `Draft.probs` is the
+        distribution the tokens were sampled from, or None if they were not sampled at all.
         """
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """What a drafter is besides if it wants to see what the target made of its drafts."""
+    """Optional capability of a drafter: sees what the target made of its drafts."""
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Called after every verdict, before its tokens are committed. logits: [B, K + 1, V], the target's.
@@ -37,38 +106,58 @@ class Observer(Protocol):
 
 
 @runtime_checkable
-class Continuation(Protocol):
-    """What a drafter is besides if it can go on behind another one's draft."""
+class Extender(Protocol):
+    """Optional capability of a drafter: continues another drafter's draft."""
 
-    def goes_on(
+    def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens behind `tokens`, and the chances that all up to each come true.
+        """Up to `length` tokens after `tokens`, and the probabilities that all up to each are accepted.
 
-        hope: the chance that `tokens` do. Asked in a round in which `propose` was asked before.
+        acceptance_prob: that of `tokens`. Called in a round in which `propose` was called before.
         """
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """What a drafter is besides if it keeps what it learned from earlier requests."""
+    """Optional capability of a drafter: remembers earlier requests."""
 
     def forget(self) -> None:
-        """Drop it."""
+        """Drop what was learned."""
+
+
+class DraftScorer(Protocol):
+    """A draft model with its cached tokens: what a drafter needs of a `Session`; see there."""
+
+    @property
+    def backend(self) -> Backend:
+        """The model."""
+
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        """Logits after the committed tokens and after each draft token."""
+
+    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
+        """[B, steps] greedy tokens in one call, where the model can."""
+
+    def keep_drafts(self, lengths: Sequence[int]) -> None:
+        """Only the first lengths[i] tokens scored for row i are its draft."""
 
 
 class Policy(Protocol):
-    """Chooses draft lengths from what the rows have been through (`row.rounds`)."""
+    """Decides how much to draft. `observe` learns; the other two answer and change nothing."""
 
-    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
-        """One length per row; the loop shortens those that would overrun a row's end."""
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Tokens to ask the drafter for, per row; the loop shortens those that would overrun a row's end."""
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft, or less of the rows for which it says what can be expected of it (`Draft.hopes`)."""
+        """The draft, or less of rows whose `acceptance_probs` are known; with notes for `observe`."""
 
 
 class Backend(Protocol):
-    """A causal language model and its key-value memory of `reserve`d slots, addressed by absolute position."""
+    """A causal language model and its KV cache of `reserve`d slots, addressed by absolute position."""
 
     vocab_size: int
     max_length: int
@@ -76,7 +165,7 @@ class Backend(Protocol):
     attended_unit: int  # attention reads the cache up to the next multiple of this
 
     def reserve(self, rows: int, length: int) -> None:
-        """Hold at least `rows` slots of `length` positions; what is held already stays."""
+        """Hold at least `rows` slots of `length` positions; what is cached already stays."""
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """Write tokens [B, W] at positions starts[i]... of slots first_slot... and attend to what lies before them.
@@ -91,7 +180,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class GreedyRounds(Protocol):
-    """What a backend is besides if it can do a greedy round's work without coming back to the host in between.
+    """Optional capability of a backend: drafts or verifies a whole greedy round without returning to the host.
 
     Both methods read and write slots 0 to B - 1. tokens: [B, W], of which row i has counts[i] real columns, written
     from position starts[i] on.
@@ -108,7 +197,7 @@ class GreedyRounds(Protocol):
     def verify_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
     ) -> Tensor:
-        """[B, 2] int64: how many draft tokens the model itself would have said, and the token it says then.
+        """[B, 2] int64: how many draft tokens are the model's own choice, and the token it chooses after them.
 
         The last `width` real columns of a row are its draft, of which the first lengths[i] were proposed.
         """
@@ -116,7 +205,7 @@ class GreedyRounds(Protocol):
 
 @runtime_checkable
 class PromptLogits(Protocol):
-    """What a backend is besides if a long forward can give the logits of few of its columns."""
+    """Optional capability of a backend: a long forward returns the logits of a few of its columns only."""
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
         """As `forward` of one row, tokens [1, W]; returns the logits [1, C, V] of the given columns [C] only."""
@@ -124,7 +213,7 @@ class PromptLogits(Protocol):
 
 @runtime_checkable
 class AttendedLengths(Protocol):
-    """Optional capability: attention that reads other lengths of the cache than multiples of `attended_unit`.
+    """Optional capability of a backend: attention that reads other lengths of the cache than multiples of `attended_unit`.
 
     attended_lengths: the lengths it may read where one is enough, ascending; empty for multiples of the unit only.
     """
@@ -153,7 +242,7 @@ class RowSegment:
 
 @runtime_checkable
 class RaggedForwards(Protocol):
-    """What a backend is besides if a forward can take a different number of tokens of each row.
+    """Optional capability of a backend: a forward takes a different number of tokens of each row, without padding.
 
     ragged: whether it can with this model here.
     """
@@ -168,7 +257,7 @@ class RaggedForwards(Protocol):
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """One forward of tokens [T], the pieces' one behind the other; any behind the last piece continue it.
+        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
 
         widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
         ascending; none for as many as there are. None for prompts, each of which attends as if alone. Returns logits

@@ -1,13 +1,13 @@
-"""The loop: draft, verify, accept, commit.
+"""One round of a batch: draft, verify, accept, commit.
 
-Plain decoding is the same loop with a drafter that proposes nothing. The loop yields `Round`s; text, statistics and
-everything else are folded from them elsewhere. This module knows neither text nor model formats.
+Plain decoding is the same loop with a drafter that proposes nothing. A round leaves a `Round` per row; text, statistics
+and everything else are folded from them elsewhere. This module knows neither text nor model formats; who is in the
+batch is up to `slipstream.core.scheduler`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Rule, accept, rule_for
-from slipstream.core.interfaces import Drafter, Observer, Policy
+from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row, Seconds, Verdict
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.sampling.sampler import Sampler
 
-_steps = count()
+_steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
+MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
 
 class Clock:
@@ -52,21 +52,16 @@ class Batch:
     rows: list[Row]
     sampler: Sampler
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether every row can take part in another round."""
-        return all(row.finish_reason is None for row in self.rows)
-
-    def commit(self, draft: Draft, verdict: Verdict, clock: Clock) -> list[Round]:
-        """Append what was kept and the next token to each row, cut at its end; here the device's answer is awaited."""
+    def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
+        """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
         columns = [draft.tokens, verdict.next_token[:, None], verdict.accepted[:, None]]
         table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
         tokens = [self._commit_row(i, line, draft.width) for i, line in enumerate(table)]
-        step, seconds = next(_steps), clock.stop()
+        seconds = clock.stop()
         for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
-            length, kept = draft.lengths[i], line[-1]
+            length, accepted = draft.lengths[i], line[-1]
             row.rounds.append(
                 Round(
                     row=row.index,
@@ -75,76 +70,82 @@ class Batch:
                     start=starts[i],
                     draft=tuple(line[:length]),
                     tokens=committed,
-                    num_accepted_tokens=min(kept, len(committed)),
-                    rejected=kept < length and len(committed) > kept,
+                    num_accepted_tokens=min(accepted, len(committed)),
+                    rejected=accepted < length and len(committed) > accepted,
                     finish_reason=row.finish_reason,
                     seconds=seconds,
                     num_draft_steps=draft.steps,
+                    note=None if draft.notes is None else draft.notes[i],
                 )
             )
         return [row.rounds[-1] for row in self.rows]
 
     def _commit_row(self, i: int, line: Sequence[int], width: int) -> tuple[int, ...]:
-        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were kept."""
-        next_token, kept = line[width:]
-        if next_token < 0:
-            raise SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
-        committed = self.rows[i].commit([*line[:kept], next_token])
+        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were accepted.
+
+        A row fails at the position where plain decoding would: what was accepted before it is committed.
+        """
+        row, (next_token, accepted) = self.rows[i], line[width:]
+        position, error = self.sampler.failures.get(i, (width + 1, None))
+        if position > accepted:
+            position, error = accepted, _no_token() if next_token < 0 else None
+        committed = row.commit(line[:position] if error else [*line[:accepted], next_token])
+        if error is not None and row.finish_reason is None:
+            row.fail(error)
         self.sampler.advance(i, committed)
         return committed
 
 
 @dataclass
 class Engine:
-    """A target, a drafter, a policy and an acceptance rule, run over any number of rows."""
+    """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
+
+    draft_session: the draft model's, which grows with the target's.
+    """
 
     target: Session
     drafter: Drafter
     policy: Policy
+    make_sampler: MakeSampler
     acceptance: str | Rule = "auto"
-    max_batch_size: int = 8
     draft_session: Session | None = None
 
     def __post_init__(self) -> None:
-        self._race = Race(self.target.backend.vocab_size, self.target.backend.device)
+        backend = self.target.backend
+        self._race = Race(backend.vocab_size, backend.device)
         self._observer = self.drafter if isinstance(self.drafter, Observer) else None
 
-    def run(self, rows: Iterable[Row]) -> Iterator[Round]:
-        """Decode all rows, at most `max_batch_size` at a time; a finished row makes room for the next."""
-        waiting = deque(rows)
-        self._reserve(waiting)
-        active: list[Row] = []
-        while waiting or active:
-            while waiting and len(active) < self.max_batch_size:
-                active.append(waiting.popleft())
-            batch = self._batch(active)
-            while batch.unfinished:
-                yield from self.step(batch)
-            _compact(active, waiting)
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """Rows that are decoded together, row i in slot i."""
+        backend = self.target.backend
+        return Batch(list(rows), self.make_sampler(rows, self._race, backend.vocab_size, backend.device))
 
     @torch.inference_mode()
-    def step(self, batch: Batch) -> list[Round]:
-        """One round of every row.
+    def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
+        """One round of every row. read_ahead: reads prompts of rows that are not in the batch yet.
 
         Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
-        always, so that its rounds depend neither on other rows nor on what the memory holds.
+        always, so that its rounds depend neither on other rows nor on what is cached.
         """
-        clock = Clock()
         answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
+        if read_ahead is not None:
+            read_ahead()
         clock.lap("prefill")
         if answer is not None:
             nothing = Draft.empty(len(batch.rows), answer.device)
-            return batch.commit(nothing, self._accept(batch, nothing, answer), clock)
-        lengths = self._lengths(batch.rows)
-        draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
-        _check(draft, batch, self.drafter)
-        draft = self.policy.worth_verifying(batch.rows, draft)
-        clock.lap("draft")
-        return batch.commit(draft, self._verdict(batch, draft, clock), clock)
+            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(_steps))
+        else:
+            draft = self.drafter.propose(batch.rows, self._lengths(batch.rows), batch.sampler)
+            _check(draft, batch, self.drafter)
+            draft = self.policy.worth_verifying(batch.rows, draft)
+            clock.lap("draft")
+            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
+        self.policy.observe(batch.rows)
+        return rounds
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
-        lengths = lengths_for(self.policy, drafting, self.target.longest_draft) if drafting else []
+        lengths = draft_lengths(self.policy, drafting, self.target.longest_draft) if drafting else []
         chosen = {id(row): length for row, length in zip(drafting, lengths, strict=True)}
         return [chosen.get(id(row), 0) for row in rows]
 
@@ -166,53 +167,35 @@ class Engine:
             self._observer.observe(batch.rows, draft, logits, verdict)
         return verdict
 
-    def _batch(self, rows: list[Row]) -> Batch:
-        backend = self.target.backend
-        return Batch(rows, Sampler(rows, self._race, backend.vocab_size, backend.device))
 
-    def _reserve(self, rows: Collection[Row]) -> None:
-        length = max((row.prompt_length + row.params.max_tokens for row in rows), default=0)
-        for session in (self.target, self.draft_session):
-            if session is not None:
-                session.reserve(min(len(rows), self.max_batch_size), length)
+def _no_token() -> SlipstreamError:
+    return SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
 
 
-def _check(draft: Draft, batch: Batch, drafter: Drafter) -> None:
-    rows = len(batch.rows)
-    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows or max(draft.lengths, default=0) > draft.width:
-        raise UsageError(
-            f"drafter {type(drafter).__name__} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
-            f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
-        )
-
-
-def _compact(active: list[Row], waiting: deque[Row]) -> None:
-    """Finished rows leave; the next prompt, or else the last row, takes a place that became free.
-
-    Rows thus only ever move to lower places, which sessions rely on.
-    """
-    place = 0
-    while place < len(active):
-        if active[place].finish_reason is None:
-            place += 1
-        elif waiting:
-            active[place] = waiting.popleft()
-        elif place == len(active) - 1:
-            active.pop()
-        else:
-            active[place] = active.pop()
-
-
-def lengths_for(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
+def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
     """The policy's choice, a request's own `num_draft_tokens` in its place, and never past a row's last token.
 
     A round commits at least one token of the target's own, so a row drafts at most `remaining - 1`. limit: the longest
     draft that the target's forward shapes allow.
     """
     longest = MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
-    chosen = policy.num_draft_tokens(rows)
+    chosen = policy.lengths(rows)
     own = [row.params.num_draft_tokens for row in rows]
     return [
         max(0, min(length if mine is None else mine, row.remaining - 1, longest))
         for row, length, mine in zip(rows, chosen, own, strict=True)
     ]
+
+
+def _check(draft: object, batch: Batch, drafter: Drafter) -> None:
+    name, rows = type(drafter).__name__, len(batch.rows)
+    if not isinstance(draft, Draft):
+        raise UsageError(
+            f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
+            "Draft.from_lists(one list of token ids per row, sampler.device)"
+        )
+    if draft.tokens.shape[0] != rows or len(draft.lengths) != rows or max(draft.lengths, default=0) > draft.width:
+        raise UsageError(
+            f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
+            f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
+        )

@@ -1,37 +1,106 @@
-"""A model and its memo: which tokens of which row its key-value memory already holds.
+"""A model and its KV cache: which tokens of which row are cached, and forwards over what is not.
 
-Committed tokens are the only truth; the memory is a memo of a prefix of them. Whatever a caller asks for, a session
-feeds what the memo lacks and nothing else: prompts, the tokens after a rejection, a conversation's next turn and a
-prompt that begins like another one are all this one mechanism. This module knows neither acceptance nor sampling.
+Committed tokens are the only truth; a cache holds a prefix of them. Whatever a caller asks for, a session feeds what
+the cache lacks and nothing else: prompts, the tokens after a rejection, a conversation's next turn and a prompt that
+begins like another one are all this one mechanism. This module knows neither acceptance nor sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from slipstream.core.cache_state import SlotState
-from slipstream.core.input_batch import InputBatch, last
-from slipstream.core.interfaces import GreedyRounds
-from slipstream.core.prefill import CATCH_UP, Reader
+from slipstream.core.batch_layout import BatchLayout, Rectangle
+from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
+from slipstream.core.input_batch import InputBatch
+from slipstream.core.interfaces import Backend, GreedyRounds
+from slipstream.core.slot_table import CATCH_UP, SlotTable
 from slipstream.core.types import Row, Verdict
 
 
-@dataclass
-class Session(Reader):
-    """Scores tokens with one model for up to `rows` rows; row i of a call uses slot i of the memory."""
+class Session:
+    """Scores tokens with one model for any number of rows; row i of a call uses slot i of the KV cache.
 
-    def num_tokens(self, rows: int, drafted: int) -> int | None:
-        """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is no such."""
-        return None
+    layout: how rows of different length share a forward.
+    """
+
+    def __init__(self, backend: Backend, shapes: Shapes = EXACT_FIT, layout: BatchLayout | None = None) -> None:
+        self.table = SlotTable(backend, shapes)
+        self.layout = Rectangle() if layout is None else layout
+
+    @property
+    def backend(self) -> Backend:
+        """The model."""
+        return self.table.backend
+
+    @property
+    def shapes(self) -> Shapes:
+        """The forward shapes that are allowed."""
+        return self.table.shapes
+
+    @property
+    def slot_states(self) -> list[SlotState]:
+        """What each slot holds."""
+        return self.table.states
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens read so far."""
+        return self.table.prefill_tokens
+
+    @property
+    def answers(self) -> bool:
+        """Whether the forwards that read a new prompt can return the logits after it."""
+        return self.table.answers
 
     @property
     def longest_draft(self) -> int | None:
         """The longest draft whose round fits the allowed widths; None for any."""
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
+
+    def num_tokens(self, rows: int, drafted: int) -> int | None:
+        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded to the longest."""
+        return self.layout.num_tokens(self.table, rows, drafted)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` tokens; what is cached stays."""
+        self.table.reserve(rows, length)
+
+    def forget(self) -> None:
+        """Drop what is cached."""
+        self.slot_states[:] = [SlotState() for _ in self.slot_states]
+
+    def with_shapes(self, shapes: Shapes) -> Session:
+        """The same model and cache under other shapes; sessions that share a cache may take turns."""
+        other = copy(self)
+        other.table = replace(self.table, shapes=shapes)  # shares the states, which are the truth about the cache
+        return other
+
+    def prefill(self, rows: Sequence[Row], *, answer: bool = False) -> Tensor | None:
+        """Read what rows lack up to their last token, where that is much, in chunks.
+
+        answer: take in the last token too and return the logits [B, 1, V] after it, or None if those of a row lack.
+        """
+        return self.layout.prefill(self.table, rows, answer=answer and self.answers)
+
+    def read_ahead(self, rows: Sequence[Row], first_slot: int, budget: int) -> None:
+        """Read about `budget` prompt tokens of rows that are not in a batch yet, in order, in whole chunks."""
+        table = self.table
+        for slot, row in enumerate(rows, first_slot):
+            table.seat(slot, row)
+            while budget > 0 and not self.has_read(row, slot):
+                before = table.prefill_tokens
+                table.read_chunk(slot, row, len(row.tokens) - 1, {})
+                budget -= table.prefill_tokens - before
+
+    def has_read(self, row: Row, slot: int | None = None) -> bool:
+        """Whether a row's prompt is cached but for its last token. slot: where; None for anywhere."""
+        states = self.slot_states if slot is None else [self.slot_states[slot]]
+        return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
@@ -40,86 +109,53 @@ class Session(Reader):
         `keep` of the K + 1 positions.
         """
         keep = draft.shape[1] + 1 if keep is None else keep
-        input_batch = self._input_batch(rows, draft, keep)
-        logits = self._score(input_batch, draft, lengths, keep)
-        self._remember(rows, lengths)
+        batch = self._input_batch(rows, draft, keep)
+        logits = self.layout.score(self.table, batch, draft, lengths, keep)
+        self.table.remember(rows, lengths)
         return logits
-
-    def _score(self, input_batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        return last(
-            self._forward(self._inputs(input_batch, draft), input_batch.starts, 0, logits=True),
-            input_batch.counts,
-            keep,
-        )
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
         """[B, steps] tokens of the model's own choice, each fed to the next step, in one call of the backend.
 
-        None if the backend is not `Unrolled`: then it is `score`, step by step.
+        None if the backend has no `GreedyRounds`: then it is `score`, step by step.
         """
         backend = self.backend
         if not isinstance(backend, GreedyRounds):
             return None
         nothing = torch.empty(len(rows), 0, dtype=torch.int64, device=backend.device)
-        input_batch = self._input_batch(rows, nothing, 1)
-        inputs = self._inputs(input_batch, nothing)
-        tokens = backend.draft_greedy(
-            inputs, input_batch.starts, input_batch.counts, steps=steps, vocab_size=vocab_size
-        )
-        self._remember(rows, [steps - 1] * len(rows))
-        if self._debug:
+        batch = self._input_batch(rows, nothing, 1)
+        inputs = batch.padded(nothing, self.table)
+        tokens = backend.draft_greedy(inputs, batch.starts, batch.counts, steps=steps, vocab_size=vocab_size)
+        self.table.remember(rows, [steps - 1] * len(rows))
+        if self.table.audit:
             for slot, row in enumerate(rows):
-                self._debug.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
+                self.table.audit.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
         return tokens
 
     def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict | None:
-        """`score`, argmax and the longest matching prefix in one call of the backend; None if it is not `Unrolled`."""
+        """`score`, argmax and the longest matching prefix in one call; None if the backend has no `GreedyRounds`."""
         backend = self.backend
         if not isinstance(backend, GreedyRounds):
             return None
         width = draft.shape[1]
-        input_batch = self._input_batch(rows, draft, width + 1)
-        inputs = self._inputs(input_batch, draft)
-        table = backend.verify_greedy(inputs, input_batch.starts, input_batch.counts, lengths, width=width)
-        self._remember(rows, lengths)
+        batch = self._input_batch(rows, draft, width + 1)
+        inputs = batch.padded(draft, self.table)
+        table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=width)
+        self.table.remember(rows, lengths)
         return Verdict(table[:, 0], table[:, 1])
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
         """Note that of what was scored for row i in this round only the first lengths[i] tokens are its draft."""
-        for slot_state, length in zip(self.slot_states, lengths, strict=False):
-            slot_state.written = min(slot_state.written, slot_state.base + length)
+        for state, length in zip(self.slot_states, lengths, strict=False):
+            state.written = min(state.written, state.base + length)
 
     def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        """What the rows' memory lacks up to the end of the draft, of which `keep` positions will be asked for."""
+        """What the rows' cache lacks up to the end of the draft, of which `keep` positions will be asked for."""
         self.prefill(rows)
         width = draft.shape[1]
-        starts = [self._first_missing(slot, row, width if keep <= width else 0) for slot, row in enumerate(rows)]
+        starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
-        # draft tokens that are in the memory already (a draft model scoring token by token) are not fed again
+        # draft tokens that are cached already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
         return InputBatch(starts, missing, fed, width, self.shapes.pad(max(counts), len(rows)))
-
-    def _inputs(self, input_batch: InputBatch, draft: Tensor) -> Tensor:
-        inputs = input_batch.rectangle(draft.to(self.backend.device))
-        if self._debug:
-            for slot, (start, count) in enumerate(zip(input_batch.starts, input_batch.counts, strict=True)):
-                self._debug.write(slot, start, inputs[slot, :count].tolist())
-        return inputs
-
-    def _remember(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them."""
-        for slot, row in enumerate(rows):
-            true = len(row.tokens)
-            self.slot_states[slot] = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes)
-
-    def _first_missing(self, slot: int, row: Row, width: int) -> int:
-        """The first position whose key and value the slot lacks; at least one token is always fed.
-
-        width: columns of the draft if the caller goes on column by column within a round, else 0.
-        """
-        slot_state = self.slot_states[slot]
-        this_round = slot_state.round == len(row.rounds) and slot_state.base == len(row.tokens)
-        if this_round and slot_state.written < slot_state.base + width:
-            return slot_state.written  # the columns written earlier in this round stand
-        return min(slot_state.base, len(row.tokens) - 1)

@@ -1,36 +1,53 @@
-"""The data every module shares: drafts, verdicts, rows and the facts a round leaves behind.
+"""The data the loop works on: drafts, verdicts, rows and the facts a round leaves behind.
 
 This module knows neither models nor sampling. Shapes: B rows, K the widest draft of the round, V the vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from slipstream.sampling.params import SamplingParams
-
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+class RequestOptions(Protocol):
+    """What the loop reads of a request's options; `SamplingParams` has these and more."""
+
+    @property
+    def temperature(self) -> float:
+        """0 for greedy decoding."""
+
+    @property
+    def min_tokens(self) -> int:
+        """No end before this many tokens."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The text ends with this many tokens."""
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """This request's own draft length; None for the policy's."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens and the law they were drawn from.
+    """Proposed tokens and the distribution they were sampled from.
 
     tokens: [B, K] int64; row i proposes its first `lengths[i]` columns, the rest is padding.
     lengths: one int per row, 0 <= length <= K. They are chosen on the host, so they stay there.
-    probs: [B, K, V], the distribution each token was really drawn from, or None when it is one-hot.
-    hopes: per row the chance that its first 1, 2, ... tokens all come true, where the drafter can tell, else None. Such
-    a row may be cut before it is verified, so its tokens must not have been drawn.
+    probs: [B, K, V], the distribution each token was sampled from, or None if it is one-hot.
+    acceptance_probs: per row the probability that its first 1, 2, ... tokens are all accepted, where the drafter can
+    tell, else None. Such a row may be cut before it is verified, so its tokens must not have been sampled.
     steps: forwards of a draft model that it took.
+    notes: per row what the policy wants to know of this draft when it learns from the round; None without any.
     """
 
     tokens: Tensor
@@ -38,6 +55,7 @@ class Draft:
     probs: Tensor | None = None
     acceptance_probs: tuple[Sequence[float] | None, ...] | None = None
     steps: int = 0
+    notes: tuple[object, ...] | None = None
 
     @property
     def width(self) -> int:
@@ -57,8 +75,7 @@ class Draft:
         width = max(kept, default=0)
         probs = None if self.probs is None else self.probs[:, :width]
         acceptance_probs = self.acceptance_probs and tuple(
-            acceptance_prob and acceptance_prob[:n]
-            for acceptance_prob, n in zip(self.acceptance_probs, kept, strict=True)
+            known and known[:n] for known, n in zip(self.acceptance_probs, kept, strict=True)
         )
         return replace(
             self, tokens=self.tokens[:, :width], lengths=kept, probs=probs, acceptance_probs=acceptance_probs
@@ -103,7 +120,7 @@ class Round:
 
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
-    share; the seconds and the draft model's forwards are those of that whole step.
+    share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
     """
 
     row: int
@@ -117,6 +134,7 @@ class Round:
     finish_reason: FinishReason | None = None
     seconds: Seconds = field(default_factory=lambda: Seconds())
     num_draft_steps: int = 0
+    note: object = field(default=None, compare=False, repr=False)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -132,31 +150,27 @@ class Round:
         return (accepted,) * self.num_accepted_tokens + (last,) * extra
 
 
-_row_ids = itertools.count()
-
-
 @dataclass(eq=False)
 class Row:
     """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
 
     `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
-    string is complete with it.
+    string is complete with it. error: why the row failed, with finish reason "error".
     """
 
     index: int
     tokens: list[int]
-    params: SamplingParams
+    params: RequestOptions
     seed: int
     end_ids: frozenset[int] = frozenset()
     completes_stop: Callable[[int], bool] | None = None
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
     prompt_length: int = field(init=False)
-    id: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
-        self.id = next(_row_ids)
 
     @property
     def output(self) -> list[int]:
@@ -172,6 +186,10 @@ class Row:
     def remaining(self) -> int:
         """How many more tokens the row may generate."""
         return self.params.max_tokens - self.num_output_tokens
+
+    def fail(self, error: Exception) -> None:
+        """End this row alone; what it has committed stays."""
+        self.error, self.finish_reason = error, "error"
 
     def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append tokens up to the first end and return those kept.

@@ -19,6 +19,7 @@ MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
 COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
 STEP = 0.25  # what a step of a draft model costs, likewise
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
+LEAST = 1e-3  # what a forward is taken to cost at least, in the unit of the measurements
 DOUBT = 0.97  # what the time of a reading counts after a round in which it kept a text unread
 
 
@@ -128,7 +129,10 @@ class CostModel:
             self._each *= DOUBT
 
     def _assumed(self, shape: tuple[int, int]) -> float:
-        """Relative cost of a forward by its rows and tokens."""
+        """Relative cost of a forward by its rows and tokens; noisy measurements never make one free."""
+        return max(LEAST, self._extrapolated(shape))
+
+    def _extrapolated(self, shape: tuple[int, int]) -> float:
         rows, tokens = shape
         if len(self.measured) < 2:
             return 1 + COLUMN * (tokens - 1)

@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from slipstream import drafters
+from slipstream.core.interfaces import Policy, Traits
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Draft, Row
+from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.controller import DraftController
 from slipstream.errors import UsageError
 
 FIRST, UP, DOWN = 5, 2, 1  # of the heuristic schedule
 
 
-class Whole:
-    """What policies that never shorten a draft have in common."""
-
-    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft as it is."""
-        return draft
-
-
 @dataclass(frozen=True)
-class Fixed(Whole):
+class Fixed:
     """Always the same number."""
 
     count: int
@@ -34,60 +29,116 @@ class Fixed(Whole):
                 f"num_draft_tokens={self.count!r}; allowed: 'auto' or a whole number from 0 to {MAX_DRAFT_TOKENS}"
             )
 
-    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Nothing to learn."""
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
         """The number, for every row."""
         return [self.count] * len(rows)
 
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft as it is."""
+        return draft
+
 
 @dataclass
-class Heuristic(Whole):
+class Heuristic:
     """Two more after a draft that was accepted whole, one less after any other; Hugging Face's "heuristic" schedule.
 
     A row begins with 5 tokens. Each row has its own number, which stays between 1 and `longest`.
     """
 
     longest: int = MAX_DRAFT_TOKENS
-    _reached: WeakKeyDictionary[Row, tuple[int, int]] = field(default_factory=WeakKeyDictionary)  # after n rounds
+    _lengths: WeakKeyDictionary[Row, int] = field(default_factory=WeakKeyDictionary)
 
-    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
-        """What each row's rounds lead to."""
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Move each row's number by its newest round."""
+        for row in rows:
+            done = row.rounds[-1]
+            if done.draft:
+                by = UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
+                self._lengths[row] = max(1, min(self._length(row) + by, self.longest))
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Each row's number."""
         return [self._length(row) for row in rows]
 
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        """The draft as it is."""
+        return draft
+
     def _length(self, row: Row) -> int:
-        seen, length = self._reached.get(row, (0, min(FIRST, self.longest)))
-        for done in row.rounds[seen:]:
-            if done.draft:
-                length += UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
-                length = max(1, min(length, self.longest))
-        self._reached[row] = len(row.rounds), length
-        return length
+        return self._lengths.get(row, min(FIRST, self.longest))
 
 
 @dataclass
 class Auto:
-    """As many tokens as pay, by measured costs and by what drafts have brought; see `control`.
+    """As many tokens as pay, by measured costs and by what drafts have brought; see `DraftController`.
 
-    steady: tokens for sampled rows whose text depends on the draft (drawn: the drafter draws by dice of its own); costs
-    do not count for them, so that a seed gives the same text again.
+    reproducible_length: tokens for sampled rows whose text depends on the draft (samples: the drafter samples from a
+    distribution of its own); costs do not count for them, so that a seed gives the same text again.
     stepwise: every token of a draft costs time; else drafts cost nothing but their verification.
     """
 
     controller: DraftController
-    steady: int
-    drawn: bool = False
+    reproducible_length: int
+    samples: bool = False
     stepwise: bool = False
 
-    def num_draft_tokens(self, rows: Sequence[Row]) -> list[int]:
-        """As many as can pay; where drafts say what to hope for, as many as may be cut afterwards."""
-        self.controller.learn(rows)
-        chosen = self.controller.lengths(rows) if self.stepwise else [self.controller.longest] * len(rows)
-        return [self.steady if self._is_steady(row) else length for row, length in zip(rows, chosen, strict=True)]
+    def observe(self, rows: Sequence[Row]) -> None:
+        """See `DraftController.observe`."""
+        self.controller.observe(rows)
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        """As many as can pay; where drafts have acceptance probabilities, as many as may be cut afterwards."""
+        controller = self.controller
+        chosen = controller.stepping(rows).lengths if self.stepwise else [controller.longest] * len(rows)
+        return [
+            self.reproducible_length if self._is_fixed(row) else length
+            for row, length in zip(rows, chosen, strict=True)
+        ]
 
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth its verification."""
-        if any(map(self._is_steady, rows)):
+        if self.stepwise:
+            draft = self.controller.with_notes(rows, draft)
+        if any(map(self._is_fixed, rows)):
             return draft
         return self.controller.cut(rows, draft)
 
-    def _is_steady(self, row: Row) -> bool:
-        return self.drawn and row.params.temperature > 0
+    def _is_fixed(self, row: Row) -> bool:
+        return self.samples and row.params.temperature > 0
+
+
+def make_policy(
+    choice: LengthChoice, traits: Traits, controller: DraftController | None, *, coupled: bool, limit: int | None
+) -> Policy:
+    """The policy of a choice for a drafter of these traits.
+
+    controller: given where costs decide. coupled: drafts share the target's random numbers. limit: the longest draft
+    that the forward shapes allow, None for any.
+    """
+    if controller is not None:
+        stepwise = traits.costs_time and not traits.weighs_costs
+        return Auto(controller, traits.default_length, traits.samples and not coupled, stepwise)
+    most = MAX_DRAFT_TOKENS if limit is None else limit
+    if choice.kind == "auto":
+        return Fixed(traits.default_length)
+    if choice.kind == "confidence":
+        return Fixed(most)
+    length = most if choice.count is None else choice.count
+    if length > most:
+        why = "" if limit is None else " in reproducible mode, or reproducible=False"
+        said = f"heuristic:{length}" if choice.kind == "heuristic" else length
+        raise UsageError(f"num_draft_tokens={said}; allowed: at most {most}{why}")
+    return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
+
+
+def check_confidence(choice: LengthChoice, spelled: object, drafter: str, traits: Traits) -> None:
+    """Refuse "confidence:CHANCE" with a drafter that knows no probabilities or has a threshold of its own."""
+    if choice.confidence and (not traits.knows_probs or "p=" in drafter):
+        able = sorted(name for name in drafters.names() if drafters.traits(name).knows_probs)
+        raise UsageError(
+            f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: drafters {', '.join(able)} "
+            "without p=PERCENT"
+        )

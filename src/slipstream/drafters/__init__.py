@@ -1,33 +1,39 @@
-"""Drafters: anything that proposes tokens. A new one is one file in this folder.
+"""Drafters: anything that proposes tokens. A new one is one file (or folder) here.
 
-The file name is the drafter's name. The file has a function `build(setup, argument)`, where `argument` is what the
-user wrote after a colon ("ngram:5" gives "5"), and returns an object with the one method of `Drafter`.
+The file name is the drafter's name. The file has `USAGE`, how a user writes it; `TRAITS`, what it declares about itself;
+and `build(setup, argument)`, where `argument` is what the user wrote after a colon ("ngram:5" gives "5"), which returns
+an object with the one method of `Drafter`. Importing this package imports no drafter and no PyTorch.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from slipstream.core.interfaces import Drafter
-from slipstream.core.session import Session
-from slipstream.draft_length.controller import DraftController
 from slipstream.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.core.interfaces import Drafter, Traits
+    from slipstream.core.session import Session
+    from slipstream.draft_length.controller import DraftController
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a drafter may be built from.
 
-    coupled: draws must share the target's noise (acceptance "match").
-    control: given where nobody said how many tokens to draft; knows what pays.
-    confidence: a draft model stops at the first token of which it is less sure than this.
-    hopes: drafts should say how likely they are to come true, if the drafter can tell.
-    target: the target's session, for drafters that share its model or its memory.
+    session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
+    coupled: sample with the target's own random numbers (acceptance "match").
+    controller: given where costs decide how much to draft.
+    confidence: a draft model stops at the first token of which it is less confident than this.
+    acceptance_probs: drafts should say how likely they are to be accepted, if the drafter can tell.
     """
 
     device: torch.device
@@ -41,7 +47,7 @@ class Setup:
 
 
 def names() -> list[str]:
-    """The known drafters: the files of this folder."""
+    """The known drafters: the files and folders here."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -51,10 +57,57 @@ def check_name(text: str) -> None:
         raise UsageError(f"drafter={text!r}; allowed: {', '.join(['auto', *names()])}, or a Drafter object")
 
 
+def traits(text: str) -> Traits:
+    """What the drafter called `text` declares about itself."""
+    check_name(text)
+    return cast("Traits", _module(text).TRAITS)
+
+
+def traits_of(drafter: str | Drafter) -> Traits:
+    """The same of a name or of an object, which may declare `traits`; the defaults assume the worst of others."""
+    from slipstream.core.interfaces import Declared, Traits
+
+    if isinstance(drafter, str):
+        return traits(drafter)
+    return drafter.traits if isinstance(drafter, Declared) else Traits()
+
+
+def preferred(*, draft_model: bool, costs: bool) -> str:
+    """What "auto" stands for: the drafter of the highest preference whose needs are met.
+
+    draft_model: there is one. costs: measured costs decide how much to draft.
+    """
+    known = {name: traits(name) for name in names()}
+    usable = [
+        name
+        for name, one in known.items()
+        if one.preference and (draft_model or not one.needs_draft_model) and (costs or not one.needs_costs)
+    ]
+    return max(usable, key=lambda name: known[name].preference)
+
+
 def load(text: str, setup: Setup) -> Drafter:
     """The drafter called `text`, for example "ngram" or "ngram:5"."""
     check_name(text)
-    name, _, argument = text.partition(":")
-    module: Any = importlib.import_module(f"{__name__}.{name}")
-    drafter: Drafter = module.build(setup, argument)
+    drafter: Drafter = _module(text).build(setup, text.partition(":")[2])
     return drafter
+
+
+@cache
+def usage() -> tuple[str, ...]:
+    """How each drafter is written, read from the source, so that `--help` need not import PyTorch."""
+    folder = Path(__file__).parent
+    found = []
+    for name in names():
+        files = [folder / f"{name}.py", folder / name / "drafter.py"]
+        source = ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
+        found += [
+            str(ast.literal_eval(node.value))
+            for node in source.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "USAGE"
+        ]
+    return tuple(found)
+
+
+def _module(text: str) -> Any:
+    return importlib.import_module(f"{__name__}.{text.partition(':')[0]}")

@@ -1,35 +1,34 @@
-"""A draft model with its own session: greedy for greedy rows, sampled with its law for the others."""
+"""A draft model with its own KV cache: greedy for greedy rows, sampled from its distribution for the others."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from slipstream.core.interfaces import DraftScorer, Sampler, Traits
 from slipstream.core.rng import Stream
-from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.early_stop import PathBelow, Stop, TokenBelow, WhilePays
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 
 @dataclass
 class ModelDrafter:
-    """Draws each draft token from the draft model's law under the request's own options.
+    """Samples each draft token from the draft model's distribution under the request's own options.
 
     vocab_size: the target's; a draft head of another size (padding) is cut or filled with impossible tokens.
-    coupled: draw with the noise the target will use at that position, for acceptance "match". The draw is then a
-    function of the dice alone, so the draft counts as one-hot.
+    coupled: sample with the random numbers the target will use at that position, for acceptance "match". The token is
+    then a function of these numbers alone, so the draft counts as one-hot.
     stop: when a row's draft ends before it has the tokens asked for. The token after which it ends stays in the draft,
-    so the end is no choice among tokens and every rule keeps its law.
+    so the end is no choice among tokens and every rule keeps its distribution.
     """
 
-    session: Session
+    session: DraftScorer
     vocab_size: int
     coupled: bool = False
     stop: Stop | None = None
@@ -69,24 +68,28 @@ class ModelDrafter:
         steps, width = (j + 1 if width else 0), max(ends, default=0)
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
         probs_of = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
-        return Draft(
-            draft, tuple(ends), probs_of, None if sampled else self._acceptance_probs(rows, ends, chances), steps
-        )
-
-    def _acceptance_probs(
-        self, rows: Sequence[Row], ends: Sequence[int], chances: Sequence[Sequence[float]]
-    ) -> tuple[Sequence[float] | None, ...] | None:
-        if self.stop is None:
-            return None
-        return tuple(
-            self.stop.acceptance_probs(row, own[:end]) for row, own, end in zip(rows, chances, ends, strict=True)
-        )
+        made = Draft(draft, tuple(ends), probs_of, steps=steps)
+        return made if sampled or self.stop is None else annotated(made, self.stop, rows, lengths, chances)
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
         if extra <= 0:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, extra), value=float("-inf"))
+
+
+def annotated(
+    draft: Draft, stop: Stop, rows: Sequence[Row], asked: Sequence[int], chances: Sequence[Sequence[float]]
+) -> Draft:
+    """The draft with what `stop` knows of its tokens' acceptance."""
+    own = [one[:end] for one, end in zip(chances, draft.lengths, strict=True)]
+    probs = tuple(stop.acceptance_probs(row, one) for row, one in zip(rows, own, strict=True))
+    notes = tuple(stop.note(length, one) for length, one in zip(asked, own, strict=True))
+    return replace(draft, acceptance_probs=probs, notes=notes)
+
+
+USAGE = "model[:p=PERCENT]"
+TRAITS = Traits(reads_prompt=True, knows_probs=True, default_length=6, preference=2, needs_draft_model=True)
 
 
 def build(setup: Setup, argument: str) -> ModelDrafter:
@@ -108,8 +111,6 @@ def stop_for(setup: Setup, percent: int | None) -> Stop | None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
         return TokenBelow(setup.confidence)
-    if (
-        setup.controller is None or setup.device.type != "cpu"
-    ):  # elsewhere asking for every token costs more than it saves
-        return None
+    if setup.controller is None or setup.device.type != "cpu":
+        return None  # on a GPU waiting for every token's probability costs more than it saves
     return WhilePays(setup.controller)

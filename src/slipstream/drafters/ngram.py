@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 LONGEST, SHORTEST = 4, 2
 
@@ -65,6 +65,10 @@ class NgramDrafter:
         if index is None:
             index = self._indexes[row] = _Index(range(self.shortest, self.longest + 1))
         return index.follow(row.tokens, length)
+
+
+USAGE = "ngram[:N]"
+TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramDrafter:

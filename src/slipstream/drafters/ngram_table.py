@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
 ALTERNATIVES = 4  # how many of the target's likeliest tokens are noted per position
@@ -153,6 +153,10 @@ class NgramTableDrafter:
             table = self._tables[row] = _Table(sizes, self.vocab_size, start)
         table.learn(row.tokens)
         return table
+
+
+USAGE = "ngram_table[:N][+fill]"
+TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramTableDrafter:

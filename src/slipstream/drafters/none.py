@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class NoDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The empty draft."""
         return Draft.empty(len(rows), self.device)
+
+
+USAGE = "none"
+TRAITS = Traits(samples=False, costs_time=False, default_length=0)
 
 
 def build(setup: Setup, argument: str) -> NoDrafter:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.drafters import Setup, suffix
 from slipstream.drafters import token_recycling as recycle
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RetrievalDrafter:
         if not tokens or (acceptance_probs and acceptance_probs[0] < max(ranked[1][:1], default=0.0)):
             return ranked
         more, more_probs = (
-            self.ranked.goes_on(row, tokens, length - len(tokens), acceptance_probs[-1])
+            self.ranked.extend(row, tokens, length - len(tokens), acceptance_probs[-1])
             if acceptance_probs
             else ([], [])
         )
@@ -69,6 +69,10 @@ def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
     acceptance_probs = draft.acceptance_probs or [None] * len(draft.lengths)
     rows = zip(draft.tokens.tolist(), draft.lengths, acceptance_probs, strict=True)
     return [(tokens[:length], list(acceptance_prob or ())) for tokens, length, acceptance_prob in rows]
+
+
+USAGE = "retrieval[:SUFFIX]"
+TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> RetrievalDrafter:

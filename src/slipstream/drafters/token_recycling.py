@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 CONTEXT = 3  # tokens of the longest context
 WIDTH, LIMIT = 4, 64  # alternatives kept per context
@@ -107,10 +107,10 @@ class TokenRecyclingDrafter:
             else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in drafts))
         )
 
-    def goes_on(
+    def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Continuation`."""
+        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Extender`."""
         more, kinds = self._follow(row, [*row.tokens[-CONTEXT:], *tokens], length)
         return self._hoped(row, more, kinds, acceptance_prob)
 
@@ -196,6 +196,10 @@ class TokenRecyclingDrafter:
             number = number * self.vocab_size + token
             numbers.append(number)
         return numbers
+
+
+USAGE = "token_recycling[:WIDTH]"
+TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:

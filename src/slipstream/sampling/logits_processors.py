@@ -7,7 +7,7 @@ tokens. Shapes as in `sampling`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 
 import torch
@@ -29,6 +29,11 @@ class BatchProcessor:
     """
 
     active = False
+
+    @property
+    def failures(self) -> Mapping[int, tuple[int, Exception]]:
+        """Rows whose processors failed: place in the batch -> how many draft tokens had been seen, and why."""
+        return {}
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         raise AssertionError(f"{type(self).__name__} is not active")
@@ -169,6 +174,11 @@ class Processors(BatchProcessor):
         self._checked: set[int] = set()
         self.active = any(row.params.logits_processors for row in rows)
         self._texts = [_RowTokens(row, device) for row in rows] if self.active else []
+        self._failures: dict[int, tuple[int, Exception]] = {}
+
+    @property
+    def failures(self) -> Mapping[int, tuple[int, Exception]]:
+        return self._failures
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
@@ -177,14 +187,24 @@ class Processors(BatchProcessor):
             text = self._texts[i].followed_by(draft[i, : first + scores.shape[1] - 1])
             for j in range(scores.shape[1]):
                 context = text[:, : len(row.tokens) + first + j]
-                for processor in row.params.logits_processors:
-                    scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
+                try:
+                    for processor in row.params.logits_processors:
+                        scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
+                except Exception as error:  # a user's code may raise anything; it ends its own row alone
+                    self._failures[i] = min(
+                        self._failures.get(i, (first + j, error)), (first + j, error), key=_position
+                    )
+                    break  # what follows this position cannot be committed
 
     def _call(self, processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
         if id(processor) in self._checked:
             return ask(processor, context, scores)
         self._checked.add(id(processor))
         return check_stateless(processor, context, scores)
+
+
+def _position(failure: tuple[int, Exception]) -> int:
+    return failure[0]
 
 
 class _RowTokens:

@@ -38,6 +38,11 @@ class Sampler:
         self._processors = [processor for processor in made if processor.active]
         self.plain = self.all_greedy and not self._processors
 
+    @property
+    def failures(self) -> dict[int, tuple[int, Exception]]:
+        """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
+        return {row: failure for processor in self._processors for row, failure in processor.failures.items()}
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the penalties what row number `row` of this batch has committed."""
         for processor in self._processors:

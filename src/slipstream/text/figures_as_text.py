@@ -16,6 +16,8 @@ def verdict(difference: Difference | None) -> str:
     """One word on whether a text equals plain decoding's."""
     if difference is None:
         return "identical"
+    if not difference.compared:
+        return f"differs at {difference.position}, as sampled text may"
     if difference.tie:
         gap = abs(difference.expected_gap - difference.got_gap)
         return f"tie at {difference.position} (gap {gap:.2g}, noise {difference.noise:.2g})"

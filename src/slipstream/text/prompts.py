@@ -35,14 +35,20 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
             raise UsageError(f"prompt file {str(path)!r} is empty; allowed: a text, or .jsonl with an object per line")
         return [NamedPrompt(text.strip(), path.stem)]
     prompts = [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not prompts:
+        raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
+    return chosen_prompts(prompts, repr(str(path)), categories=categories, limit=limit)
+
+
+def chosen_prompts(
+    prompts: Sequence[NamedPrompt], source: str, *, categories: list[str] | None = None, limit: int | None = None
+) -> list[NamedPrompt]:
+    """The prompts of these categories (all by default), at most `limit` of each. source: where they are, in errors."""
     known = sorted({p.category for p in prompts})
     for category in categories or []:
         if category not in known:
-            raise UsageError(f"category {category!r} is not in {str(path)!r}; allowed: {', '.join(known)}")
-    chosen = [p for p in prompts if not categories or p.category in categories]
-    if not chosen:
-        raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
-    return _limited(chosen, limit)
+            raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(known)}")
+    return _limited([p for p in prompts if not categories or p.category in categories], limit)
 
 
 def builtin_prompts(*, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:

@@ -27,6 +27,7 @@ class Result:
     rounds: list[Round]
     seed: int
     prompt_token_ids: list[int]
+    error: str | None = None
     alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 

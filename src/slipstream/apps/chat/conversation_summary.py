@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened, summary
-from slipstream.bench.comparison import Referee
+from slipstream.certificate.tie_judge import TieJudge, coupled
 from slipstream.core.stats import Stats
 from slipstream.errors import UsageError
 from slipstream.text.figures_as_text import time_split, verdict
@@ -21,12 +21,11 @@ def compare(chat: Chat) -> str:
     ids, params = turn.token_ids, turn.params
     length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
     plain = decoder.using("none").generate(turn.prompt_ids, shortened(params, length))
-    greedy = params.temperature == 0
-    found = Referee(decoder).judge(turn.prompt_ids, plain.token_ids, ids, greedy=greedy)
+    same = coupled(decoder, params)
+    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=same)
     fast, slow = _speed(turn.stats), _speed(plain.stats)
-    may = "" if found is None or greedy else " (as sampled text may unless acceptance is match)"
     speeds = f"{turn.drafter} {fast:.1f} tok/s, plain {slow:.1f} tok/s: {fast / slow:.2f}x, prompt not counted"
-    return f"{speeds}; text {verdict(found)}{may}"
+    return f"{speeds}; text {verdict(found)}"
 
 
 def totals(chat: Chat) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.certificate.checks import Check
+from slipstream.certificate.finding import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
 from slipstream.text.figures_as_text import percent, verdict
 from slipstream.text.results import Result
@@ -107,8 +107,8 @@ def certificate(checks: Sequence[Check]) -> Table:
     for name in ("check", "", "evidence", "seconds"):
         table.add_column(name, justify="right" if name == "seconds" else "left")
     for check in checks:
-        mark = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
-        table.add_row(check.name, mark, check.detail, f"{check.seconds:.1f}")
+        style = {"pass": "green", "FAIL": "bold red", "not applicable": "dim"}[check.outcome]
+        table.add_row(check.name, Text(check.outcome, style), check.detail, f"{check.seconds:.1f}")
     return table
 
 

@@ -29,7 +29,7 @@ from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.hf.model_files import EMBEDDED
-from slipstream.text.prompts import NamedPrompt, read_prompts
+from slipstream.text.prompts import NamedPrompt, chosen_prompts, read_prompts
 
 
 @app.command()
@@ -51,7 +51,8 @@ def verify(
 ) -> None:
     """The certificate: is the text exactly the target's own? Exit code 1 if any check fails."""
     if prompt_file is None:
-        prompts = [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
+        demo = [NamedPrompt(item["prompt"], item["category"]) for item in demo_data()]
+        prompts = chosen_prompts(demo, "the demonstration's prompts", categories=category, limit=limit)
     else:
         prompts = read_prompts(prompt_file, categories=category, limit=limit)
     decoder = load_decoder(target, draft, config, config_file)
@@ -65,14 +66,18 @@ def verify(
             checks.append(check)
             progress.update(task, advance=1, description=check.name)
             if not err.is_terminal:
-                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {'pass' if check.passed else 'FAIL'}")
+                err.print(f"{len(checks)}/{verifier.num_checks} {check.name}: {check.outcome}")
     out.print(show.certificate(checks))
-    failed = [check for check in checks if not check.passed]
+    failed = [check for check in checks if check.failed]
+    passed, total = sum(check.passed for check in checks), len(checks)
+    counts = f"{passed} of {total} checks passed" + (
+        f", {total - passed - len(failed)} not applicable" if passed + len(failed) < total else ""
+    )
     settings = f"{target}, drafter {decoder.drafter_name}, acceptance {decoder.config.acceptance}"
     mode = "reproducible: texts must be bit-identical" if decoder.reproducible else "not reproducible: ties are allowed"
     result = "FAILED" if failed else "VERIFIED"
-    out.print(f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({mode})", soft_wrap=True)
+    out.print(f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({counts}; {mode})", soft_wrap=True)
     report = {"target": target, "draft": draft, "config": vars(decoder.config), "verified": not failed}
-    write_json(json_file, report | {"checks": [vars(check) for check in checks]})
+    write_json(json_file, report | {"checks": [check.to_dict() for check in checks]})
     if failed:
         raise SlipstreamError(f"not exact: {failed[0].name}: {failed[0].detail}")

@@ -22,6 +22,7 @@ from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.interfaces import Backend, Drafter
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row
 from slipstream.decoder import SpeculativeDecoder
@@ -208,10 +209,10 @@ class _Probe:
 
     def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
         """The first or second round of fresh rows, whose prompts the memory holds from the turn before."""
-        engine = Engine(self._target, drafter, Fixed(length), "auto", batch, self._draft)
+        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), Sampler, "auto", self._draft), batch)
         params = SamplingParams(max_tokens=(length + 1) * (1 + second) + second)
         rows = [Row(i, list(prompt), params, seed=0) for i, prompt in enumerate(self._prompts[:batch])]
-        return next(islice(engine.run(rows), batch if second else 0, None))
+        return next(islice(scheduler.run(rows), batch if second else 0, None))
 
 
 def _check(decoder: SpeculativeDecoder, batches: Sequence[int], widths: Sequence[int], seconds: float) -> None:

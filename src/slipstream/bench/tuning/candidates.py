@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.assembly import DEFAULT_DRAFT_TOKENS
+from slipstream import drafters
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.records import Arm
@@ -34,7 +34,7 @@ class Candidate:
     @property
     def tokens(self) -> int:
         """Tokens asked for in a round."""
-        return DEFAULT_DRAFT_TOKENS[self.kind] if self.length is None else self.length
+        return drafters.traits(self.kind).default_length if self.length is None else self.length
 
     @property
     def setting(self) -> str:

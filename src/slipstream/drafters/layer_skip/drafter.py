@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import re
 
+from slipstream.core.interfaces import Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, default_layers, parse_layers
 from slipstream.drafters.model import ModelDrafter, stop_for
 from slipstream.errors import UsageError
 
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
+
+
+USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
+TRAITS = Traits(knows_probs=True, default_length=4)
 
 
 def build(setup: Setup, argument: str) -> ModelDrafter:
@@ -36,5 +41,5 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     backend = setup.target.backend
     layers = default_layers(backend) if given[1] is None else parse_layers(given[1], backend)
     percent = given[2] or given[3]
-    session = SharedCacheSession.of(setup.target, layers)
+    session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))

@@ -1,4 +1,4 @@
-"""Some layers of the target as a draft model: a session on the target's own memory, and the choice that is remembered.
+"""Some layers of the target as a draft model: a session on the target's own KV cache, and the choice of layers.
 
 Nothing is computed twice to get ready: the chosen layers read the target's keys and values of the committed tokens.
 What they write stands at positions that the verification of the same round writes again, in every layer and before it
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend
-from slipstream.core.session import InputBatch, Session
+from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
@@ -26,37 +24,42 @@ from slipstream.models.layer_subset import check_layers, identity, layer_subset,
 SHARE = 0.75  # of the layers
 
 
-@dataclass
-class SharedCacheSession(Session):
-    """Scores drafts with some layers of `whole`'s model, from what `whole`'s memory holds of the committed tokens.
+class SharedCacheSession:
+    """Scores drafts with some layers of `whole`'s model, from what `whole`'s cache holds of the committed tokens.
 
     It serves to draft: a draft begins with a call without draft tokens, and everything it wrote is forgotten by the
     next. `whole` must score the rows, or nothing, in between.
     """
 
-    whole: Session = field(kw_only=True)
+    def __init__(self, whole: Session, layers: Sequence[int]) -> None:
+        """layers: numbers from 0 on, rising."""
+        self._whole, self._own = whole, Session(layer_subset(whole.backend, layers))
+        self._own.table.audit = whole.table.audit  # one cache, one audit
 
-    def __post_init__(self) -> None:
-        self._debug = self.whole._debug  # one memory, one ledger
+    @property
+    def backend(self) -> Backend:
+        """The chosen layers."""
+        return self._own.backend
 
-    @staticmethod
-    def of(whole: Session, layers: Sequence[int]) -> SharedCacheSession:
-        """The given layers, from 0 on and rising, of a session's model."""
-        return SharedCacheSession(layer_subset(whole.backend, layers), EXACT_FIT, whole=whole)
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        """See `Session.score`."""
+        if not draft.shape[1]:
+            self._begin(rows)
+        return self._own.score(rows, draft, lengths, keep)
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room in the common memory."""
-        self.whole.reserve(rows, length)
+    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
+        """See `Session.draft_greedy`."""
+        self._begin(rows)
+        return self._own.draft_greedy(rows, steps, vocab_size)
 
-    def forget(self) -> None:
-        """Drop what the common memory holds."""
-        self.whole.forget()
+    def keep_drafts(self, lengths: Sequence[int]) -> None:
+        """See `Session.keep_drafts`."""
+        self._own.keep_drafts(lengths)
 
-    def _input_batch(self, rows: Sequence[Row], draft: Tensor, keep: int) -> InputBatch:
-        if not draft.shape[1]:  # a new draft begins where the target's memory ends
-            self.whole.prefill(rows)
-            self.slot_states[:] = map(copy, self.whole.slot_states)
-        return super()._input_batch(rows, draft, keep)
+    def _begin(self, rows: Sequence[Row]) -> None:
+        """A new draft begins where the target's cache ends."""
+        self._whole.prefill(rows)
+        self._own.slot_states[:] = map(copy, self._whole.slot_states)
 
 
 def remembered_layers(backend: Backend) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
+from slipstream.core.interfaces import Sampler, Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
@@ -23,7 +24,6 @@ from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, SuffixAu
 from slipstream.drafters.suffix.match_kinds import likely_path, prior
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.errors import UsageError
-from slipstream.sampling.sampler import Sampler
 
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
@@ -83,8 +83,8 @@ class _Text:
         before, self._found = self._found, {}
         for automaton in stored:
             size, match = before.get(automaton, (-1, NOTHING))
-            goes_on = size == automaton.num_tokens and len(new) < LIMIT
-            match = automaton.find(new, match) if goes_on else automaton.find(tokens[-LIMIT:])
+            extend = size == automaton.num_tokens and len(new) < LIMIT
+            match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
             self._found[automaton] = automaton.num_tokens, match
 
     def source(self) -> _Source:
@@ -143,10 +143,10 @@ class SuffixDrafter:
             else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in drafts))
         )
 
-    def goes_on(
+    def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Continuation`."""
+        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Extender`."""
         text = self._texts.get(row)
         if text is None or self.acceptance_model is None:
             return [], []
@@ -230,6 +230,10 @@ class SuffixDrafter:
             self._texts.pop(row).leave()
         while self._ended:
             self._store.add(self._ended.popleft().kept())
+
+
+USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
+TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1)
 
 
 def build(setup: Setup, argument: str) -> SuffixDrafter:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from slipstream.assembly import DEFAULT_DRAFT_TOKENS
+from slipstream import drafters
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 
@@ -58,7 +58,9 @@ def decoder_for(target: Module, drafter: Module | None, tokenizer: Any = None) -
             drafter,
             tokenizer=tokenizer,
             drafter="none" if drafter is None else "model",
-            num_draft_tokens=0 if drafter is None else DEFAULT_DRAFT_TOKENS["model"],  # requests say their own
+            num_draft_tokens=0
+            if drafter is None
+            else drafters.traits("model").default_length,  # requests say their own
             fast=False,
             reproducible=False,
             max_batch_size=MAX_ROWS,

@@ -1,0 +1,148 @@
+"""How long from the start of a process to help, to the first token, and to the calibration of a new model?
+
+    python benchmarks/startup.py --checkout DIR --models smollm2,qwen1.5b --repeats 3
+    python benchmarks/startup.py --models smollm2 --options '{"dtype": "float32"}'
+
+Every measurement is a process of its own: seconds by the clock, and seconds of computing (user and system, all
+threads). Models are links in a temporary folder with calibrations and kernels of its own, so the user's stay as they
+are. One start beforehand, which is not counted, reads the files and compiles kernels; the next one calibrates. The
+machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+MODELS = Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")
+IMPORT = "import slipstream; from slipstream import SamplingParams, SpeculativeDecoder; print(slipstream.__file__)"
+# arguments: model, options as JSON; prints the file, then seconds to make the decoder and from there to the first token
+FIRST_TOKEN = """
+import json, os, sys
+from time import perf_counter
+import slipstream
+from slipstream import SamplingParams, SpeculativeDecoder
+began = perf_counter()
+decoder = SpeculativeDecoder(sys.argv[1], **json.loads(sys.argv[2]))
+made = perf_counter()
+next(iter(decoder.stream("Name three rivers.", SamplingParams(max_tokens=8))))
+print(slipstream.__file__, made - began, perf_counter() - made, flush=True)
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds of one process. making: of the decoder; streaming: from there to the first token."""
+
+    wall: float
+    computing: float
+    making: float | None = None
+    streaming: float | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A checkout, and the folder of the models it is measured with."""
+
+    checkout: Path
+    models: Path
+
+    def start(self, code: str, *arguments: str, prints_home: bool = True) -> Start:
+        """Run this code on the checkout's sources, in a new process."""
+        own = {"PYTHONPATH": str(self.checkout / "src"), "SLIPSTREAM_MODELS": str(self.models)}
+        command = [sys.executable, "-c", code, *arguments]
+        before, began = os.times(), perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
+        wall, after = perf_counter() - began, os.times()
+        if done.returncode:
+            raise SystemExit(f"{self.checkout}: {done.stderr.strip() or done.stdout.strip()}")
+        home, *seconds = done.stdout.splitlines()[-1].split() if prints_home else [str(self.checkout / "src")]
+        if not Path(home).resolve().is_relative_to(self.checkout / "src"):
+            raise SystemExit(f"slipstream was imported from {home}, not from {self.checkout / 'src'}")
+        computing = after.children_user + after.children_system - before.children_user - before.children_system
+        return Start(wall, computing, *map(float, seconds))
+
+    def help(self) -> Start:
+        """The console command with --help."""
+        scripts = tomllib.loads((self.checkout / "pyproject.toml").read_text())["project"]["scripts"]
+        module, _, function = scripts["slipstream"].partition(":")
+        return self.start(f"from {module} import {function} as main; main()", "--help", prints_home=False)
+
+    def first_token(self, model: str, options: dict[str, Any]) -> Start:
+        """A decoder of defaults and its first chunk."""
+        return self.start(FIRST_TOKEN, model, json.dumps(options))
+
+    def calibrating(self, model: str, options: dict[str, Any]) -> Start:
+        """The same without a calibration to find."""
+        shutil.rmtree(self.models / "calibration", ignore_errors=True)
+        return self.first_token(model, options)
+
+    def rows(
+        self, models: Sequence[str], options: dict[str, Any], repeats: int, calibrations: int
+    ) -> dict[str, list[Start]]:
+        """All measurements, by what they measure."""
+        self.help()
+        rows = {"--help": [self.help() for _ in range(repeats)]}
+        rows["import"] = [self.start(IMPORT) for _ in range(repeats)]
+        for model in models:
+            (self.models / model).symlink_to(MODELS / model)
+            self.first_token(model, options | {"reproducible": False})  # reads files, compiles kernels
+            rows[f"{model}, first start"] = [self.calibrating(model, options) for _ in range(calibrations)]
+            rows[f"{model}, later start"] = [self.first_token(model, options) for _ in range(repeats)]
+        return rows
+
+
+def show(rows: dict[str, list[Start]]) -> None:
+    """Print a line of medians for each row, and what a first start takes longer than a later one."""
+    table = Table("median seconds", "wall", "computing", "making the decoder", "then first token", "runs")
+    for name, starts in rows.items():
+        columns = [[asdict(start)[key] for start in starts] for key in ("wall", "computing", "making", "streaming")]
+        cells = ["-" if None in values else f"{median(values):.2f}" for values in columns]
+        table.add_row(name, *cells, str(len(starts)))
+    for name in [name.removesuffix(", first start") for name in rows if name.endswith(", first start")]:
+        first, later = rows[f"{name}, first start"], rows[f"{name}, later start"]
+        wall = median(start.wall for start in first) - median(start.wall for start in later)
+        computing = median(start.computing for start in first) - median(start.computing for start in later)
+        table.add_row(f"{name}, calibration", f"{wall:.2f}", f"{computing:.2f}", "-", "-", "-")
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def main(
+    checkout: Path = ROOT,
+    models: str = "smollm2",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    calibrations: Annotated[int, typer.Option(min=1, help="first starts, which calibrate")] = 1,
+    options: Annotated[str, typer.Option(help="further arguments of the decoder, as JSON")] = "{}",
+    json_file: Annotated[Path | None, typer.Option("--json", help="write every single measurement here")] = None,
+) -> None:
+    """Measure one checkout and print medians."""
+    names = models.split(",")
+    for name in names:
+        if not (MODELS / name / "config.json").is_file():
+            raise typer.BadParameter(f"--models {name}: {MODELS / name} holds no model")
+    with TemporaryDirectory() as folder:
+        rows = Bench(checkout.resolve(), Path(folder)).rows(names, json.loads(options), repeats, calibrations)
+    show(rows)
+    if json_file is not None:
+        json_file.write_text(json.dumps({name: [asdict(s) for s in starts] for name, starts in rows.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,166 @@
+"""Forwards that take a different number of tokens of each row, one row's after the other's, without padding.
+
+The specification is `Rectangle`: the same logits, from forwards in which every row is padded to the longest and prompts
+are read one by one. Texts of several rows are read in the same forwards; one that begins as another does waits until
+that one was read, and copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.core.batch_layout import Rectangle
+from slipstream.core.cache_state import EXACT_FIT, Shapes, common_beginning
+from slipstream.core.input_batch import InputBatch
+from slipstream.core.interfaces import Backend, RaggedForwards, RowSegment
+from slipstream.core.session import Session
+from slipstream.core.slot_table import CATCH_UP, SlotTable, in_order
+from slipstream.core.types import Row
+
+
+def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
+    """The session that makes the most of a backend."""
+    ragged = isinstance(backend, RaggedForwards) and backend.ragged
+    return Session(backend, shapes, RaggedLayout() if ragged else None)
+
+
+class RaggedLayout:
+    """The layout of sessions whose backend has `RaggedForwards`."""
+
+    def __init__(self) -> None:
+        self._rectangle = Rectangle()
+
+    @staticmethod
+    def allowed(table: SlotTable) -> bool:
+        """Whether the shapes allow ragged forwards."""
+        return not table.shapes.widths or bool(table.shapes.totals)
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is none."""
+        return table.shapes.pad_total(rows + drafted) if rows > 1 else None
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+        """See `Session.prefill`; rows that share no beginning are read together."""
+        if not self.allowed(table) or table.shapes.reuse > 1:
+            return self._rectangle.prefill(table, rows, answer=answer)
+        answers: dict[int, Tensor] = {}
+        for group in _groups(table, rows):
+            lacking = {slot: row for slot, row in group.items() if table.lacks_much(slot, row)}
+            answer = answer and len(lacking) == len(group)
+            ends = {slot: len(row.tokens) - (not answer) for slot, row in lacking.items()}
+            if len(ends) > 1:
+                _read_together(table, group, ends, answers)
+            else:
+                for slot, end in ends.items():
+                    table.read(slot, group[slot], end, answers)
+        return in_order(answers, len(rows)) if answer else None
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """One forward without padding, where that takes fewer tokens than the rectangle."""
+        width, rows = draft.shape[1], len(batch.starts)
+        if rows == 1 or (keep <= width and set(lengths) != {width}):
+            return self._rectangle.score(table, batch, draft, lengths, keep)
+        texts = without_padding(batch, draft, lengths)
+        total = self.num_tokens(table, rows, sum(map(len, texts)) - rows)
+        if total is None or total >= rows * batch.width or not self.allowed(table):
+            return self._rectangle.score(table, batch, draft, lengths, keep)
+        segments = [RowSegment(slot, start, len(texts[slot])) for slot, start in enumerate(batch.starts)]
+        logits = _forward(table, end_to_end(texts, total), segments, texts, table.shapes.widths)
+        return last_of_each(logits, [len(text) for text in texts], [keep - width + n for n in lengths], keep)
+
+
+def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
+    """Rows that are read together, by slot; those that would copy what others read come after them."""
+    waiting = list(enumerate(rows))
+    while waiting:
+        now: dict[int, Row] = {}
+        later = []
+        for slot, row in waiting:
+            if now and _would_copy(table, slot, row, now.values()):
+                later.append((slot, row))
+            else:
+                table.seat(slot, row)
+                now[slot] = row
+        yield now
+        waiting = later
+
+
+def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) -> bool:
+    if table.states[slot].row is row:
+        return False
+    cached, most = max(table.usable(state, row) for state in table.states), len(row.tokens) - 1
+    return any(common_beginning(row.tokens, other.tokens, most) > cached + CATCH_UP for other in others)
+
+
+def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int], answers: dict[int, Tensor]) -> None:
+    """Several rows' texts one after the other, in forwards of a chunk."""
+    shapes = table.shapes
+    lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
+    for segments in portions(lacking, shapes.shared_chunk):
+        texts = [rows[segment.slot].tokens[segment.start : segment.start + segment.count] for segment in segments]
+        counts = [segment.count for segment in segments]
+        total = sum(counts[:-1]) + shapes.pad_prompt(counts[-1])
+        inputs = end_to_end(texts, shapes.pad_prompt(total))
+        over = [i for i, one in enumerate(segments) if one.start + one.count == len(rows[one.slot].tokens)]
+        columns = [sum(counts[: i + 1]) - 1 for i in over]
+        wanted = max(1, len(over))  # columns go through the output layer in numbers that agree
+        columns += [0] * ((shapes.pad_total(wanted) or shapes.pad_prompt(wanted)) - len(over))
+        logits = _forward(table, inputs, segments, texts, None, torch.tensor(columns))
+        answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
+        for segment in segments:
+            table.has_read(segment.slot, segment.count)
+
+
+def _forward(
+    table: SlotTable,
+    inputs: Tensor,
+    segments: list[RowSegment],
+    texts: list[list[int]],
+    widths: Sequence[int] | None,
+    columns: Tensor | None = None,
+) -> Tensor:
+    assert isinstance(table.backend, RaggedForwards)
+    if table.audit:
+        for segment, text in zip(segments, texts, strict=True):
+            table.audit.write(segment.slot, segment.start, text)
+    return table.backend.forward_ragged(table.known(inputs), segments, widths=widths, columns=columns)
+
+
+def without_padding(batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> list[list[int]]:
+    """The real tokens of each row, of row i's draft the first lengths[i] tokens."""
+    parts = zip(batch.missing, draft.tolist(), batch.fed, lengths, strict=True)
+    return [[*tail, *drafted[skip:length]] for tail, drafted, skip, length in parts]
+
+
+def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
+    """[total] token ids of several texts, one behind the other, then padding."""
+    tokens = [token for text in texts for token in text]
+    return torch.tensor(tokens + [0] * (total - len(tokens)), dtype=torch.int64)
+
+
+def last_of_each(logits: Tensor, counts: Sequence[int], wanted: Sequence[int], most: int) -> Tensor:
+    """The last wanted[i] of row i's counts[i] positions, then its last one again. logits: [T, V] -> [B, most, V]."""
+    ends = torch.tensor(counts).cumsum(0)
+    own = torch.tensor(wanted)[:, None]
+    columns = torch.minimum(torch.arange(most), own - 1)
+    return logits[ends[:, None] - own + columns]
+
+
+def portions(needs: Sequence[RowSegment], most: int) -> Iterator[list[RowSegment]]:
+    """The pieces in their order, cut and put together into forwards of `most` tokens."""
+    portion: list[RowSegment] = []
+    room = most
+    for need in needs:
+        start, end = need.start, need.start + need.count
+        while start < end:
+            count = min(room, end - start)
+            portion.append(RowSegment(need.slot, start, count))
+            start, room = start + count, room - count
+            if not room:
+                yield portion
+                portion, room = [], most
+    if portion:
+        yield portion

@@ -1,0 +1,103 @@
+"""Which rows are decoded together: rows are added, cancelled and finished at any step, each on its own.
+
+Running rows occupy slots 0, 1, ... of every session; rows whose long prompts are still being read follow them. Rows
+only ever move to lower slots, which sessions rely on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from slipstream.core.loop import Batch, Clock, Engine
+from slipstream.core.types import Round, Row
+
+PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
+
+
+class Scheduler:
+    """Decodes any number of rows, at most `max_batch_size` at a time; a row that ends makes room for the next.
+
+    prompt_budget: tokens of new prompts that are read in a step while other rows are being decoded, rounded up to a
+    whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
+    """
+
+    def __init__(self, engine: Engine, max_batch_size: int = 8, prompt_budget: int = PROMPT_BUDGET) -> None:
+        self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
+        self._reading: list[Row] = []
+        self._reserved: list[Row] = []
+        self._batch: Batch | None = None
+
+    def add(self, row: Row) -> None:
+        """Queue a row; it is decoded as soon as there is a place."""
+        self._waiting.append(row)
+
+    def cancel(self, row: Row) -> None:
+        """End a row before its next round, wherever it is; what it has committed stays. Ended rows stay as they are."""
+        if row.finish_reason is None:
+            row.finish_reason = "cancelled"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a row is waiting or under way."""
+        return any(row.finish_reason is None for rows in (self._waiting, self._reading, self._running) for row in rows)
+
+    def step(self) -> list[Round]:
+        """One round of every running row, in the order of their places; nothing if no row is left."""
+        self._admit()
+        if not self._running:
+            return []
+        if self._reserved != self._running + self._reading:
+            self._reserve()
+        if self._batch is None or self._batch.rows != self._running:
+            self._batch = self.engine.batch(self._running)
+        return self.engine.step(self._batch, Clock(), self._read_ahead if self._reading else None)
+
+    def run(self, rows: Iterable[Row]) -> Iterator[Round]:
+        """Add rows and step until none is left."""
+        for row in rows:
+            self.add(row)
+        while self.unfinished:
+            yield from self.step()
+
+    def _admit(self) -> None:
+        """Ended rows leave; rows whose prompts are read, the next short prompt, or else the last row take their place.
+
+        While no row is running nothing is delayed, so all rows that have a place begin together.
+        """
+        self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
+        self._reading = [row for row in self._reading if row.finish_reason is None]
+        place = 0
+        while place < len(self._running):
+            if self._running[place].finish_reason is None:
+                place += 1
+            elif not self._reading and self._waiting and self._is_short(self._waiting[0]):
+                self._running[place] = self._waiting.popleft()
+            elif place == len(self._running) - 1:
+                self._running.pop()
+            else:
+                self._running[place] = self._running.pop()
+        while self._reading and self.engine.target.has_read(self._reading[0]):
+            self._running.append(self._reading.pop(0))
+        while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
+            row = self._waiting.popleft()
+            delays = bool(self._reading) or not self._is_short(row)
+            (self._reading if delays else self._running).append(row)
+        if not any(row.rounds for row in self._running):
+            self._running, self._reading = self._running + self._reading, []
+
+    def _is_short(self, row: Row) -> bool:
+        return row.prompt_length <= self.prompt_budget
+
+    def _read_ahead(self) -> None:
+        self.engine.target.read_ahead(self._reading, len(self._running), self.prompt_budget)
+
+    def _reserve(self) -> None:
+        """The caches grow with the rows that are admitted."""
+        rows = self._reserved = self._running + self._reading
+        length = max(row.prompt_length + row.params.max_tokens for row in rows)
+        for session in (self.engine.target, self.engine.draft_session):
+            if session is not None:
+                session.reserve(len(rows), length)

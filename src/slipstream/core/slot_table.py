@@ -1,0 +1,152 @@
+"""Which tokens of which row each slot of a model's KV cache holds, and how texts get there.
+
+What another slot holds already is copied, what none holds is read. Row i of a call uses slot i.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.core.cache_audit import CacheAudit
+from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
+from slipstream.core.interfaces import Backend, PromptLogits, set_attended_lengths
+from slipstream.core.types import Row
+
+CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
+
+
+@dataclass
+class SlotTable:
+    """The slots of one model. states: what each holds; prefill_tokens: how many prompt tokens were read so far."""
+
+    backend: Backend
+    shapes: Shapes = EXACT_FIT
+    states: list[SlotState] = field(default_factory=list)
+    prefill_tokens: int = 0
+    audit: CacheAudit | None = None
+
+    def __post_init__(self) -> None:
+        if self.audit is None and os.environ.get("SLIPSTREAM_DEBUG") == "1":
+            self.audit = CacheAudit(self.states)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` tokens; what is cached stays."""
+        set_attended_lengths(self.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
+        self.backend.reserve(rows, length + max(self.shapes.widths or (0,)) + self.shapes.chunk)
+        self.states.extend(SlotState() for _ in range(rows - len(self.states)))
+
+    @property
+    def answers(self) -> bool:
+        """Whether the forwards that read a new prompt can return the logits after it."""
+        return self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
+
+    def lacks_much(self, slot: int, row: Row) -> bool:
+        """Whether a row that was seated in a slot lacks so many tokens that they are read on their own first."""
+        base = self.states[slot].base
+        return base == 0 or len(row.tokens) - base > CATCH_UP
+
+    def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
+        """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
+        while self.states[slot].base < end:
+            self.read_chunk(slot, row, end, answers)
+
+    def read_chunk(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
+        """The next chunk of the same."""
+        state = self.states[slot]
+        chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
+        width = self.shapes.pad_prompt(len(chunk))
+        inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
+        if self.audit:
+            self.audit.write(slot, state.base, chunk)
+        if state.base + len(chunk) == len(row.tokens):
+            answers[slot] = self._answer(inputs, state.base, slot, len(chunk) - 1)
+        else:
+            self.forward(inputs, [state.base], slot, logits=False)
+        self.has_read(slot, len(chunk))
+
+    def has_read(self, slot: int, count: int) -> None:
+        """Note that a slot holds `count` more tokens of its row."""
+        state = self.states[slot]
+        state.base = state.written = state.base + count
+        self.prefill_tokens += count
+
+    def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
+        """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
+        assert isinstance(self.backend, PromptLogits)
+        width = self.shapes.pad(1, 1)
+        columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
+        logits = self.backend.answer(self.known(inputs), start, slot=slot, columns=columns)
+        return logits[:, min(last, width - 1), None]
+
+    def seat(self, slot: int, row: Row) -> None:
+        """Make a slot hold what is cached of its row, copying from the slot that holds most of it.
+
+        Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
+        """
+        state = self.states[slot]
+        if state.row is row:
+            if state.round != len(row.rounds):
+                state.base = state.written = state.valid(row)
+            return
+        cached = [self.usable(state, row) for state in self.states]
+        most = max(cached)
+        # of several that hold as much the row's own: it is never worth more to have computed something once again
+        source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
+        if source != slot:
+            self.states[slot] = SlotState()  # what it held is about to be overwritten
+            self.backend.copy(source, slot, most)
+        if self.audit:
+            self.audit.copy(source, slot, most)
+        self.states[slot] = SlotState(row, most, most, len(row.rounds), self.shapes)
+
+    def usable(self, state: SlotState, row: Row) -> int:
+        """How many leading tokens of a row that enters may be copied from where `state` says."""
+        other, known = state.row, state.valid(row)
+        if other is row or other is None:
+            return known
+        if state.shapes != self.shapes:
+            return 0
+        if self.shapes.reuse > 1:
+            # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks
+            known = min(known, other.prompt_length - 1)
+            if not known == row.prompt_length - 1 == other.prompt_length - 1:
+                known -= known % self.shapes.reuse
+        return known
+
+    def first_missing(self, slot: int, row: Row, width: int) -> int:
+        """The first position whose key and value the slot lacks; at least one token is always fed.
+
+        width: columns of the draft if the caller goes on column by column within a round, else 0.
+        """
+        state = self.states[slot]
+        this_round = state.round == len(row.rounds) and state.base == len(row.tokens)
+        if this_round and state.written < state.base + width:
+            return state.written  # the columns written earlier in this round stand
+        return min(state.base, len(row.tokens) - 1)
+
+    def remember(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them."""
+        for slot, row in enumerate(rows):
+            true = len(row.tokens)
+            self.states[slot] = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes)
+
+    def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
+        """A forward of the model over tokens [B, W]; see `Backend.forward`."""
+        return self.backend.forward(self.known(inputs), starts, first_slot=first_slot, logits=logits)
+
+    def known(self, inputs: Tensor) -> Tensor:
+        """Token ids that the model has: a draft model with a smaller head may be shown others.
+
+        Its drafts may then be poor, never wrong.
+        """
+        return inputs.clamp(max=self.backend.vocab_size - 1)
+
+
+def in_order(answers: Mapping[int, Tensor], count: int) -> Tensor | None:
+    """The answers [1, 1, V] of rows 0 to count - 1 as [count, 1, V]; None if one is missing."""
+    return torch.cat([answers[i] for i in range(count)]) if len(answers) == count else None

@@ -1,0 +1,35 @@
+"""What a user may say about draft lengths: `num_draft_tokens`, read in one place. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.errors import UsageError
+
+SPELLED = re.compile(r"(auto)|(heuristic)(?::([1-9]\d?))?|(confidence):(0?\.(?:0[1-9]|[1-9]\d?))")
+ALLOWED = "'auto', a whole number >= 0, 'heuristic', 'heuristic:MOST', or 'confidence:CHANCE' from 0.01 to 0.99"
+
+
+@dataclass(frozen=True)
+class LengthChoice:
+    """count: of "fixed", or the most of "heuristic", if given. confidence: where a draft model stops, else 0."""
+
+    kind: Literal["auto", "fixed", "heuristic", "confidence"]
+    count: int | None = None
+    confidence: float = 0.0
+
+    @staticmethod
+    def parse(value: object) -> LengthChoice:
+        """From `num_draft_tokens` as the user wrote it; UsageError says what is allowed."""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return LengthChoice("fixed", value)
+        found = SPELLED.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            raise UsageError(f"num_draft_tokens={value!r}; allowed: {ALLOWED}")
+        if found[4]:
+            return LengthChoice("confidence", confidence=float(found[5]))
+        if found[2]:
+            return LengthChoice("heuristic", int(found[3]) if found[3] else None)
+        return LengthChoice("auto")

@@ -1,0 +1,31 @@
+"""Loading a draft model beside its target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.config import DecoderConfig
+from slipstream.errors import UsageError
+from slipstream.models.hf.vocabulary import check_same
+from slipstream.models.loaded import Loaded, LoadOptions, is_loaded, is_toy
+from slipstream.models.loading import load
+
+
+def load_options_of(config: DecoderConfig) -> LoadOptions:
+    """How the target is loaded."""
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options)
+
+
+def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any = None) -> Loaded | None:
+    """The draft model in its own precision, or None if there is none; its vocabulary must be the target's."""
+    dtype = config.draft_dtype
+    if dtype != "auto":
+        allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
+        if allowed is None or dtype not in allowed:
+            what = "there is no draft model" if draft is None else "the draft model is loaded already"
+            raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
+    if draft is None:
+        return None
+    loaded = load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)
+    check_same(target, loaded)
+    return loaded
