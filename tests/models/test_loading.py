@@ -226,6 +226,16 @@ def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.
         SpeculativeDecoder(str(tmp_path / "whole.gguf"))
 
 
+def test_reading_gguf_tensors_shows_no_bar_of_the_reader(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    theirs = reader.tqdm
+    with conversion._bar("x.gguf") as progress, conversion._tensors_shown_by(progress):
+        assert list(reader.tqdm([1, 2, 3], desc="Converting")) == [1, 2, 3]
+        assert progress.disable or progress.tasks[0].completed == 3
+    assert capfd.readouterr().err == "" and reader.tqdm is theirs
+
+
 def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

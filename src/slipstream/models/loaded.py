@@ -69,11 +69,12 @@ def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
         return
     toys = all(is_toy(model) for model in named)
     why = "the toy model has no weights and runs on the CPU" if toys else "the models are loaded already"
-    for name, value, allowed in (
-        ("dtype", options.dtype, ("auto",)),
-        ("device", options.device, ("auto", "cpu") if toys else ("auto",)),
-        ("load_options", options.extra, ({},)),
-    ):
+    checks: list[tuple[str, Any, list[Any]]] = [
+        ("dtype", options.dtype, ["auto"]),
+        ("device", options.device, ["auto", "cpu"] if toys else ["auto"]),
+        ("load_options", options.extra, [{}]),
+    ]
+    for name, value, allowed in checks:
         if value not in allowed:
             choices = " or ".join(repr(choice) for choice in allowed)
             raise UsageError(f"{name}={value!r}, but {why}; allowed: {choices}")

