@@ -8,6 +8,10 @@ MODELS := $(or $(SLIPSTREAM_MODELS),$(HOME)/.cache/slipstream/models)
 TARGET ?= $(if $(wildcard $(MODELS)/qwen1.5b/config.json),qwen1.5b,Qwen/Qwen2.5-Coder-1.5B-Instruct)
 DRAFT ?= $(if $(wildcard $(MODELS)/qwen0.5b/config.json),qwen0.5b,Qwen/Qwen2.5-Coder-0.5B-Instruct)
 
+# Test processes. Each test computes with one thread, so as many as there are cores; contiguous tests share fixtures.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: demo test test-fast check lines examples bench bench-quick clean
 
 demo: $(STAMP)
@@ -15,10 +19,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/slipstream models --fetch
-	@$(BIN)/python -m pytest --durations=10
+	@$(PYTEST) --durations=10
 
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow and not smollm2 and not models"
+	@$(PYTEST) -m "not slow and not smollm2 and not models"
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check src tests benchmarks examples
@@ -39,7 +43,7 @@ examples: $(STAMP)
 	@$(BIN)/python examples/run.py --target smollm2
 
 lines: $(STAMP)
-	@$(BIN)/python tests/count_lines.py
+	@$(BIN)/python -m pytest -q -s tests/project/test_layout.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,13 +1,13 @@
-"""Grouped attention against transformers' own "sdpa" attention, one call on CPU, over widths and views.
+"""Grouped attention against transformers' own "sdpa" attention, one call on CPU, over widths and attended lengths.
 
     python benchmarks/attention.py                                   # shapes of SmolLM2-135M and Qwen2.5-1.5B
-    python benchmarks/attention.py --model smollm2 --widths 1,2,5 --views 512
+    python benchmarks/attention.py --model smollm2 --widths 1,2,5 --lengths 512
     python benchmarks/attention.py --shape 32/8/128 --dtypes bfloat16 --rows 4 --json FILE
 
-Keys and values lie as in a decoder's memory: slices of longer buffers, a pair per layer, so that caches are as cold as
-in a model. The queries stand at the end of the view. A turn passes once over all layers with each attention; the two
-take turns and change places. Each attention gets the mask it gets in a model, where it is made once per forward, so
-making it is not timed. The answers are compared before anything is timed.
+Keys and values are laid out as in a decoder's KV cache: slices of longer buffers, a pair per layer, so that processor
+caches are as cold as in a model. The queries are the last positions. A turn passes once over all layers with each
+attention; the two alternate and change places. Each attention gets the mask it gets in a model, where it is made once
+per forward, so making it is not timed. The answers are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ DEFAULTS = (Heads("SmolLM2-135M", 9, 3, 64), Heads("Qwen2.5-1.5B", 12, 2, 128))
 
 @dataclass(frozen=True)
 class Case:
-    """What one call computes: `rows` sequences, `width` queries each, over `view` keys."""
+    """What one call computes: `rows` sequences, `width` queries each, over `length` keys."""
 
     shape: Heads
     dtype: torch.dtype
     rows: int
     width: int
-    view: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def main(
     model: Annotated[list[str], typer.Option(help="read the shape from a model's configuration")] = [],  # noqa: B006
     shape: Annotated[list[str], typer.Option(help="HEADS/KEY_HEADS/SIZE")] = [],  # noqa: B006
     widths: str = "1,2,3,4,5,6,7,8,16,32",
-    views: str = "256,512,1024,2048,4096",
+    lengths: str = "256,512,1024,2048,4096",
     dtypes: str = "bfloat16,float32",
     rows: Count = 1,
     layers: Count = 8,
@@ -125,13 +125,13 @@ def main(
     """Print a table of ratios per shape and precision."""
     quiet()
     shapes = [*map(Heads.of_model, model), *map(Heads.parse, shape)] or list(DEFAULTS)
-    wide, far = _numbers("widths", widths), _numbers("views", views)
+    wide, far = _numbers("widths", widths), _numbers("lengths", lengths)
     if max(wide) > min(far):
-        raise UsageError(f"widths up to {max(wide)}, views from {min(far)}; allowed: no width above a view")
+        raise UsageError(f"widths up to {max(wide)}, lengths from {min(far)}; allowed: no width above a length")
     lines = list[dict[str, Any]]()
     for one in shapes:
         for dtype in _dtypes(dtypes):
-            found = {(w, v): measure(Case(one, dtype, rows, w, v), layers, turns) for v in far for w in wide}
+            found = {(w, n): measure(Case(one, dtype, rows, w, n), layers, turns) for n in far for w in wide}
             title = f"{one.name}, {one.heads}/{one.key_heads}/{one.size}, {_name(dtype)}"
             console.print(
                 f"{title}: how many times as fast as sdpa, by the fastest turn (by the median)", soft_wrap=True
@@ -140,9 +140,9 @@ def main(
             fastest, typical = means(found)
             console.print(f"geometric mean {fastest:.2f} ({typical:.2f})")
             lines += [
-                {**asdict(one), "dtype": _name(dtype), "rows": rows, "width": w, "view": v, **asdict(timing)}
+                {**asdict(one), "dtype": _name(dtype), "rows": rows, "width": w, "length": n, **asdict(timing)}
                 | {"ratio_fastest": timing.fastest, "ratio_median": timing.typical}
-                for (w, v), timing in found.items()
+                for (w, n), timing in found.items()
             ]
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()}, torch {torch.__version__}"
     console.print(f"{machine}; rows {rows}, {layers} layers, {turns} turns")
@@ -152,7 +152,7 @@ def main(
 
 @torch.inference_mode()
 def measure(case: Case, layers: int, turns: int) -> Timing:
-    """Time both attentions on random numbers. Raises `SlipstreamError` where their answers part."""
+    """Time both attentions on random numbers. Raises `SlipstreamError` where their answers differ."""
     calls = attentions(case, layers)
     _compare(case, *(call(0) for call in calls))
     seconds: list[list[float]] = [[], []]
@@ -171,23 +171,23 @@ def attentions(case: Case, layers: int) -> tuple[Callable[[int], Tensor], Callab
     shape, generator = case.shape, torch.Generator().manual_seed(1)
     repeats = shape.heads // shape.key_heads
 
-    def normal(heads: int, length: int) -> Tensor:
-        states = torch.randn(case.rows, heads, length, shape.size, generator=generator)
+    def normal(heads: int, count: int) -> Tensor:
+        states = torch.randn(case.rows, heads, count, shape.size, generator=generator)
         return states.to(case.dtype)
 
     query = normal(shape.heads, case.width)
-    memory = [normal(shape.key_heads, case.view + 256)[:, :, : case.view] for _ in range(2 * layers)]
-    positions = torch.arange(case.view)
+    cached = [normal(shape.key_heads, case.length + 256)[:, :, : case.length] for _ in range(2 * layers)]
+    positions = torch.arange(case.length)
     allowed = (positions <= positions[-case.width :, None]).expand(case.rows, 1, -1, -1)
     module, mask = SimpleNamespace(num_key_value_groups=repeats), group_mask(allowed, repeats, case.dtype)
     scaling = shape.size**-0.5
 
     def grouped(layer: int) -> Tensor:
-        keys, values = memory[2 * layer : 2 * layer + 2]
+        keys, values = cached[2 * layer : 2 * layer + 2]
         return grouped_attention(module, query, keys, values, mask, scaling=scaling)[0]
 
     def plain(layer: int) -> Tensor:
-        keys, values = memory[2 * layer : 2 * layer + 2]
+        keys, values = cached[2 * layer : 2 * layer + 2]
         out: Tensor = sdpa_attention_forward(module, query, keys, values, allowed, scaling=scaling)[0]
         return out
 
@@ -201,13 +201,13 @@ def _compare(case: Case, got: Tensor, expected: Tensor) -> None:
 
 
 def table_of(found: dict[tuple[int, int], Timing]) -> Table:
-    """Ratios by width (lines) and view (columns)."""
+    """Ratios by width (lines) and attended length (columns)."""
     table = Table("width")
-    widths, views = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
-    for view in views:
-        table.add_column(f"view {view}", justify="right")
+    widths, lengths = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
+    for length in lengths:
+        table.add_column(f"length {length}", justify="right")
     for width in widths:
-        timings = [found[width, view] for view in views]
+        timings = [found[width, length] for length in lengths]
         table.add_row(str(width), *(f"{t.fastest:.2f} ({t.typical:.2f})" for t in timings))
     return table
 

@@ -71,7 +71,7 @@ class Tally:
 class Bench:
     """The loaded models and the settings. Prompts come in small groups, each through all settings.
 
-    A group's prompts stay in memory from setting to setting, so they are processed once in whole chunks.
+    A group's prompts stay in the KV cache from setting to setting, so they are processed once in whole chunks.
     """
 
     base: SpeculativeDecoder

@@ -1,8 +1,8 @@
-"""How well do the lookup drafters draft texts that are known, and what do they cost? No model is run.
+"""How well do the retrieval drafters draft known texts, and what do they cost? No model is run.
 
     slipstream bench --target smollm2 --arms none --out RUNS
     python benchmarks/drafter_replay.py RUNS/runs.jsonl --tokenizer smollm2
-    python benchmarks/drafter_replay.py README.md docs/*.md --tokenizer smollm2 --history 100000
+    python benchmarks/drafter_replay.py README.md docs/*.md --tokenizer smollm2 --row-length 100000
 
 The target is taken to say exactly the recorded text, as greedy decoding would: a round keeps the draft tokens that
 agree with it and adds one. Inputs: `runs.jsonl` of a benchmark (the texts of its first arm; prompts are those that
@@ -10,8 +10,8 @@ come with the package, or --prompt-file), other .jsonl files with {"prompt": [id
 each line, or text files, of which the first part is the prompt. The texts of a family are replayed in order with one
 drafter, whose store, if it has one, learns from each.
 
-With --history N there is a second table: rows that begin with N tokens (all texts, over and over), then 2,000 rounds of
-which each commits one token. Times are those of this process on the processor, so that other load matters less.
+With --row-length N there is a second table: rows that begin with N tokens (all texts, over and over), then 2,000 rounds
+of which each commits one token. Times are those of this process on the processor, so that other load matters less.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Replay:
         row, output = _row(text.prompt, len(text.output)), text.output
         while (at := row.num_output_tokens) < len(output):
             draft = self.propose(row, into)
-            kept = next((i for i, token in enumerate(draft) if token != output[at + i]), len(draft))
-            row.commit(output[at : at + kept + 1])
-            into.accepted += kept
+            accepted = next((i for i, token in enumerate(draft) if token != output[at + i]), len(draft))
+            row.commit(output[at : at + accepted + 1])
+            into.accepted += accepted
         into.tokens += len(output)
 
     def propose(self, row: Row, into: Tally) -> list[int]:
@@ -125,7 +125,7 @@ def main(
     ] = None,
     prompt_share: Annotated[float, typer.Option(min=0.01, max=0.99, help="of a text file")] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="of each output")] = 1000,
-    history: Annotated[int, typer.Option(min=0, help="tokens before the rounds of the second table; 0: none")] = 0,
+    row_length: Annotated[int, typer.Option(min=0, help="tokens before the rounds of the second table; 0: none")] = 0,
 ) -> None:
     """Print a line per family and drafter."""
     quiet()
@@ -134,14 +134,14 @@ def main(
             _read(inputs, _tokenizer(tokenizer), prompt_file, prompt_share, max_tokens),
             drafter,
             num_draft_tokens,
-            history,
+            row_length,
         )
     except SlipstreamError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
-def _report(texts: list[Recorded], drafters: list[str], num_draft_tokens: int, history: int) -> None:
+def _report(texts: list[Recorded], drafters: list[str], num_draft_tokens: int, row_length: int) -> None:
     largest = max(token for text in texts for token in (*text.prompt, *text.output))
     setup = Setup(CPU, largest + 1)
     families = [*dict.fromkeys(text.family for text in texts)]
@@ -155,24 +155,24 @@ def _report(texts: list[Recorded], drafters: list[str], num_draft_tokens: int, h
             table.add_row(family, name, *tally.cells())
         table.add_section()
     console.print(table)
-    if history:
-        _processors(texts, drafters, setup, num_draft_tokens, history)
+    if row_length:
+        _long_row(texts, drafters, setup, num_draft_tokens, row_length)
 
 
-def _processors(texts: list[Recorded], drafters: list[str], setup: Setup, num_draft_tokens: int, history: int) -> None:
-    tokens = [*islice(cycle(token for text in texts for token in (*text.prompt, *text.output)), history + ROUNDS)]
+def _long_row(texts: list[Recorded], drafters: list[str], setup: Setup, num_draft_tokens: int, row_length: int) -> None:
+    tokens = [*islice(cycle(token for text in texts for token in (*text.prompt, *text.output)), row_length + ROUNDS)]
     unique = sum(len(text.prompt) + len(text.output) for text in texts)
-    table = _table("drafter", f"first {history:,} tokens, us each", "then us per token and draft", "bytes per token")
+    table = _table("drafter", f"first {row_length:,} tokens, us each", "then us per token and draft", "bytes per token")
     for name in drafters:
         made = load(name, setup)
         replay, first, then = Replay(made, setup.vocab_size, num_draft_tokens), Tally(), Tally()
-        row = _row(tokens[:history], ROUNDS + num_draft_tokens + 1)
+        row = _row(tokens[:row_length], ROUNDS + num_draft_tokens + 1)
         replay.propose(row, first)
-        for token in tokens[history:]:
+        for token in tokens[row_length:]:
             row.commit([token])
             replay.propose(row, then)
-        held = f"{made.memory_bytes() / len(row.tokens):.0f}" if isinstance(made, SuffixDrafter) else "-"
-        table.add_row(name, f"{first.seconds / history * 1e6:.1f}", f"{then.seconds / then.rounds * 1e6:.1f}", held)
+        size = f"{made.memory_bytes() / len(row.tokens):.0f}" if isinstance(made, SuffixDrafter) else "-"
+        table.add_row(name, f"{first.seconds / row_length * 1e6:.1f}", f"{then.seconds / then.rounds * 1e6:.1f}", size)
     console.print(table)
     console.print(f"{min(unique, len(tokens)):,} of the tokens are different texts; the rest repeats them.")
 

@@ -1,14 +1,14 @@
-"""What the fast paths on CPU bring: one forward of few tokens, by how the weights are kept.
+"""What the fast paths on CPU bring: one forward of few tokens, by weight format and kernels.
 
     python benchmarks/fast_paths.py smollm2
     python benchmarks/fast_paths.py TARGET --ways plain,packed,int4
 
-plain: the model as transformers loads it, over the same memory. packed: by PyTorch's kernels, that is layers of one
-input fused, weights in oneDNN's layout, query heads grouped, decoder layers in fewer operators, memory read as far as
-needed; own-layers: all of this but the layers; whole-views: all but the last. compiled: by Slipstream's own kernels.
-int4, int8: in few bits, as draft models are kept, by its own kernels where it has them. The tokens come behind
---context others. The ways take turns; medians of many turns count. Beside them the largest difference of a logit from
-the plain model's, relative to the largest logit, and how often the most likely token is the same.
+plain: the model as transformers loads it, with the same KV cache. packed: PyTorch's kernels, that is layers of one
+input fused, weights in oneDNN's layout, query heads grouped, decoder layers in fewer operators, attended lengths as
+short as possible; own-layers: all of this but the layers; full-length: all but the last. compiled: Slipstream's own
+kernels. int4, int8: in few bits, as draft models are loaded, by its own kernels where it has them. The tokens come
+after --context others. The ways take turns; medians of many turns count. Beside them the largest difference of a logit
+from the plain model's, relative to the largest logit, and how often the most likely token is the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 
-WAYS = ("plain", "own-layers", "whole-views", "packed", "compiled", "int4", "int8")
-VIEW = 512
+WAYS = ("plain", "own-layers", "full-length", "packed", "compiled", "int4", "int8")
+ATTENDED_UNIT = 512
 
 
 def main(
@@ -59,7 +59,7 @@ def main(
     tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for way, loaded in models.items():
         set_attended_lengths(
-            loaded.backend, VIEW, () if way in ("plain", "whole-views") else EXACT_FIT.attended_lengths
+            loaded.backend, ATTENDED_UNIT, () if way in ("plain", "full-length") else EXACT_FIT.attended_lengths
         )
         loaded.backend.reserve(1, tokens.shape[1])
         if context:

@@ -6,8 +6,8 @@
 Needs neither network nor weights: target and draft model have the shapes of Qwen3-8B and Qwen3-0.6B and random weights,
 except that both say the token after the last one with a wide margin, so that no near-tie disturbs the simulated
 acceptance: each token of the draft model is replaced by a wrong one with a set probability, the same positions in every
-arm, Hugging Face's own assisted generation included. Such a text hardly depends on the memory; so the logits of random
-tokens, with embeddings so small that they do, are compared on their own.
+arm, Hugging Face's own assisted generation included. Such a text hardly depends on the KV cache; so the logits of
+random tokens, with embeddings so small that they do, are compared on their own.
 """
 
 from __future__ import annotations

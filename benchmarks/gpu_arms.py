@@ -197,7 +197,7 @@ def _shapes() -> Iterator[tuple[int, int]]:
 def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, float]:
     """Graphed against eager after the same ragged random contexts.
 
-    of_other_contexts: the difference that another row's prompt makes, which a mistake about the memory would resemble.
+    of_other_contexts: the difference that another row's prompt makes, which a mistake in the KV cache would resemble.
     """
     embedding = setting.target.get_input_embeddings().weight
     with torch.no_grad():

@@ -1,17 +1,18 @@
 """Which layers of a model draft best for it, and would that pay? A small search on the user's prompts.
 
-    python benchmarks/exit_layers.py smollm2 PROMPTS.jsonl
-    python benchmarks/exit_layers.py TARGET PROMPTS.jsonl --save
+    python benchmarks/layer_search.py smollm2 PROMPTS.jsonl
+    python benchmarks/layer_search.py TARGET PROMPTS.jsonl --save
 
 The target's own greedy texts are the truth. They are cut into blocks of `--depth` tokens. In each block a candidate
-reads the target's memory of all before it, as a draft does, and is told the true tokens from there on; agreement is the
-share of positions at which its first choice is the target's, and how many in a row are says how long its drafts would
-last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one, each time the
-least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes what a plain
-forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of layers. The
-speed-up is what `slipstream.bench.prediction` expects of these figures at the best draft length.
+reads the target's KV cache of all tokens before it, as a draft does, and is given the true tokens from there on;
+agreement is the share of positions at which its first choice is the target's, and how many in a row are says how long
+its drafts would last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one,
+each time the least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes
+what a plain forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of
+layers. The speed-up is what `slipstream.bench.prediction` expects of these figures at the best draft length.
 
---save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this model.
+--save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this
+model.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ class Candidate:
 
 
 class Truth:
-    """The target's texts and its memory of them, in the first slots; candidates work in as many slots behind them."""
+    """The target's texts and their KV cache, in the first slots; candidates use as many slots after them."""
 
     def __init__(self, decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_tokens: int, depth: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         decoder.forget()
         outputs = [result.token_ids for result in decoder.generate(list(prompts), params)]
         self.texts = [ids + output for ids, output in zip(prompts, outputs, strict=True)]
-        decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+        decoder.forget()  # its sessions must not reuse a KV cache that is about to be overwritten
         self.backend: Backend = decoder.target.backend
         self.depth, self._rows = depth, len(prompts)
         self._length = max(map(len, self.texts))
@@ -130,8 +131,8 @@ class Prices:
 
 def candidates(truth: Truth, count: int, fewest: int) -> Iterator[Candidate]:
     """The first layers, more and more of them; then fewer and fewer of all, always without the least missed one."""
-    for kept in range(1, count):
-        yield truth.judge(range(kept))
+    for first in range(1, count):
+        yield truth.judge(range(first))
     layers = tuple(range(count))
     while len(layers) > fewest:
         tried = [truth.judge([i for i in layers if i != out]) for out in layers]
@@ -159,7 +160,7 @@ def main(
     depth: Annotated[int, typer.Option(min=1, max=8, help="draft tokens judged in a row")] = 4,
     fewest: Annotated[int, typer.Option(min=0, help="layers at which leaving out ends; 0: half of them")] = 0,
     seconds: Annotated[float, typer.Option(help="for timing the target")] = 10.0,
-    save: Annotated[bool, typer.Option("--save", help="remember the best, if it pays, for the drafter exit")] = False,
+    save: Annotated[bool, typer.Option("--save", help="save the best, if it pays, for the drafter layer_skip")] = False,
 ) -> None:
     """Print the best choices of layers, best first, whether any should pay, and one JSON line."""
     quiet()
@@ -194,7 +195,7 @@ def _read(prompts: Path, count: int) -> Sequence[NamedPrompt]:
 def _print(best: Sequence[Candidate], judged: int) -> None:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("layers", overflow="fold")
-    for name in ("kept", "agreement", "step", "draft\ntokens", "tokens\nper round", "predicted\nspeed-up"):
+    for name in ("layers", "agreement", "step", "draft\ntokens", "tokens\nper round", "predicted\nspeed-up"):
         table.add_column(name, justify="right")
     for one in best:
         figures = f"{one.agreement:.2f}", f"{one.step:.2f}", str(one.num_draft_tokens), f"{one.tokens_per_round:.2f}"
@@ -205,8 +206,8 @@ def _print(best: Sequence[Candidate], judged: int) -> None:
         console.print(f"Should pay: {best[0].speed_up:.2f}x, before the drafter's own overhead.")
     else:
         console.print(
-            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models that were not trained to be left "
-            "early seldom do better; a small model of the family, or a drafter that looks up, costs less."
+            f"Does not pay: at best {best[0].speed_up:.2f}x of plain decoding. Models not trained to exit early "
+            "seldom do better; a small model of the family, or a retrieval drafter, costs less."
         )
 
 

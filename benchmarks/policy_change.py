@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from matplotlib.figure import Figure
-from policy_replay import CPU, Replay, pace_of
+from policy_replay import CPU, Replay, cost_model_of
 from terminal import Count, console, run
 
 from slipstream.bench.prediction.formula import Costs
@@ -69,14 +69,14 @@ def _text(file: Path) -> str:
 
 
 def simple_costs(ms: float, more: float) -> Costs:
-    """A forward of one token and what each further one costs; look-ups cost nothing."""
+    """A forward of one token and what each further one costs; retrieval drafts cost nothing."""
     widths = {width: ms + more * (width - 1) for width in range(1, 33)}
     return Costs({1: widths}, {1: dict.fromkeys(widths, 0.0)}, {1: 0.0}, {1: 0.0})
 
 
 def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
     """The rounds of `suffix` with lengths that pay, over a known text."""
-    controller = DraftController(pace_of(costs))
+    controller = DraftController(cost_model_of(costs))
     drafter = load("suffix:outputs=0", Setup(CPU, 1 << 20, controller=controller, acceptance_probs=True))
     one = Replay([{"prompt": prompt, "output": output, "model": []}], costs, drafter, Auto(controller, 7))
     row = one._row(0)

@@ -107,10 +107,10 @@ class Replay:
         for i, row in enumerate(rows):
             proposed = tuple(draft.tokens[i, : draft.lengths[i]].tolist())
             truth = self.records[row.index]["output"][row.num_output_tokens :]
-            kept = next((n for n, (a, b) in enumerate(zip(proposed, truth, strict=False)) if a != b), None)
-            kept = min(len(proposed), len(truth)) if kept is None else kept
-            start, tokens = len(row.tokens), row.commit(truth[: kept + 1])
-            rejected = kept < len(proposed) and len(tokens) > kept
+            accepted = next((n for n, (a, b) in enumerate(zip(proposed, truth, strict=False)) if a != b), None)
+            accepted = min(len(proposed), len(truth)) if accepted is None else accepted
+            start, tokens = len(row.tokens), row.commit(truth[: accepted + 1])
+            rejected = accepted < len(proposed) and len(tokens) > accepted
             row.rounds.append(
                 Round(
                     row.index,
@@ -119,7 +119,7 @@ class Replay:
                     start,
                     proposed,
                     tokens,
-                    kept,
+                    accepted,
                     rejected,
                     row.finish_reason,
                     seconds,
@@ -162,14 +162,14 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
         yield "model heuristic", Replay(records, costs, made("model", 8), Heuristic(8))
         yield "hybrid@7", Replay(records, costs, made("hybrid", 7), Fixed(7))
     for name in ["ngram", "suffix:outputs=0", *(["model", "hybrid"] if with_model else [])]:
-        controller = DraftController(pace_of(costs))
+        controller = DraftController(cost_model_of(costs))
         yield (
             f"{name} auto",
             Replay(records, costs, made(name, 0, controller), Auto(controller, 7, stepwise=name == "model")),
         )
 
 
-def pace_of(costs: Costs) -> CostModel:
+def cost_model_of(costs: Costs) -> CostModel:
     """What a decoder would know of these costs beforehand."""
     return CostModel(lambda width, rows: costs.pad(width), measured=costs.target[1])
 

@@ -40,7 +40,7 @@ class Arm:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, groups: Sequence[list[list[int]]], params: SamplingParams) -> None:
-        """Decode all groups of prompts, each as a batch with an empty memory."""
+        """Decode all groups of prompts, each as a batch with an empty KV cache."""
         rounds, self.texts = [], []
         for group in groups:
             self.decoder.forget()

@@ -1,4 +1,4 @@
-"""What ragged forwards save: rows that take different numbers of tokens, padded to the longest or one behind the other.
+"""What ragged forwards save: rows that take different numbers of tokens, padded to the longest or one after another.
 
     python benchmarks/ragged.py smollm2
     python benchmarks/ragged.py TARGET --counts 1,1,1,16/4,1,4,2 --context 200 --turns 20

@@ -3,7 +3,7 @@
     python benchmarks/reproducible_cost.py smollm2 PROMPTS.jsonl
     python benchmarks/reproducible_cost.py TARGET PROMPTS.jsonl --draft DRAFT --dtype float32
 
-First fresh calibrations, whatever the cache remembers: how much longer a plain step takes at the agreeing widths than
+First fresh calibrations, whatever is saved: how much longer a plain step takes at the agreeing widths than
 at the fastest one. Then plain and speculative decoding, greedy, each prompt through both kinds of shapes in turns. All
 times of a prompt are medians of its turns; a cost is their ratio minus 1, shown as the median over the prompts and its
 range. A round is timed by its verification, reading the prompt by the target's part of it. Texts of the free shapes are
@@ -45,12 +45,12 @@ class Parts:
     round: float
 
     @classmethod
-    def ratio(cls, kept: Sequence[Parts], free: Sequence[Parts]) -> Parts:
+    def ratio(cls, agreeing: Sequence[Parts], free: Sequence[Parts]) -> Parts:
         """Reproducible / free, medians of the turns."""
         return cls(
-            median(turn.token for turn in kept) / median(turn.token for turn in free),
-            median(turn.reading for turn in kept) / median(turn.reading for turn in free),
-            median(turn.round for turn in kept) / median(turn.round for turn in free),
+            median(turn.token for turn in agreeing) / median(turn.token for turn in free),
+            median(turn.reading for turn in agreeing) / median(turn.reading for turn in free),
+            median(turn.round for turn in agreeing) / median(turn.round for turn in free),
         )
 
 
@@ -122,7 +122,7 @@ def main(
 
 
 def fresh_calibrations(base: SpeculativeDecoder, count: int) -> list[Calibration]:
-    """Calibrate anew; the cache is neither read nor written, and what the decoder's memory held is dropped."""
+    """Calibrate anew; the saved calibrations are neither read nor written, and the decoder's KV cache is dropped."""
     found = [calibrate(base.target.backend, base.config.max_batch_size) for _ in range(count)]
     base.forget()
     if not all(one.agrees for one in found):
@@ -137,11 +137,11 @@ def calibration_line(base: SpeculativeDecoder, found: Sequence[Calibration]) -> 
     model, costs = base.target.model, [100 * one.cost for one in found]
     name = base.target.name if model is None else f"{base.target.name} {str(model.dtype).removeprefix('torch.')}"
     widths = " or ".join(sorted({", ".join(map(str, one.widths)) for one in found}))
-    views = " or ".join(map(str, sorted({one.attended_unit for one in found})))
+    units = " or ".join(map(str, sorted({one.attended_unit for one in found})))
     return (
         f"Calibration, {name}{' packed' if base.target.packed else ''}: a plain step takes {min(costs):.1f} to "
-        f"{max(costs):.1f} % longer than at the fastest width ({len(found)} fresh); widths {widths} agree, views are "
-        f"multiples of {views}"
+        f"{max(costs):.1f} % longer than at the fastest width ({len(found)} fresh); widths {widths} agree, "
+        f"attended lengths are multiples of {units}"
     )
 
 

@@ -113,7 +113,7 @@ class Scaling:
         uses_model = self.drafter == "model" and decoder.draft is not None
         self._draft = Session(_Awaited(decoder.draft.backend), EXACT_FIT) if uses_model else None
         self._tokens = (self.rounds + WARM_UP + 1) * (self.num_draft_tokens + 1)  # more than the rounds can commit
-        decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+        decoder.forget()  # its sessions must not reuse a KV cache that is about to be overwritten
 
     def measure(self, contexts: Sequence[int], batches: Sequence[int], turns: int = 3) -> list[Line]:
         """One line per batch and context."""
@@ -183,19 +183,19 @@ class Scaling:
         model = self.decoder.target.model
         if model is None:
             return []
-        config, view = model.config.get_text_config(), self._shapes.attended_unit
+        config, unit = model.config.get_text_config(), self._shapes.attended_unit
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        keys = -(-(context + self._width()) // view) * view
+        keys = -(-(context + self._width()) // unit) * unit
         like = {"dtype": model.dtype, "device": self._target.backend.device}
         query = torch.randn(batch, key_heads, heads // key_heads * self._width(), size, **like)
-        memory = [torch.randn(batch, key_heads, keys, size, **like) for _ in range(2)]
+        cached = [torch.randn(batch, key_heads, keys, size, **like) for _ in range(2)]
         mask = torch.zeros(batch, 1, query.shape[2], keys, **like)
         taken = []
         for _ in range(self.rounds + 1):
             started = perf_counter()
-            scaled_dot_product_attention(query, *memory, attn_mask=mask)
+            scaled_dot_product_attention(query, *cached, attn_mask=mask)
             if query.device.type == "cuda":
                 torch.cuda.synchronize(query.device)
             taken.append(1e3 * (perf_counter() - started) * config.num_hidden_layers)

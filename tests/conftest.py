@@ -36,16 +36,3 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, m
 def cache_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions compare the ids their slots hold with committed tokens at every use."""
     monkeypatch.setenv("SLIPSTREAM_DEBUG", "1")
-
-
-SLOW = (
-    *("verify", "reference", "hf_", "chat", "bench", "report", "sweep", "simulate", "examples", "properties", "table"),
-    *("graphs", "gpu", "unrolled", "suffix", "exit", "policy", "attention", "scaling", "threads", "quantised"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole commands and of random cases are not in the fast part."""
-    for item in items:
-        if item.path.stem.removeprefix("test_").startswith(SLOW):
-            item.add_marker(pytest.mark.slow)

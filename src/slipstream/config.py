@@ -11,9 +11,9 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError
 
+EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
-SWITCH = (True, False, "auto")
 
 
 def setting(default: Any, text: str) -> Any:
@@ -61,6 +61,14 @@ class DecoderConfig:
             raise UsageError(f"max_batch_size={self.max_batch_size!r}; allowed: a whole number >= 1")
         if not isinstance(self.load_options, dict):
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
+
+    def refuse_contradictions(self) -> None:
+        """Refuse a setting that another one makes useless; `using("none")` may keep a draft length."""
+        if self.drafter == "none" and self.num_draft_tokens not in ("auto", 0):
+            raise UsageError(
+                f"num_draft_tokens={self.num_draft_tokens!r} with drafter='none', which drafts nothing; "
+                "allowed: 'auto' or 0, or another drafter"
+            )
 
     def to_json(self) -> str:
         """The settings as JSON."""

@@ -82,6 +82,7 @@ class SpeculativeDecoder:
             max_batch_size=max_batch_size,
             load_options=load_options or {},
         )
+        self.config.refuse_contradictions()
         if acceptance != "auto":
             load_rule(acceptance)
         self._drafter: str | Drafter = drafter

@@ -7,3 +7,8 @@ class SlipstreamError(Exception):
 
 class UsageError(SlipstreamError, ValueError):
     """Wrong use: the message names the field, the value and what is allowed."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -144,12 +144,12 @@ def test_stats_reset_and_save(tmp_path: Path) -> None:
 
 def test_filler_is_the_tables_fill_or_says_that_there_is_none(monkeypatch) -> None:
     chat = toy()
-    assert type_in(chat, "/filler on") == "filler: on, drafter: table:fill"
+    assert type_in(chat, "/filler on") == "filler: on, drafter: ngram_table:fill"
     type_in(chat, "The heron looked at the water. The heron")
     assert chat.last.stats.num_draft_tokens > 0
-    assert type_in(chat, "/filler off") == "filler: off, drafter: table"
-    assert type_in(chat, "/drafter table:4", "/filler on") == "filler: on, drafter: table:4+fill"
-    assert type_in(chat, "/filler off") == "filler: off, drafter: table:4"
+    assert type_in(chat, "/filler off") == "filler: off, drafter: ngram_table"
+    assert type_in(chat, "/drafter ngram_table:4", "/filler on") == "filler: on, drafter: ngram_table:4+fill"
+    assert type_in(chat, "/filler off") == "filler: off, drafter: ngram_table:4"
     assert type_in(chat, "/drafter ngram", "/filler off") == "filler: off, drafter: ngram"
     monkeypatch.setattr(drafters, "names", lambda: ["ngram"])
     assert "'ngram_table'" in refused(chat, "/filler on")

@@ -14,7 +14,10 @@ import pytest
 
 from slipstream.apps.chat.slash_commands import COMMANDS
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux, which plays the terminal, is not installed"),
+]
 START, ANSWER = 90.0, 45.0  # seconds: limits, not waits
 
 

@@ -72,6 +72,7 @@ def test_lossy_rules_are_announced(capsys, monkeypatch) -> None:
     assert code == 0 and "topk:5 is lossy" in err
 
 
+@pytest.mark.slow
 def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "The heron looked at"}\n{"turns": ["A sparrow"], "category": "birds"}\n')

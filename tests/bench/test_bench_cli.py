@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from test_cli import run
 
-from slipstream.apps.cli import bench
+from slipstream.apps.cli import bench_run as bench
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+
+pytestmark = pytest.mark.slow
 
 PLANS = Path(__file__).parents[2] / "benchmarks"
 PROMPTS = ({"prompt": "The heron looked", "category": "birds"}, {"prompt": "a fish, a fish", "category": "fish"})

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_bench_runs import GREEDY, HEADER, PROMPTS, toy
 
@@ -18,6 +19,8 @@ from slipstream.bench.plan import Measurement, plan
 from slipstream.bench.records import FILE, Arm, read_records
 from slipstream.bench.run_header import open_folder
 from slipstream.bench.runner import Runner
+
+pytestmark = pytest.mark.slow
 
 SERVER = """
 import os, sys

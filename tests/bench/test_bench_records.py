@@ -154,7 +154,8 @@ def test_settings_compare_as_json_holds_them() -> None:
 
 
 def test_arms_are_written_in_a_small_syntax() -> None:
-    texts = "none, ngram, ngram:2-4@7, table:fill, model@4/topk:10, none.plain, model@4/block.plain~0.8, hf-lookup@5~1"
+    texts = "none, ngram, ngram:2-4@7, ngram_table:fill, model@4/topk:10, none.plain, model@4/block.plain~0.8"
+    texts += ", hf-lookup@5~1"
     arms = parse_arms(texts)
     assert [(a.drafter, a.num_draft_tokens, a.acceptance, a.fast, a.temperature, a.baseline) for a in arms] == [
         ("none", None, None, None, None, None),

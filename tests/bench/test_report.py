@@ -30,6 +30,8 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.round_view import views
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from test_formula import RAGGED, linear_costs
 
 from slipstream import UsageError
 from slipstream.apps.cli.common import app, out
-from slipstream.apps.cli.simulate import print_simulation, simulation_table
+from slipstream.apps.cli.simulation_table import print_simulation, simulation_table
 from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.formula import (
     Costs,
@@ -21,6 +23,8 @@ from slipstream.bench.prediction.formula import (
 )
 from slipstream.bench.prediction.simulation import Load, play, simulate
 from slipstream.core.stats import Stats
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("acceptance", [0.7, RAGGED], ids=["alpha", "by position"])
@@ -107,8 +111,8 @@ def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "exactly one of them"),
-        (["--alpha", "0.5"], "costs come from"),
+        (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),
+        (["--target", "toy", "--costs", "x.json"], "exactly one of them"),
         (["--alpha", "0.5", "--target", "toy", "--target-params", "1e9"], "costs come from"),
         (["--alpha", "0.5", "--target-params", "1e9"], "memory_bandwidth=0"),
         (["--alpha", "0.5", "--target", "toy", "--flops", "1e9"], "belong to --target-params"),
@@ -121,3 +125,13 @@ def test_the_command_refuses(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as error:
         app(["simulate", *arguments], standalone_mode=False)
     assert message in str(error.value)
+
+
+def test_without_options_the_command_shows_an_example_and_says_what_it_assumes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "simulate"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "best draft length" in done.stdout
+    assert "0.7 per token is assumed" in done.stderr and "--target T" in done.stderr

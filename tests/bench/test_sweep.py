@@ -8,11 +8,13 @@ import pytest
 from toy_runs import timed
 
 from slipstream.apps import cli
-from slipstream.apps.cli import sweep as command
+from slipstream.apps.cli import sweep_run as command
 from slipstream.bench.records import FILE, read_records
 from slipstream.bench.sweep_grid import Grid, best_of, references, series_of, summarise_by_temperature
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.errors import UsageError
+
+pytestmark = pytest.mark.slow
 
 SLOW, FAST, EVEN = [0.9, 1.0, 1.1, 1.0], [0.45, 0.5, 0.55, 0.5], [1.1, 0.7, 1.3, 0.8]
 

@@ -12,7 +12,7 @@ from toy_runs import PROMPTS
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
-from slipstream.apps.cli import tune as command
+from slipstream.apps.cli import tune_run as command
 from slipstream.bench.plan import name_prompts
 from slipstream.bench.records import read_records, start
 from slipstream.bench.run_header import make_header

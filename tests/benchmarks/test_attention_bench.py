@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from slipstream import SlipstreamError, UsageError
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -43,14 +45,14 @@ def prompts(tmp_path: Path) -> str:
 # attention
 
 
-def test_every_shape_width_and_view_is_timed(benchmark: Any, tmp_path: Path) -> None:
+def test_every_shape_width_and_length_is_timed(benchmark: Any, tmp_path: Path) -> None:
     file, saved = tmp_path / "out.json", tmp_path / "model"
     shared("qwen2").config.save_pretrained(saved)
-    grid = ("--widths", "1,5", "--views", "256,512", "--layers", "1", "--turns", "2", "--rows", "2")
+    grid = ("--widths", "1,5", "--lengths", "256,512", "--layers", "1", "--turns", "2", "--rows", "2")
     out = run(benchmark("attention"), "--shape", "6/2/16", "--model", str(saved), *grid, "--json", str(file))
     lines = json.loads(file.read_text())["lines"]
     assert [(line["heads"], line["key_heads"], line["size"]) for line in lines[::8]] == [(4, 2, 8), (6, 2, 16)]
-    cells = [(line["dtype"], line["view"], line["width"]) for line in lines[:8]]
+    cells = [(line["dtype"], line["length"], line["width"]) for line in lines[:8]]
     assert cells == [(d, v, w) for d in ("bfloat16", "float32") for v in (256, 512) for w in (1, 5)]
     for line in lines:
         assert 0 < line["grouped_fastest"] <= line["grouped_median"] and 0 < line["sdpa_fastest"] <= line["sdpa_median"]
@@ -59,7 +61,7 @@ def test_every_shape_width_and_view_is_timed(benchmark: Any, tmp_path: Path) -> 
 
 
 def test_without_a_shape_the_two_models_of_the_readme_are_taken(benchmark: Any) -> None:
-    out = run(benchmark("attention"), "--widths", "1", "--views", "256", "--layers", "1", "--turns", "1")
+    out = run(benchmark("attention"), "--widths", "1", "--lengths", "256", "--layers", "1", "--turns", "1")
     assert "SmolLM2-135M, 9/3/64, bfloat16" in out and "Qwen2.5-1.5B, 12/2/128, float32" in out
 
 
@@ -79,8 +81,8 @@ def test_attentions_that_part_are_not_timed(benchmark: Any, monkeypatch: pytest.
         (("--shape", "9x3"), "shape '9x3'; allowed"),
         (("--model", "./nowhere"), "'./nowhere' is not a folder"),
         (("--widths", "1,x"), "widths='1,x'; allowed"),
-        (("--views", "0"), "views='0'; allowed"),
-        (("--widths", "32", "--views", "16"), "widths up to 32, views from 16"),
+        (("--lengths", "0"), "lengths='0'; allowed"),
+        (("--widths", "32", "--lengths", "16"), "widths up to 32, lengths from 16"),
         (("--dtypes", "float16"), "dtypes='float16'; allowed: float32, bfloat16"),
     ],
 )
@@ -125,7 +127,7 @@ def test_ratios_are_of_medians_and_costs_their_geometric_mean(benchmark: Any) ->
 def test_memory_is_counted_per_row_and_filling_adds_to_it(benchmark: Any, prompts: str, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     small = ("--max-tokens", "20", "--worst-tokens", "500", "--json", str(file))
-    out = run(benchmark("table_memory"), "toy", prompts, *small)
+    out = run(benchmark("ngram_table_memory"), "toy", prompts, *small)
     report = json.loads(file.read_text())
     assert [row["output"] for row in report["rows"]] == [20, 20]
     assert all(row["tokens"] > 40 and row["filled"] > row["table"] > 0 for row in report["rows"])

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_benchmark_runs_on_tiny_models(tmp_path: Path) -> None:
     script, out = Path(__file__).parents[2] / "benchmarks" / "gpu.py", tmp_path / "result.json"

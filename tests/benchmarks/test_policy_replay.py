@@ -23,6 +23,8 @@ from slipstream.draft_length.early_stop import WhilePays  # noqa: E402
 from slipstream.draft_length.policies import Auto, Fixed  # noqa: E402
 from slipstream.drafters import Setup, load  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 
@@ -47,7 +49,7 @@ def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> 
 
 def seconds(records: list[dict[str, Any]], table: Costs, drafter: str, length: int | None, batch: int = 1) -> float:
     """Of one setting over all texts; length None is what pays."""
-    controller = DraftController(replay.pace_of(table)) if length is None else None
+    controller = DraftController(replay.cost_model_of(table)) if length is None else None
     stop = None if controller is None else WhilePays(controller)
     made = replay.Recorded(records, stop)
     if drafter != "model":

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from slipstream import SpeculativeDecoder, UsageError
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
 
 

@@ -14,6 +14,8 @@ from slipstream.certificate.text_checks import OPTIONS
 from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.text.prompts import NamedPrompt
 
+pytestmark = pytest.mark.slow
+
 COUPLED = ["seeded text, one by one"]
 COUPLED += [f"option {name}" for name, given in OPTIONS.items() if given.get("temperature")]
 PROMPTS = [NamedPrompt("The heron looked at the"), NamedPrompt("A sparrow and a heron shared a river. The heron was")]

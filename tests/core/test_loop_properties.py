@@ -27,6 +27,8 @@ from slipstream.reproducibility.calibration import Calibration
 from slipstream.sampling import logits_processors as history
 from slipstream.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 TEXT = list(FABLE.replace("\n", " ").encode())
 SPACE, LETTER_E = 32, 101
 # narrow widths and short chunks, so that short prompts already take several forwards

@@ -46,7 +46,10 @@ FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 SOME, LONGER = 12, 10  # rows and tokens of texts that are compared one by one
 
 over_ways = pytest.mark.parametrize(("drafter", "rule"), WAYS)
-over_models = pytest.mark.parametrize("name", OPTIONS)
+# the fast part of the tests has one architecture
+over_models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in OPTIONS]
+)
 
 
 @cache

@@ -28,6 +28,8 @@ from slipstream.models.layer_subset import identity, num_layers
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
@@ -341,9 +343,9 @@ def test_backends_without_layers_and_setups_without_a_target_are_refused() -> No
 
 @pytest.mark.smollm2
 def test_the_default_model_says_the_same_with_its_own_layers_drafting() -> None:
-    decoder = SpeculativeDecoder("smollm2", drafter="none", num_draft_tokens=3)
+    decoder = SpeculativeDecoder("smollm2", num_draft_tokens=3)
     prompt, params = "List three colours of the sky and when they are seen.", SamplingParams(max_tokens=24)
-    plain = decoder.generate(prompt, params)
+    plain = decoder.using("none").generate(prompt, params)
     for argument in ("28", "0-9,11-29"):
         result = decoder.using(f"layer_skip:{argument}").generate(prompt, params)
         assert result.token_ids == plain.token_ids and result.stats.num_accepted_tokens > 0

@@ -241,6 +241,7 @@ def test_the_loop_tells_of_every_round_before_it_is_committed() -> None:
 # the text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) -> None:
@@ -263,6 +264,7 @@ def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) 
     assert any(done.num_accepted_tokens for done in rounds) and any(done.rejected for done in rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", ["ngram_table:2-3", "ngram_table:2-3+fill"])
 @pytest.mark.parametrize("rule", ["match", "rejection"])

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.drafters import Setup, load, suffix
+from slipstream.drafters import Setup, load
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix import automaton as suffix_automaton
+from slipstream.drafters.suffix import suffix_drafter as suffix
 from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
@@ -303,8 +304,7 @@ def test_rows_of_a_batch_are_independent() -> None:
     rows = [row_of(text) for text in texts]
     for _ in range(3):
         assert propose(drafter, rows, 4) == [
-            specification([row.tokens], row.tokens, 4, suffix.drafter.THRESHOLD, prompt=row.prompt_length)
-            for row in rows
+            specification([row.tokens], row.tokens, 4, suffix.THRESHOLD, prompt=row.prompt_length) for row in rows
         ]
         for row in rows:
             row.tokens.append(row.tokens[1])

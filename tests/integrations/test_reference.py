@@ -20,6 +20,8 @@ from slipstream.integrations.reference import (
     speculative_generate_batch,
 )
 
+pytestmark = pytest.mark.slow
+
 # the references' own code, as they print it
 
 

@@ -30,6 +30,8 @@ from slipstream.integrations.reference import (
 )
 from slipstream.integrations.reference import decoder_cache as held
 
+pytestmark = pytest.mark.slow
+
 # what the calls leave behind
 
 

@@ -28,6 +28,8 @@ from slipstream.integrations.reference import (
 from slipstream.integrations.reference import processor_options as distribution
 from slipstream.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 RUNS = 400
 
 # the user's own processors

@@ -19,6 +19,8 @@ from slipstream.models.cuda.graph_memory import SPARE, WIDTHS
 from slipstream.models.cuda.graph_store import GraphMemory, GraphStore, Rerun, unsupported
 from slipstream.models.hf.backend import HFBackend
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("llama", "qwen2", "gpt2", "gemma3")
 PROMPT = 24
 STARTS = [24, 17, 22, 12]  # of rows whose later positions may be written over, as padding does without captures

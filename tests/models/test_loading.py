@@ -412,6 +412,7 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
             assert not torch.allclose(got, linear(x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma3"])
 def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
     model = fresh(name)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, VOCAB, fresh, perturbed, prompts, reference, shared, tokenizer
+from tiny import VOCAB, fresh, over_architectures, perturbed, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 
@@ -36,7 +36,7 @@ def ids(results: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("reproducible", [True, False])
 @pytest.mark.parametrize("drafter", DRAFTS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@over_architectures
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
     made = decoder(name, drafter, reproducible=reproducible)
     for length in (1, 3, 7) if drafter != "none" else (0,):
@@ -45,7 +45,7 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, draft
 
 
 @pytest.mark.parametrize("drafter", DRAFTS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@over_architectures
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
     made = decoder(name, drafter, num_draft_tokens=3)
     assert ids([made.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)

@@ -123,6 +123,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
     assert (result.widths, result.together) == ((8,), without(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtype, fast: bool) -> None:

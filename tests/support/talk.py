@@ -22,7 +22,7 @@ class Recorder:
         self.errors: list[str] = []
         self.stop_after: int | None = None
 
-    def segment(self, text: str) -> None:
+    def piece(self, text: str) -> None:
         self.segments.append(text)
         if self.stop_after is not None and text != "\n":
             self.stop_after -= 1

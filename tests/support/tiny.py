@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -67,6 +68,11 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**_SHAPE),
     "olmo2": lambda: transformers.Olmo2Config(**_SHAPE),
 }
+# the fast part of the tests has two of them
+over_architectures = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("llama", "gemma3") else pytest.mark.slow) for name in ARCHITECTURES],
+)
 
 
 def fresh(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

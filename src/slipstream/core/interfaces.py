@@ -1,4 +1,4 @@
-"""The protocols between the loop and what plugs into it: drafters, models, policies, samplers; and declared traits."""
+"""The protocols between the loop and what plugs into it: drafters, models, policies, samplers."""
 
 from __future__ import annotations
 
@@ -46,40 +46,6 @@ class Sampler(Protocol):
 
     def round_keys(self, stream: Stream) -> list[int]:
         """One key per row for random draws of this round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What a drafter declares about itself. `auto`, `--help`, the bench and the tests go by this and by no name.
-
-    samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`).
-    costs_time: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
-    weighs_costs: it compares costs itself while it drafts, so that the policy need not before.
-    reads_prompt: it has a KV cache of its own that must read a text before the first draft.
-    knows_probs: it knows a probability of each token it drafts, by which it can stop early.
-    default_length: tokens per round where neither the user nor measured costs say how many.
-    preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
-    needs_draft_model, needs_costs: what must be there for that.
-    """
-
-    samples: bool = True
-    costs_time: bool = True
-    weighs_costs: bool = False
-    reads_prompt: bool = False
-    knows_probs: bool = False
-    default_length: int = 5
-    preference: int = 0
-    needs_draft_model: bool = False
-    needs_costs: bool = False
-
-
-@runtime_checkable
-class Declared(Protocol):
-    """Optional of a drafter object that users pass in: its traits. One without is taken to have the defaults."""
-
-    @property
-    def traits(self) -> Traits:
-        """What it declares about itself."""
 
 
 @runtime_checkable

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from slipstream import drafters
-from slipstream.core.interfaces import Policy, Traits
+from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.controller import DraftController

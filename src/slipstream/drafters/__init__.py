@@ -20,8 +20,9 @@ from slipstream.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.core.interfaces import Drafter, Traits
+    from slipstream.core.interfaces import Drafter
     from slipstream.core.session import Session
+    from slipstream.core.traits import Traits
     from slipstream.draft_length.controller import DraftController
 
 
@@ -65,7 +66,7 @@ def traits(text: str) -> Traits:
 
 def traits_of(drafter: str | Drafter) -> Traits:
     """The same of a name or of an object, which may declare `traits`; the defaults assume the worst of others."""
-    from slipstream.core.interfaces import Declared, Traits
+    from slipstream.core.traits import Declared, Traits
 
     if isinstance(drafter, str):
         return traits(drafter)
@@ -99,7 +100,7 @@ def usage() -> tuple[str, ...]:
     folder = Path(__file__).parent
     found = []
     for name in names():
-        files = [folder / f"{name}.py", folder / name / "drafter.py"]
+        files = [folder / f"{name}.py", folder / name / f"{name}_drafter.py"]
         source = ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
         found += [
             str(ast.literal_eval(node.value))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from slipstream.core.interfaces import Drafter, Extender, Learner, Sampler, Traits
+from slipstream.core.interfaces import Drafter, Extender, Learner, Sampler
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.controller import DraftController, joined
 from slipstream.draft_length.draft_yields import DraftNote

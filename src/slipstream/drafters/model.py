@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import DraftScorer, Sampler, Traits
+from slipstream.core.interfaces import DraftScorer, Sampler
 from slipstream.core.rng import Stream
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.early_stop import PathBelow, Stop, TokenBelow, WhilePays
 from slipstream.drafters import Setup

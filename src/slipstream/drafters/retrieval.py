@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slipstream.core.interfaces import Sampler, Traits
+from slipstream.core.interfaces import Sampler
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.drafters import Setup, suffix
 from slipstream.drafters import token_recycling as recycle

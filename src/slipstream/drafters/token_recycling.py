@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Sampler, Traits
+from slipstream.core.interfaces import Sampler
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup

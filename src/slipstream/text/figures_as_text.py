@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.certificate.parity import Difference
+if TYPE_CHECKING:
+    from slipstream.certificate.parity import Difference
+    from slipstream.core.stats import Stats
 
 
 def percent(value: float | None) -> str:
@@ -22,6 +24,13 @@ def verdict(difference: Difference | None) -> str:
         gap = abs(difference.expected_gap - difference.got_gap)
         return f"tie at {difference.position} (gap {gap:.2g}, noise {difference.noise:.2g})"
     return f"DIFFERS at {difference.position}"
+
+
+def statistics_line(stats: Stats, drafter: str) -> str:
+    """Tokens, speed and acceptance in one line."""
+    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
+    return f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}"
 
 
 def time_split(stats: dict[str, Any]) -> str:

@@ -58,16 +58,6 @@ def is_chat(prompt: Any) -> bool:
     return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
 
 
-def check_text(name: str, text: str) -> None:
-    """Refuse text that UTF-8 cannot encode: lone surrogates, which undecodable bytes become."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{name} has {text[error.start]!r} at character {error.start}; allowed: valid Unicode (no lone surrogates)"
-        ) from None
-
-
 def _plain(prompt: Any) -> Any:
     return [int(token) for token in prompt] if is_ids(prompt) else prompt
 

@@ -19,6 +19,26 @@ class NamedPrompt:
     prompt: str
     category: str = "prompt"
 
+    def __post_init__(self) -> None:
+        check_text("prompt", self.prompt)
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse text that UTF-8 cannot encode: lone surrogates, which undecodable bytes become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{name} has {text[error.start]!r} at character {error.start}; allowed: valid Unicode (no lone surrogates)"
+        ) from None
+
+
+def named_prompt(source: str, text: str, category: str = "prompt") -> NamedPrompt:
+    """A whole text as a prompt; an empty one is refused. source: where the text is from, for the message."""
+    if not text.strip():
+        raise UsageError(f"{source} is empty; allowed: a text")
+    return NamedPrompt(text.strip(), category)
+
 
 def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int | None = None) -> list[NamedPrompt]:
     """The prompts of a file, at most `limit` of each category.
@@ -31,9 +51,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"prompt file {str(path)!r} cannot be read: {error}") from error
     if path.suffix != ".jsonl":
-        if not text.strip():
-            raise UsageError(f"prompt file {str(path)!r} is empty; allowed: a text, or .jsonl with an object per line")
-        return [NamedPrompt(text.strip(), path.stem)]
+        return [named_prompt(f"prompt file {str(path)!r}", text, path.stem)]
     prompts = [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
         raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")

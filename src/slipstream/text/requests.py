@@ -17,7 +17,8 @@ from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import VisibleText
-from slipstream.text.prompt_forms import ALLOWED, check_text, is_chat, is_ids, read_prompts
+from slipstream.text.prompt_forms import ALLOWED, is_chat, is_ids, read_prompts
+from slipstream.text.prompts import check_text
 
 Message = dict[str, str]
 Ids = list[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]  # the last: what a tokenizer returns

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from slipstream.apps.chat.turn import Turn, shortened
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message
 from slipstream.text.results import Chunk
@@ -176,8 +176,7 @@ class Chat:
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise SlipstreamError(f"{names} could not be loaded: {reason}") from error
+            raise SlipstreamError(f"{names} could not be loaded: {first_line(error)}") from error
 
 
 def _refuse_wordless(decoder: SpeculativeDecoder) -> None:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
-from slipstream.apps.chat.turn import shortened, summary
+from slipstream.apps.chat.turn import shortened
 from slipstream.certificate.tie_judge import TieJudge, coupled
 from slipstream.core.stats import Stats
 from slipstream.errors import UsageError
-from slipstream.text.figures_as_text import time_split, verdict
+from slipstream.text.figures_as_text import statistics_line, time_split, verdict
 
 
 def compare(chat: Chat) -> str:
@@ -36,7 +36,7 @@ def totals(chat: Chat) -> list[str]:
     lines = [f"{len(chat.turns)} turns, {interrupted} interrupted"]
     if chat.turns:
         drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
-        lines += [summary(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]
+        lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]
         lines.append(f"time: {time_split(stats.to_dict()).partition(': ')[2]}")
     return lines
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from slipstream.core.stats import Stats
 from slipstream.core.types import FinishReason, Round
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.figures_as_text import percent
+from slipstream.text.figures_as_text import statistics_line
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Turn:
     @property
     def summary(self) -> str:
         """One line: tokens, speed, drafter, acceptance, end."""
-        return f"{summary(self.stats, self.drafter)}, ended by {self.finish_reason}"
+        return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the rounds, for JSON."""
@@ -51,13 +51,6 @@ class Turn:
         kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
         counts = {"prompt_tokens": len(self.prompt_ids), "params": params, "stats": self.stats.to_dict()}
         return {name: getattr(self, name) for name in kept} | counts
-
-
-def summary(stats: Stats, drafter: str) -> str:
-    """Tokens, speed and acceptance in one line."""
-    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
-    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
-    return f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}"
 
 
 def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:

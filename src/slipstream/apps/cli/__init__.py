@@ -1,11 +1,16 @@
-"""The `slipstream` command, one file per command. Commands parse flags, call the library and print."""
+"""The `slipstream` command, one file per command. Commands parse flags, call the library and print.
+
+Help and usage errors come at once: PyTorch and transformers are imported only by a command that runs.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,9 +21,12 @@ from slipstream.models.cpu.thread_placement import bind_threads
 bind_threads(os.environ)  # before PyTorch is imported
 
 from slipstream import __version__  # noqa: E402
-from slipstream.apps.cli import bench, chat, compare, generate, models, report, simulate, sweep, tune, verify
+from slipstream.apps.cli.command import COMMANDS  # noqa: E402
 from slipstream.apps.cli.common import app, err, out  # noqa: E402
-from slipstream.errors import SlipstreamError, UsageError  # noqa: E402
+from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
+
+for _name in (name for names in COMMANDS.values() for name in names):
+    import_module(f"{__name__}.{_name}")  # registers itself
 
 
 @app.callback(invoke_without_command=True)
@@ -28,21 +36,14 @@ def _common(version: Annotated[bool, typer.Option("--version", help="print the v
         raise typer.Exit
 
 
-def _quiet_libraries() -> None:
-    """Only our own notes reach the user; the libraries' advice to developers does not."""
+def main() -> None:
+    """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
     logging.getLogger("slipstream").setLevel(logging.INFO)
-    from slipstream.models.hf.model_files import quiet
-
-    quiet()
-
-
-def main() -> None:
-    """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
-    _quiet_libraries()
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except TyperException as error:
         _exit(str(error.format_message()), error.exit_code)
@@ -50,10 +51,23 @@ def main() -> None:
         _exit(str(error), 2)
     except SlipstreamError as error:
         _exit(str(error), 1)
+    except OSError as error:  # of writing what was printed; commands tell of their files themselves
+        _exit(f"{error.filename or 'standard output'}: {error.strerror or first_line(error)}", 1)
     except (KeyboardInterrupt, typer.Abort):
         _exit("interrupted", 130)
 
 
 def _exit(message: str, code: int) -> None:
-    err.print(f"[red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+    with suppress(OSError):
+        err.print(f"[red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+    for stream in (sys.stdout, sys.stderr):
+        _close(stream)
     sys.exit(code)
+
+
+def _close(stream: Any) -> None:
+    """What cannot be written is dropped, so that the interpreter does not try again when it ends."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,18 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
-from slipstream.apps.chat.conversation import Chat
-from slipstream.apps.chat.input_lines import complete, handle
-from slipstream.apps.cli.common import ConfigFile, DraftModel, Target, app, err, load_decoder, out
+from slipstream.apps.cli.common import command, config_from, err, load_decoder, out
 from slipstream.apps.cli.flags import flags
+from slipstream.apps.cli.options import PROMPTS, Models, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.hf.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import check_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -28,32 +26,38 @@ LENGTH = 512  # tokens per answer
 HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
 KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an answer, {HOW_TO_LEAVE}"
 
-System = Annotated[str, typer.Option("--system", help="what the model is told before the conversation")]
-BatchProcessor = Annotated[
-    Path | None, typer.Option("--history", help="file of lines typed before; default: in the cache folder")
-]
 
-
-@app.command()
-@flags(DecoderConfig, SamplingParams, max_tokens=LENGTH)
-def chat(
+@command("chat")
+@flags(Models, DecoderConfig, SamplingParams, max_tokens=LENGTH)
+def chat_command(
+    models: Models,
     config: DecoderConfig,
     params: SamplingParams,
-    target: Target = EMBEDDED,
-    draft: DraftModel = None,
-    system: System = "",
-    history: BatchProcessor = None,
-    config_file: ConfigFile = None,
+    system: Annotated[
+        str, option(PROMPTS, "--system", text="what the model is told before the conversation", metavar="TEXT")
+    ] = "",
+    history: Annotated[
+        Path | None,
+        option(PROMPTS, "--history", text="file of lines typed before; default: in the cache folder", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
+    config = config_from(config, models.config_file)
+    check_text("--system", system)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    lines = _typed(history or cache_folder() / "chat_history") if at_terminal else _piped()
-    screen = Screen()
-    screen.note(f"loading {target}{f' and {draft}' if draft else ''} ...")
-    conversation = Chat(load_decoder(target, draft, config, config_file), screen, params, system)
+    file = history or cache_folder() / "chat_history"
     if at_terminal:
-        screen.note(f"{target}, drafter {conversation.decoder.drafter_name}; {KEYS}")
-    for line in lines:
+        _check_terminal(file)
+    screen = Screen()
+    screen.note(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
+    decoder = load_decoder(models, config)
+    from slipstream.apps.chat.conversation import Chat
+    from slipstream.apps.chat.input_lines import complete, handle
+
+    conversation = Chat(decoder, screen, params, system)
+    if at_terminal:
+        screen.note(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
+    for line in _lines(_session(file, complete)) if at_terminal else _piped():
         handle(conversation, line)
         if conversation.closed:
             break
@@ -80,12 +84,15 @@ class Screen:
 
 
 def _piped() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\n")
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError("standard input is not valid UTF-8; allowed: lines of UTF-8 text") from error
 
 
-def _typed(history: Path) -> Iterator[str]:
-    """Lines with editing, completion and history; refuses at once what would only fail later."""
+def _check_terminal(history: Path) -> None:
+    """Refuse at once what would only fail later: a missing package, a history that cannot be written."""
     if find_spec("prompt_toolkit") is None:
         raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
     try:
@@ -93,7 +100,6 @@ def _typed(history: Path) -> Iterator[str]:
         history.open("a").close()
     except OSError as error:
         raise UsageError(f"--history {str(history)!r} cannot be written: {error.strerror}") from error
-    return _lines(_session(history, complete))
 
 
 def _lines(session: PromptSession[str]) -> Iterator[str]:

@@ -1,57 +1,82 @@
-"""What the commands share: the application, consoles, options, and how failures reach the user."""
+"""What the commands share: the application, its consoles, and how models and prompts are found."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from slipstream.apps.cli import tables as show
+from slipstream.apps.cli.command import SETTINGS, Command, Group
+from slipstream.apps.cli.options import Models, PromptChoice, PromptSource
+from slipstream.apps.cli.output_files import write_text
 from slipstream.config import DecoderConfig
-from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.text.prompts import NamedPrompt, builtin_prompts, read_prompts
+from slipstream.text.prompts import NamedPrompt, builtin_prompts, named_prompt, read_prompts
+
+if TYPE_CHECKING:
+    from slipstream.decoder import SpeculativeDecoder
+    from slipstream.sampling.params import SamplingParams
+    from slipstream.text.requests import Prompt
 
 app = typer.Typer(
     name="slipstream",
-    help="Speculative decoding that changes the speed of a language model and nothing else.",
+    cls=Group,
+    help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same.",
+    epilog="`slipstream COMMAND --help` lists the options; `slipstream demo` is a good beginning.",
+    context_settings=SETTINGS,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class Stream(Console):
+    """A console that leaves a closed pipe to its caller, as every other failure to write."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise the error that is being handled."""
+        raise
+
+
 # output that goes to a file or a pipe is not folded at 80 columns
-out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
-err = Console(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else 120)
-
-Target = Annotated[
-    str, typer.Option("--target", help="hub id, folder, .gguf file, a name from `slipstream models`, or toy")
-]
-DraftModel = Annotated[str | None, typer.Option("--draft", help="draft model, named like the target")]
-PromptTexts = Annotated[list[str], typer.Option("-p", "--prompt", help="prompt; may be given several times")]
-PromptFile = Annotated[Path | None, typer.Option("--prompt-file", help="a text, or .jsonl with a prompt per line")]
-Category = Annotated[list[str], typer.Option("--category", help="only these categories of a .jsonl file")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="at most this many prompts of each category")]
-Json = Annotated[Path | None, typer.Option("--json", help="write the full result to this file")]
-Raw = Annotated[bool, typer.Option("--raw", help="no chat template around the prompts")]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="show every round: accepted, rejected and the target's own tokens")
-]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="decoder settings as JSON, instead of their flags")]
+out = Stream(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+err = Stream(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else 120)
 
 
-def load_decoder(target: str, draft: str | None, config: DecoderConfig, config_file: Path | None) -> SpeculativeDecoder:
-    """The decoder the flags or the configuration file describe; a lossy rule is announced."""
-    config = config_from(config, config_file)
-    decoder = SpeculativeDecoder(target, draft, **vars(config))
+def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the command `name`."""
+    return app.command(name, cls=Command, context_settings=SETTINGS)
+
+
+def quiet_libraries() -> None:
+    """Only our own notes reach the user, not the libraries' advice to developers. Imports transformers."""
+    from slipstream.models.hf.model_files import quiet
+
+    quiet()
+
+
+def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
+    """The decoder of these models under these settings; a lossy rule is announced."""
+    config.refuse_contradictions()
+    quiet_libraries()
+    from slipstream.decoder import SpeculativeDecoder
+
+    decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
     if not decoder.lossless:
-        show.lossy_warning(err, config.acceptance)
+        warn_lossy(config.acceptance)
     return decoder
+
+
+def warn_lossy(acceptance: str) -> None:
+    """Say that an acceptance rule is lossy."""
+    err.print(f"[yellow]acceptance {acceptance} is lossy: the text is not the target's own[/]")
 
 
 def config_from(flags: DecoderConfig, file: Path | None) -> DecoderConfig:
@@ -63,31 +88,58 @@ def config_from(flags: DecoderConfig, file: Path | None) -> DecoderConfig:
     return DecoderConfig.from_json(file)
 
 
-def prompt_set(file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:
+def prompt_set(choice: PromptChoice) -> list[NamedPrompt]:
     """The prompts of a file, or the package's own."""
-    if file is None:
-        return builtin_prompts(categories=category, limit=limit)
-    return read_prompts(file, categories=category, limit=limit)
+    categories = list(choice.category)
+    if choice.prompt_file is None:
+        return builtin_prompts(categories=categories, limit=choice.limit)
+    return read_prompts(choice.prompt_file, categories=categories, limit=choice.limit)
 
 
-def gather_prompts(texts: list[str], file: Path | None, category: list[str], limit: int | None) -> list[NamedPrompt]:
+def gather_prompts(source: PromptSource) -> list[NamedPrompt]:
     """The prompts of --prompt or of --prompt-file."""
-    if bool(texts) == (file is not None):
+    if bool(source.prompt) == (source.prompt_file is not None):
         raise UsageError("prompts come from --prompt or from --prompt-file; allowed: exactly one of them")
-    if file is not None:
-        return read_prompts(file, categories=category, limit=limit)
-    if category or limit:
+    if source.prompt_file is not None:
+        return read_prompts(source.prompt_file, categories=list(source.category), limit=source.limit)
+    if source.category or source.limit is not None:
         raise UsageError("--category and --limit choose from a --prompt-file; allowed: together with one")
-    return [NamedPrompt(text) for text in texts]
+    if source.prompt.count("-") > 1:
+        raise UsageError("--prompt - is given twice; allowed: once, as standard input can be read only once")
+    return [
+        named_prompt("--prompt -", standard_input()) if text == "-" else NamedPrompt(text) for text in source.prompt
+    ]
+
+
+def standard_input() -> str:
+    """All of standard input."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text") from error
+
+
+def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str) -> Prompt:
+    """What the decoder is asked: the prompt, behind the system message if there is one."""
+    if not system:
+        return prompt.prompt
+    tokenizer = decoder.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise UsageError(
+            f"--system needs a chat template, which {decoder.target.name!r} lacks; allowed: --prompt alone"
+        )
+    return [{"role": "system", "content": system}, {"role": "user", "content": prompt.prompt}]
+
+
+def shown_params(params: SamplingParams) -> dict[str, Any]:
+    """Sampling options for JSON."""
+    return {name: value for name, value in vars(params).items() if name != "logits_processors"}
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:
     """Write the full result where --json asks for it."""
     if path is not None:
-        try:
-            path.write_text(json.dumps(value, indent=2) + "\n")
-        except OSError as error:
-            raise UsageError(f"--json {str(path)!r} cannot be written: {error.strerror}") from error
+        write_text("--json", path, json.dumps(value, indent=2) + "\n")
 
 
 def demo_data() -> list[dict[str, str]]:

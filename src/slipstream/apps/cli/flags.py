@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,11 +15,13 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-# fields whose flag is written differently from the Python value: the type of the flag, and how to read it
+SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling"}
+NOT_FLAGS = {"logits_processors", "n", "logprobs"}
+METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
 
 def _number_or_word(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def _switch(text: str) -> bool | str:
@@ -33,75 +35,110 @@ def _json_object(text: str) -> Any:
         raise UsageError(f"--load-options {text!r} is not JSON: {error}") from error
 
 
-def _bias(pairs: list[str]) -> dict[int, float]:
-    try:
-        return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in pairs)}
-    except ValueError:
-        raise UsageError(f"--logit-bias {' '.join(pairs)!r}; allowed: TOKEN_ID=NUMBER") from None
+def _biases(pairs: list[str]) -> dict[int, float]:
+    found = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias {pair!r}; allowed: TOKEN_ID=NUMBER, e.g. 198=-5") from None
+    return found
 
 
-_FLAGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "num_draft_tokens": (str, _number_or_word),
-    "fast": (str, _switch),
-    "reproducible": (str, _switch),
-    "load_options": (str, _json_object),
-    "logit_bias": (list[str], _bias),
-    "bad_words": (list[str], tuple),
-    "stop": (list[str], tuple),
-    "stop_token_ids": (list[int], tuple),
-    "seed": (int | None, lambda value: value),
+@dataclass(frozen=True)
+class Written:
+    """A field whose flag is written differently from its Python value."""
+
+    kind: Any
+    parse: Callable[[Any], Any]
+    metavar: str
+    more: str = ""  # behind the field's help
+
+
+SEVERAL = "may be given several times"
+WRITTEN = {
+    "drafter": Written(str, str, "NAME"),
+    "acceptance": Written(str, str, "RULE"),
+    "num_draft_tokens": Written(str, _number_or_word, "N|NAME"),
+    "fast": Written(str, _switch, "SWITCH"),
+    "reproducible": Written(str, _switch, "SWITCH"),
+    "load_options": Written(str, _json_object, "JSON"),
+    "logit_bias": Written(list[str], _biases, "TOKEN_ID=NUMBER", f", e.g. 198=-5; {SEVERAL}"),
+    "bad_words": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
+    "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
+    "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
+    "seed": Written(int | None, lambda value: value, "N"),
 }
-_NOT_ON_THE_COMMAND_LINE = {"logits_processors", "n"}
 
 
 def flags(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace parameters annotated with a dataclass by one flag per field.
 
-    defaults: other defaults than the dataclass's, for commands that need them. A field that two classes share becomes
-    one flag, of the first class.
+    A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. defaults: other defaults
+    than the dataclass's, for commands that need them. A field that two classes share becomes one flag, of the first.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
-        kept = [p for p in signature.parameters.values() if p.annotation not in classes]
-        named: dict[str, Field[Any]] = {}
+        others = [p for p in signature.parameters.values() if p.annotation not in classes]
+        options: dict[str, inspect.Parameter] = {}
+        owners: dict[str, type] = {}
         for cls in classes:
-            for f in fields(cls):
-                named.setdefault(f.name, f)
-        chosen = {name: f for name, f in named.items() if name not in _NOT_ON_THE_COMMAND_LINE}
-        options = [_option(f, defaults) for f in chosen.values()]
+            for option in _options(cls, defaults):
+                options.setdefault(option.name, option)
+                owners.setdefault(option.name, cls)
+        parameters = [*options.values(), *others]
 
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
-            given = {name: _parse(name, values.pop(name)) for name in chosen}
+            given = {name: _parsed(name, values.pop(name)) for name in options}
             for parameter in signature.parameters.values():
-                if parameter.annotation in classes:
-                    own = {f.name for f in fields(parameter.annotation)} & given.keys()
-                    if parameter.annotation is SamplingParams and DecoderConfig in classes:
-                        own.discard("num_draft_tokens")
-                    values[parameter.name] = parameter.annotation(**{name: given[name] for name in own})
+                cls = parameter.annotation
+                if cls in classes:
+                    values[parameter.name] = cls(**{name: given[name] for name in given if owners[name] is cls})
             return function(**values)
 
-        wrapper.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in [*kept, *options]}
+        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        )
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
 
     return decorate
 
 
-def _option(f: Field[Any], defaults: Mapping[str, Any]) -> inspect.Parameter:
+def _options(cls: type, defaults: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+    hints = {} if cls in SECTIONS else get_type_hints(cls, include_extras=True)
+    for f in fields(cls):
+        if "help" in f.metadata and f.name not in NOT_FLAGS:
+            yield _setting_option(f, cls, defaults)
+        elif f.name in hints:
+            default = list(f.default) if isinstance(f.default, tuple) else f.default
+            yield _parameter(f.name, hints[f.name], defaults.get(f.name, default))
+
+
+def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> inspect.Parameter:
     default = f.default if f.default is not MISSING else {}
     default = defaults.get(f.name, default)
-    kind = _FLAGS[f.name][0] if f.name in _FLAGS else type(default)
+    kind = WRITTEN[f.name].kind if f.name in WRITTEN else type(default)
+    written = WRITTEN.get(f.name, Written(kind, kind, METAVARS.get(kind, "")))
     if kind is str:
         default = json.dumps(default) if isinstance(default, dict) else str(default)
     elif kind in (list[str], list[int]):
         default = []
-    option = typer.Option(f"--{f.name.replace('_', '-')}", help=f.metadata["help"])
-    return inspect.Parameter(
-        f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    option = typer.Option(
+        f"--{f.name.replace('_', '-')}",
+        help=f.metadata["help"] + written.more,
+        metavar=written.metavar or None,
+        rich_help_panel=SECTIONS[cls],
     )
+    return _parameter(f.name, Annotated[kind, option], default)
 
 
-def _parse(name: str, value: Any) -> Any:
-    return _FLAGS[name][1](value) if name in _FLAGS else value
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parsed(name: str, value: Any) -> Any:
+    return WRITTEN[name].parse(value) if name in WRITTEN else value

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.common import Json, app, out, write_json
+from slipstream.apps.cli.command import SETTINGS, Command
+from slipstream.apps.cli.common import app, out, quiet_libraries, write_json
+from slipstream.apps.cli.options import NAMED, Json
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.model_files import embedded_model, list_models
-from slipstream.models.hf.vocabulary import compare_vocabularies, inspect_vocabulary
 
-models_app = typer.Typer(rich_markup_mode=None, add_completion=False)
+models_app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)
 app.add_typer(models_app, name="models", help="List the models in the local cache; check that two fit together.")
 
 
@@ -24,6 +24,9 @@ def models(
     """List the models in the local cache; --fetch gets the embedded default."""
     if context.invoked_subcommand is not None:
         return
+    quiet_libraries()
+    from slipstream.models.hf.model_files import embedded_model, list_models
+
     if fetch:
         embedded_model()
     found = list_models()
@@ -34,9 +37,9 @@ def models(
     write_json(json_file, {"models": found})
 
 
-@models_app.command()
+@models_app.command(cls=Command, context_settings=SETTINGS)
 def check(
-    target: Annotated[str, typer.Argument(help="hub id, folder, .gguf file, a name from `slipstream models`, or toy")],
+    target: Annotated[str, typer.Argument(help=NAMED)],
     draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
     json_file: Json = None,
 ) -> None:
@@ -44,6 +47,9 @@ def check(
 
     Exit code 1 if it cannot.
     """
+    quiet_libraries()
+    from slipstream.models.hf.vocabulary import compare_vocabularies, inspect_vocabulary
+
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft))
     for line in report.lines():
         out.print(line, markup=False, soft_wrap=True)

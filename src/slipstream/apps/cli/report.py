@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from slipstream.apps.cli.common import app, out
-from slipstream.bench.records import Header, read_records
-from slipstream.bench.report import write_report
-from slipstream.bench.report.markdown import markdown
-from slipstream.bench.report.report_data import against, load
+from slipstream.apps.cli.common import command, out, quiet_libraries
+from slipstream.apps.cli.output_files import check_folder
 from slipstream.errors import UsageError
-from slipstream.models.hf.vocabulary import inspect_vocabulary
-from slipstream.text.detokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.bench.records import Header
+    from slipstream.text.detokenizer import Tokenizer
 
 
-@app.command("report")
+@command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="a folder with runs.jsonl")],
+    folder: Annotated[Path, typer.Argument(help="a folder with runs.jsonl", metavar="FOLDER")],
     ids: Annotated[
         bool, typer.Option("--ids", help="show samples as token ids; the target's tokenizer is not read")
     ] = False,
@@ -31,20 +30,38 @@ def report_command(
         str | None, typer.Option("--reference", help="with --markdown: the arm that speed-ups refer to, e.g. hf")
     ] = None,
 ) -> None:
-    """Write report.html and plots/ into a folder of runs. No weights are loaded; runs may still be going on."""
-    if table:
-        if ids:
-            raise UsageError("--ids beside --markdown, which shows no samples; allowed: one of the two")
-        data = load(folder)
-        typer.echo(markdown(data if reference is None else against(data, reference)))
-        return
-    if reference is not None:
+    """Write report.html and plots/ into a folder of runs, or print a table.
+
+    No weights are loaded; runs may still be going on.
+    """
+    if table and ids:
+        raise UsageError("--ids beside --markdown, which shows no samples; allowed: one of the two")
+    if reference is not None and not table:
         raise UsageError(f"--reference {reference} without --markdown; allowed: together with it")
+    if table:
+        _print_markdown(folder, reference)
+        return
+    if folder.is_dir():
+        check_folder("folder")(folder)
+    from slipstream.bench.records import read_records
+    from slipstream.bench.report import write_report
+
     header, _ = read_records(folder)
     tokenizer = None if ids else target_tokenizer(header)
     out.print(escape(str(write_report(folder, tokenizer))), soft_wrap=True)
 
 
+def _print_markdown(folder: Path, reference: str | None) -> None:
+    from slipstream.bench.report.markdown import markdown
+    from slipstream.bench.report.report_data import against, load
+
+    data = load(folder)
+    typer.echo(markdown(data if reference is None else against(data, reference)))
+
+
 def target_tokenizer(header: Header) -> Tokenizer | None:
     """The tokenizer of the target that a folder's header names; no weights are loaded."""
+    quiet_libraries()
+    from slipstream.models.hf.vocabulary import inspect_vocabulary
+
     return inspect_vocabulary(str(header.settings.get("target"))).tokenizer

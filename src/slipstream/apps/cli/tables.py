@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -110,8 +109,3 @@ def certificate(checks: Sequence[Check]) -> Table:
         style = {"pass": "green", "FAIL": "bold red", "not applicable": "dim"}[check.outcome]
         table.add_row(check.name, Text(check.outcome, style), check.detail, f"{check.seconds:.1f}")
     return table
-
-
-def lossy_warning(console: Console, acceptance: str) -> None:
-    """Say that a rule is lossy."""
-    console.print(f"[yellow]acceptance {acceptance} is lossy: the text is not the target's own[/]", highlight=False)

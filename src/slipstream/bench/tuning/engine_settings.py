@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.bench.tuning.candidates import Candidate
-from slipstream.draft_length.early_stop import STEADY
+from slipstream.draft_length.early_stop import REPRODUCIBLE
 from slipstream.drafters import hybrid, ngram, suffix
 
 NOTHING = "do not speculate: no setting measured gains anything here"
@@ -48,7 +48,7 @@ def _vllm(candidate: Candidate, stops_early: bool) -> Settings:
     elif candidate.kind == "suffix":
         bounds = {
             "suffix_decoding_max_spec_factor": float(candidate.tokens),
-            "suffix_decoding_min_token_prob": suffix.drafter.THRESHOLD,
+            "suffix_decoding_min_token_prob": suffix.suffix_drafter.THRESHOLD,
         }
         value = {"method": "suffix", **value, **bounds}
     else:
@@ -82,7 +82,7 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         )
     if candidate.kind in ("model", "hybrid"):
         types.append("draft-simple")
-        unsure = f"{STEADY:g}" if stops_early else "0"
+        unsure = f"{REPRODUCIBLE:g}" if stops_early else "0"
         flags += ["--spec-draft-model", str(candidate.draft), "--spec-draft-n-max", str(_model_tokens(candidate))]
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
         if stops_early:

@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from slipstream.config import EMBEDDED
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
 
 log = logging.getLogger("slipstream")
 
-EMBEDDED = "smollm2"
 SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for a slip of the other
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from slipstream.core.interfaces import Traits
+from slipstream.core.traits import Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, default_layers, parse_layers
 from slipstream.drafters.model import ModelDrafter, stop_for
@@ -25,7 +25,7 @@ TRAITS = Traits(knows_probs=True, default_length=4)
 def build(setup: Setup, argument: str) -> ModelDrafter:
     """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" behind them, or "layer_skip:p=PERCENT", stops early.
 
-    Without layers: those that `benchmarks/exit_layers.py` saved for this model, else the first three quarters. When to
+    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
     stop is as with `model`.
     """
     given = ARGUMENT.fullmatch(argument)

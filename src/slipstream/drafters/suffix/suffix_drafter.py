@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
-from slipstream.core.interfaces import Sampler, Traits
+from slipstream.core.interfaces import Sampler
+from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup

@@ -1,8 +1,7 @@
-"""What the measuring commands share on the terminal: progress, and how an interrupted measurement is gone on with."""
+"""What the measuring commands share on the terminal: progress, and how an interrupted measurement can continue."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,19 +15,17 @@ from slipstream.apps.cli.common import err
 from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run
 from slipstream.bench.summary_tables import progress_line
-from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError
 
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[None]:
-    """Ctrl-C is one line that says how to go on, and exit code 130."""
+    """Ctrl-C is one line that says how to continue, and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
         where = escape(shlex.quote(str(folder)))
         err.print(
-            f"[red]error:[/] interrupted; finished runs are kept: the same command with --out {where} goes on",
+            f"[red]error:[/] interrupted; finished runs are saved: the same command with --out {where} continues",
             soft_wrap=True,
         )
         raise typer.Exit(130) from None
@@ -37,7 +34,7 @@ def interruptible(folder: Path) -> Iterator[None]:
 def watched(runs: Iterator[Run], planned: Sequence[Measurement], before: Sequence[Run]) -> Iterator[Run]:
     """The runs as they come: a progress bar on a terminal, elsewhere a line per finished group of prompts."""
     if before:
-        err.print(f"{len(before)} of {len(planned)} measurements are there already")
+        err.print(f"{len(before)} of {len(planned)} measurements are in the folder already")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=err, disable=not err.is_terminal) as progress:
@@ -71,13 +68,3 @@ class _Lines:
             return None
         done = sum(len(runs) == self._wanted[group] for group, runs in self._groups.items())
         return progress_line(done, len(self._wanted), self._groups[at])
-
-
-def read_batch_sizes(text: str, config: DecoderConfig) -> list[int]:
-    """The numbers of --batch-sizes."""
-    sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
-    if not sizes or len(set(sizes)) < len(sizes):
-        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
-    if max(sizes) > config.max_batch_size:
-        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({config.max_batch_size})")
-    return sizes

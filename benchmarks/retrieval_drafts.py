@@ -1,7 +1,7 @@
-"""Look-ups compared: tokens per forward and speed of `ngram`, `suffix` and transformers' prompt lookup.
+"""Retrieval drafters compared: tokens per forward and speed of `ngram`, `suffix` and transformers' prompt lookup.
 
-    python benchmarks/lookups.py smollm2
-    python benchmarks/lookups.py TARGET --limit 3 --max-tokens 64
+    python benchmarks/retrieval_drafts.py smollm2
+    python benchmarks/retrieval_drafts.py TARGET --limit 3 --max-tokens 64
 
 Code edits and summaries of the package's prompts; second turns of conversations, whose first turn the model has
 answered; and series of similar requests, where `suffix, warm` knows the outputs of the requests before. Every other arm
@@ -55,7 +55,7 @@ class Total:
 
 @dataclass
 class Comparison:
-    """All arms over one model. A decoder's own memory of the prompt is dropped before each request."""
+    """All arms over one model. A decoder's KV cache of the prompt is dropped before each request."""
 
     base: SpeculativeDecoder
     params: SamplingParams

@@ -11,29 +11,31 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import lookups  # noqa: E402
 import policy_change  # noqa: E402
+import retrieval_drafts  # noqa: E402
 from tiny import shared, tokenizer  # noqa: E402
 
 from slipstream import SamplingParams, SpeculativeDecoder  # noqa: E402
 from slipstream.core.types import Round, Seconds  # noqa: E402
 from slipstream.text.prompts import read_prompts  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 SERIES = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [9, 10, 11, 12]]
 
 
 @pytest.fixture(scope="module")
-def compared() -> lookups.Comparison:
+def compared() -> retrieval_drafts.Comparison:
     base = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), reproducible=False)
-    made = lookups.Comparison(base, PARAMS, 4)
+    made = retrieval_drafts.Comparison(base, PARAMS, 4)
     made.run("similar requests", SERIES, 1)
     made.run("edit", [[5, 6, 7, 5, 6, 7]], 0)
     return made
 
 
-def test_every_arm_counts_the_requests_that_are_measured(compared: lookups.Comparison) -> None:
-    names = ["none", "ngram", "suffix", lookups.WARM, "HF prompt lookup"]
+def test_every_arm_counts_the_requests_that_are_measured(compared: retrieval_drafts.Comparison) -> None:
+    names = ["none", "ngram", "suffix", retrieval_drafts.WARM, "HF prompt lookup"]
     assert {name for _, name in compared.totals} == set(names)
     assert {compared.totals["similar requests", name].texts for name in names} == {3}
     assert {compared.totals["edit", name].texts for name in names} == {1}
@@ -42,15 +44,15 @@ def test_every_arm_counts_the_requests_that_are_measured(compared: lookups.Compa
     assert plain.forwards == plain.tokens
 
 
-def test_a_warmed_store_knows_the_answers_before(compared: lookups.Comparison) -> None:
+def test_a_warmed_store_knows_the_answers_before(compared: retrieval_drafts.Comparison) -> None:
     found = {name: one for (kind, name), one in compared.totals.items() if kind == "similar requests"}
-    assert found[lookups.WARM].forwards < 0.7 * found["suffix"].forwards
+    assert found[retrieval_drafts.WARM].forwards < 0.7 * found["suffix"].forwards
     assert found["suffix"].forwards <= found["none"].forwards
 
 
 def test_kinds_cover_edits_second_turns_and_series() -> None:
     base = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(), reproducible=False)
-    found = list(lookups.kinds(base, SamplingParams(max_tokens=4), 1))
+    found = list(retrieval_drafts.kinds(base, SamplingParams(max_tokens=4), 1))
     assert [kind for kind, _, _ in found] == ["code edit", "summary", *["second turn"] * 2, *["similar requests"] * 3]
     assert {(kind, len(series), skipped) for kind, series, skipped in found} == {
         ("code edit", 1, 0),
@@ -58,8 +60,8 @@ def test_kinds_cover_edits_second_turns_and_series() -> None:
         ("second turn", 1, 0),
         ("similar requests", 3, 2),
     }
-    sizes = Counter(one.category for one in read_prompts(lookups.SIMILAR))
-    assert min(sizes.values()) > lookups.LEARNED_FROM
+    sizes = Counter(one.category for one in read_prompts(retrieval_drafts.SIMILAR))
+    assert min(sizes.values()) > retrieval_drafts.LEARNED_FROM
 
 
 def test_rounds_are_shown_by_the_part_of_the_text_they_begin_in(

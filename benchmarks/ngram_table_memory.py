@@ -1,10 +1,11 @@
-"""How much memory does the `table` drafter take? Traced while a target decodes.
+"""How much memory does the `ngram_table` drafter take? Traced while a target decodes.
 
-    python benchmarks/table_memory.py smollm2 PROMPTS.jsonl
-    python benchmarks/table_memory.py TARGET book.txt --max-tokens 16
+    python benchmarks/ngram_table_memory.py smollm2 PROMPTS.jsonl
+    python benchmarks/ngram_table_memory.py TARGET book.txt --max-tokens 16
 
-Every prompt is decoded greedily with `table`, then with `table:fill`; counted are the bytes that the drafter's own
-file has allocated and still holds. A last line has the worst case: a table of tokens of which none comes twice.
+Every prompt is decoded greedily with `ngram_table`, then with `ngram_table:fill`; counted are the bytes that the
+drafter's own file has allocated and not freed. A last line has the worst case: a table of tokens of which none comes
+twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from slipstream.text.prompts import read_prompts, spread
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one row: its tokens, how many of them are output, and the bytes its table holds without and with fill."""
+    """Of one row: its tokens, how many of them are output, and the bytes of its table without and with fill."""
 
     tokens: int
     output: int
@@ -93,7 +94,7 @@ def worst_case(count: int) -> int:
     try:
         table = drafter._Table(range(drafter.SHORTEST, drafter.LONGEST + 1), count, 0)
         table.learn(tokens)
-        return _held()
+        return _allocated()
     finally:
         tracemalloc.stop()
 
@@ -105,12 +106,12 @@ def _decode(decoder: SpeculativeDecoder, tokens: list[int], params: SamplingPara
     try:
         for _ in decoder.run([row]):
             pass
-        return _held(), row  # the row is alive, and so is its table
+        return _allocated(), row  # the row is alive, and so is its table
     finally:
         tracemalloc.stop()
 
 
-def _held() -> int:
+def _allocated() -> int:
     """Bytes allocated by the drafter's file and not yet freed."""
     own = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, drafter.__file__)])
     return sum(trace.size for trace in own.traces)

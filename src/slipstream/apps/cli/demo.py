@@ -1,0 +1,80 @@
+"""`slipstream demo`: plain against speculative decoding on the embedded default model, side by side."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+from slipstream.apps.cli.common import command, demo_data, err, load_decoder, out, write_json
+from slipstream.apps.cli.options import MEASURING, Debug, Json, Models, Repeats, option
+from slipstream.config import EMBEDDED, DecoderConfig
+from slipstream.sampling.params import SamplingParams
+from slipstream.text.prompts import NamedPrompt
+
+if TYPE_CHECKING:
+    from slipstream.bench.comparison import Comparison
+
+NOTICEABLE = 0.05  # a speed-up nearer to 1 than this is called the same speed
+
+
+@command("demo")
+def demo_command(
+    max_tokens: Annotated[int, option(MEASURING, "--max-tokens", text="tokens per text", metavar="N", min=1)] = 96,
+    repeats: Repeats = 3,
+    debug: Debug = False,
+    json_file: Json = None,
+) -> None:
+    """Plain against speculative decoding side by side, on a model of 135M parameters."""
+    data = demo_data()
+    prompts = [NamedPrompt(item["prompt"], item["category"]) for item in data]
+    err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
+    models, params = Models(EMBEDDED), SamplingParams(max_tokens=max_tokens)
+    decoder = load_decoder(models, DecoderConfig())
+    from slipstream.apps.cli import comparison_report as report
+    from slipstream.apps.cli import tables
+    from slipstream.bench.comparison import SPECULATIVE, compare, summarise
+    from slipstream.text.round_view import round_lines
+
+    assert decoder.tokenizer is not None
+    done = []
+    for comparison in compare(decoder, prompts, params, repeats=repeats):
+        done.append(comparison)
+        out.print(tables.side_by_side(comparison, decoder.tokenizer))
+        if debug and (result := comparison.runs[SPECULATIVE].result):
+            out.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
+    out.print(tables.LEGEND)
+    summary = summarise(done)
+    out.print(tables.comparison_table(done))
+    for item, one in zip(data, done, strict=True):
+        out.print(caption(one, item["why"]), style="dim", markup=False, soft_wrap=True)
+    print(json.dumps(_line(done, summary)))
+    write_json(json_file, report.to_dict(decoder, models, params, done, summary))
+    report.fail_on_difference(decoder, summary)
+
+
+def caption(done: Comparison, why: str) -> str:
+    """What the numbers of one text say, and what kind of text it is."""
+    from slipstream.bench.comparison import SPECULATIVE
+
+    result, speed_up = done.runs[SPECULATIVE].result, done.speed_up(SPECULATIVE)
+    assert result is not None
+    stats = result.stats
+    drafted = "nothing was drafted"
+    if stats.acceptance_rate is not None:
+        drafted = f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} drafted tokens accepted"
+    said = "faster than" if speed_up > 1 + NOTICEABLE else "slower than" if speed_up < 1 - NOTICEABLE else "as fast as"
+    return f"{done.prompt.category}: {said} plain ({speed_up:.2f}x), {drafted}; {why}"
+
+
+def _line(done: list[Comparison], summary: dict[str, Any]) -> dict[str, Any]:
+    """The result in one line of JSON."""
+    from slipstream.bench.comparison import SPECULATIVE
+
+    return {
+        "identical": summary["arms"][SPECULATIVE]["identical"],
+        "texts": len(done),
+        "faster": sum(c.speed_up(SPECULATIVE) > 1 for c in done),
+        "speed_ups": {c.prompt.category: round(c.speed_up(SPECULATIVE), 2) for c in done},
+        "acceptance_rate": round(summary["stats"]["acceptance_rate"] or 0.0, 3),
+        "block_efficiency": round(summary["stats"]["block_efficiency"], 2),
+    }

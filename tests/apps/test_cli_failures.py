@@ -1,0 +1,130 @@
+"""Mistakes on the command line and files that cannot be written: one line, before the work where that is possible."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import run
+
+from slipstream.decoder import SpeculativeDecoder
+
+TOY = ("--target", "toy")
+PROMPT = ("-p", "The heron")
+COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
+BYTES = b"\xff\xfe".decode(errors="surrogateescape")  # as Python gives arguments that are not UTF-8
+
+
+def refused(capsys, monkeypatch, *arguments: str) -> str:
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    lines = err.splitlines()
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and not out, err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--temperature", "abc"), "--temperature 'abc'; allowed: a number"),
+        (("--temperature=abc",), "--temperature 'abc'; allowed: a number"),
+        (("--max-tokens", "1.5"), "--max-tokens '1.5'; allowed: a whole number"),
+        (("--stop-token-ids", "x"), "--stop-token-ids 'x'; allowed: a whole number"),
+        (("--limit", "0"), "--limit '0'; allowed: greater than or equal to 1"),
+        (("--logit-bias", "5"), "--logit-bias '5'; allowed: TOKEN_ID=NUMBER"),
+        (("-p", BYTES), "prompt has '\\udcff' at character 0; allowed: valid Unicode"),
+        (("--system", BYTES), "--system has '\\udcff' at character 0; allowed: valid Unicode"),
+        (("--stop", BYTES), "allowed: non-empty strings of valid Unicode"),
+        (("--bad-words", BYTES), "allowed: non-empty strings of valid Unicode"),
+        (("--system", "Be brief."), "'toy' lacks"),
+        (("--system", "Be brief.", "--raw"), "--system beside --raw"),
+        (("-p", "-", "-p", "-"), "--prompt - is given twice"),
+        (("--drafter", "none", "--num-draft-tokens", "4"), "num_draft_tokens=4 with drafter='none'"),
+    ],
+)
+def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(capsys, monkeypatch, "generate", *TOY, *PROMPT, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sweep", "--lengths", "8-0"), "--lengths '8-0': the range 8-0 is empty"),
+        (("sweep", "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
+        (("verify", "--category", "stories"), "category 'stories' is not in the demonstration's prompts"),
+        (("generate", "-p", "A", "--category", "x"), "--category and --limit choose from a --prompt-file"),
+        (("generate", "-p", "A", "--limit", "2"), "--category and --limit choose from a --prompt-file"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:])
+
+
+WRITERS = [
+    ("generate", *PROMPT, "--json"),
+    ("compare", *PROMPT, "--json"),
+    ("verify", "--json"),
+    ("bench", "--json"),
+    ("bench", "--out"),
+    ("sweep", "--json"),
+    ("sweep", "--out"),
+    ("tune", "--json"),
+    ("tune", "--out"),
+    ("simulate", "--json"),
+    ("simulate", "--save-costs"),
+]
+
+
+@pytest.mark.parametrize("arguments", WRITERS, ids=lambda words: f"{words[0]} {words[-1]}")
+def test_outputs_are_checked_before_the_work(capsys, monkeypatch, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    def load(self, *args, **options):
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", load)
+    (tmp_path / "file").touch()
+    where = str(tmp_path / "file" / "below")
+    message = refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:], where)
+    assert f"{arguments[-1]} {where!r} cannot be written" in message
+    if arguments[-1] != "--out":
+        assert "it is a folder" in refused(capsys, monkeypatch, arguments[0], *TOY, *arguments[1:], str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
+    flags = ("--max-tokens", "20")
+    _, expected, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The heron\n"))
+    assert run(capsys, monkeypatch, "generate", *TOY, "-p", "-", *flags)[:2] == (0, expected)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert "--prompt - is empty" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert "standard input is not valid UTF-8 at byte 0" in refused(capsys, monkeypatch, "generate", *TOY, "-p", "-")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate", *TOY, *PROMPT), ("simulate",), ("models",), ("--help",), ("generate", "--help")]
+)
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and lines == ["error: standard output: No space left on device"]
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("generate", *TOY, *PROMPT), ("simulate",)])
+def test_a_closed_pipe_is_one_line(arguments: tuple[str, ...]) -> None:
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        code = process.wait()
+    lines = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert code == 1 and lines == ["error: standard output was closed before everything was written"]
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+def test_a_full_disk_behind_standard_error_is_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
+    assert done.returncode == 1

@@ -1,0 +1,91 @@
+"""The source as a graph: which module imports which, how many lines of code each has."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import slipstream
+
+SOURCE = Path(slipstream.__file__).parent
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
+
+
+def statements(tree: ast.AST, *, top_level: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements outside `if TYPE_CHECKING`; with top_level, those outside functions as well."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (s for branch in node.orelse for s in statements(branch, top_level=top_level))
+        elif not (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            yield from statements(node, top_level=top_level)
+
+
+def imports(name: str, *, top_level: bool = False, source: str | None = None) -> set[str]:
+    """Modules that a module imports; `from package import module` counts as the module."""
+    found = set()
+    for statement in statements(ast.parse(source or FILES[name].read_text()), top_level=top_level):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+            continue
+        assert statement.level == 0, f"{name}: a relative import"
+        for alias in statement.names:
+            submodule = f"{statement.module}.{alias.name}"
+            found.add(submodule if submodule in FILES else str(statement.module))
+    return found
+
+
+def reaches(imported: set[str], *forbidden: str) -> set[str]:
+    """Those of `imported` that are one of the forbidden modules or lie inside one."""
+    return {m for m in imported for f in forbidden if m == f or m.startswith(f + ".")}
+
+
+def closure(names: set[str]) -> set[str]:
+    """Everything that these modules import, directly or not, functions included, themselves included."""
+    seen: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [m for m in imports(name) if name in FILES and m in FILES]
+            seen |= {m for m in imports(name) if m not in FILES} if name in FILES else set()
+    return seen
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code, without blank lines, comments and docstrings."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    return len(lines)
+
+
+def longest_chain(name: str) -> list[str]:
+    """The longest path of imports that begins with a module."""
+    graph = {m: sorted(n for n in imports(m, top_level=True) if n in FILES and n != m) for m in FILES}
+    known: dict[str, list[str]] = {}
+
+    def walk(module: str) -> list[str]:
+        if module not in known:
+            known[module] = [module, *max((walk(other) for other in graph[module]), key=len, default=[])]
+        return known[module]
+
+    return walk(name)
