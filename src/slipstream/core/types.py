@@ -36,6 +36,10 @@ class RequestOptions(Protocol):
     def num_draft_tokens(self) -> int | None:
         """This request's own draft length; None for the policy's."""
 
+    @property
+    def logprobs(self) -> int | None:
+        """How many log-probabilities to report per token besides its own; None for none at all."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -115,12 +119,26 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position: log-softmax of the target's raw logits, in float32.
+
+    logprob: of the committed token; top: ids and log-probabilities of the most likely tokens, the likeliest first.
+    Sampling options (temperature, penalties, ...) do not enter.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Round:
     """One row's share of one propose-verify-accept-commit cycle, on the host.
 
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
     share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
+    logprobs: of each of `tokens`, if the request asks for them.
     """
 
     row: int
@@ -135,6 +153,7 @@ class Round:
     seconds: Seconds = field(default_factory=lambda: Seconds())
     num_draft_steps: int = 0
     note: object = field(default=None, compare=False, repr=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def num_draft_tokens(self) -> int:

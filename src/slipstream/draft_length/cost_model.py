@@ -162,7 +162,7 @@ def best_lengths(
 ) -> tuple[list[int], float]:
     """How many tokens of each row's draft to verify, and the tokens per second that this promises.
 
-    hopes[i][j]: the chance that the first j + 1 draft tokens of row i all come true. seconds: of a round, by the
+    acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: of a round, by the
     longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even: all rows may
     have as many tokens, since they wait for the longest; else those tokens are taken that promise the most.
     """
@@ -188,7 +188,7 @@ def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def _by_probability(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """The row of each token, the most hopeful first; a row's tokens come in order, as hopes never rise."""
+    """The row of each token, the most probable first; a row's tokens come in order, as cumulative probabilities never rise."""
     ordered = sorted(
         (-acceptance_prob, n, i) for i, row in enumerate(acceptance_probs) for n, acceptance_prob in enumerate(row)
     )

@@ -16,6 +16,7 @@ import torch
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.processor import processor
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.progress import progress_bar
@@ -48,7 +49,9 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     """The calibration of this machine, model and precision from the cache, or a new one, which is then saved."""
     backend = loaded.backend
-    machine = f"{platform.machine()} {_cpu()} torch {torch.__version__} threads {torch.get_num_threads()}"
+    machine = (
+        f"{platform.machine()} {processor().model_name} torch {torch.__version__} threads {torch.get_num_threads()}"
+    )
     if backend.device.type == "cuda":
         machine += f" {torch.cuda.get_device_name(backend.device)}"
     identity = f"v{VERSION} {machine} {loaded.fingerprint} batches to {max_batch_size}"
@@ -96,10 +99,3 @@ def _save(file: Path, values: dict[str, Any]) -> None:
             file.parent,
             error.strerror,
         )
-
-
-def _cpu() -> str:
-    """The processor's model name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
