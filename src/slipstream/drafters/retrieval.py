@@ -10,8 +10,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.drafters import Setup, suffix
-from slipstream.drafters import token_recycling as recycle
+from slipstream.drafters import Setup, suffix, token_recycling
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.errors import UsageError
@@ -81,4 +80,4 @@ def build(setup: Setup, argument: str) -> RetrievalDrafter:
     known = suffix.build(setup, argument)
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    return RetrievalDrafter(known, recycle.build(setup, ""))
+    return RetrievalDrafter(known, token_recycling.build(setup, ""))

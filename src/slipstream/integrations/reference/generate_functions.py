@@ -1,7 +1,7 @@
 """`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
 
 All three are one loop, Slipstream's. Options are explained at `call_options.Options` in this folder.
-Seeds are drawn from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
+Seeds come from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _with_length(params: SamplingParams, prompt: list[int], max_gen_len: int, co
 
 
 def seed_from_torch() -> int:
-    """A seed drawn from torch's global generator."""
+    """A seed from torch's global generator."""
     return int(torch.randint(1 << 62, ()))
 
 

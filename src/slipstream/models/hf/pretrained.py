@@ -117,7 +117,7 @@ def _fingerprint(backend: HFBackend | GraphedBackend, packed: bool) -> str:
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
-    lean = "lean " if any(is_fused(module) for module in model.modules()) else ""
-    layers = f"{type(model).__name__} {config.num_hidden_layers} {lean}layers {config._attn_implementation}"
+    fused = "lean " if any(is_fused(module) for module in model.modules()) else ""
+    layers = f"{type(model).__name__} {config.num_hidden_layers} {fused}layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
     return f"{layers} {sizes} {config.vocab_size} {model.dtype} {exact}{kind} {' '.join(shapes)}"
