@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 
 
 class HFTokenizer:
@@ -62,5 +62,5 @@ def load_tokenizer(source: str, folder: str) -> HFTokenizer | None:
     try:
         return HFTokenizer(AutoTokenizer.from_pretrained(folder))
     except Exception as error:  # the readers raise many kinds on a damaged file
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {first}") from error

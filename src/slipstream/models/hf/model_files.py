@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from slipstream.config import EMBEDDED
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.loaded import LoadOptions
 
@@ -66,18 +66,14 @@ def _device(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device={device!r}: {_first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error
+        raise UsageError(f"device={device!r}: {first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error
 
 
 def _explained(source: str, folder: str, error: Exception) -> SlipstreamError:
-    first = _first_line(error)
+    first = first_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {first}")
     return SlipstreamError(f"model {source!r} is no local folder, and the hub did not give it: {first}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def convert_gguf(file: Path) -> Path:
@@ -103,7 +99,7 @@ def _convert(file: Path, folder: Path) -> None:
     except ImportError as error:
         raise SlipstreamError("reading GGUF files needs two packages: pip install 'slipstream-lm[gguf]'") from error
     except Exception as error:  # the readers raise many kinds on a damaged file
-        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
+        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {first_line(error)}") from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         plain.save_pretrained(partial)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.loaded import Loaded
 from slipstream.models.toy import load_toy
@@ -112,7 +112,7 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     except ImportError as error:
         raise SlipstreamError("reading GGUF files needs two packages: pip install 'slipstream-lm[gguf]'") from error
     except Exception as error:  # the readers raise many kinds on a damaged file
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise SlipstreamError(f"the configuration of model {source!r} could not be read: {first}") from error
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:
