@@ -24,9 +24,8 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.bench import hf_reference as reference
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.baselines import Baseline
+from slipstream.bench.baselines import Baseline, plain_model
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
@@ -71,7 +70,7 @@ class Comparison:
         }
         target = self.base.target
         (arm,) = parse_arms(f"hf-lookup@{self.length}")
-        model = reference.plain_model(target, LoadOptions(fast=False))
+        model = plain_model(target, LoadOptions(fast=False))
         self.baseline = Baseline(arm, model, None, target.end_ids)
         self.arms: dict[str, Callable[[list[int]], Answer]] = {
             **{name: self._ours(decoder) for name, decoder in self.decoders.items()},

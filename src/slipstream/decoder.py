@@ -30,6 +30,7 @@ from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_erro
 from slipstream.models.loaded import Loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes
+from slipstream.sampling.logits_processors import params_of
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
@@ -311,8 +312,8 @@ class SpeculativeDecoder:
         yield from self._steps(self._chunks(self.rows(prompts.items, params, chat=chat)[0]))
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
-        text = None if self.tokenizer is None else VisibleText(self.tokenizer, row.params)
-        for done in self.run([row]):
+        text = None if self.tokenizer is None else VisibleText(self.tokenizer, params_of(row))
+        for done in self.scheduler().run([row]):
             piece = ""
             if text is not None:
                 piece = "".join(map(text.push, done.tokens))
@@ -393,7 +394,7 @@ class SpeculativeDecoder:
     def result(self, row: Row) -> Result:
         """What a finished row became."""
         assert row.finish_reason is not None
-        text = "" if self.tokenizer is None else visible_text(self.tokenizer, row.params, row.output)
+        text = "" if self.tokenizer is None else visible_text(self.tokenizer, params_of(row), row.output)
         return Result(
             text=text,
             token_ids=row.output,

@@ -103,7 +103,7 @@ def test_an_interrupted_answer_stays_and_the_conversation_goes_on(cache_audit: N
 def test_interruption_inside_a_forward_leaves_the_memory_right(forward: int, monkeypatch, cache_audit: None) -> None:
     chat = letters(reproducible=False)
     backend, calls = chat.decoder.target.backend, iter(range(1, 1000))
-    run = backend._eager
+    run = backend._forward_rows
 
     def interrupted(*args: Any, **options: Any) -> Any:
         out = run(*args, **options)
@@ -111,7 +111,7 @@ def test_interruption_inside_a_forward_leaves_the_memory_right(forward: int, mon
             raise KeyboardInterrupt
         return out
 
-    monkeypatch.setattr(backend, "_eager", interrupted)
+    monkeypatch.setattr(backend, "_forward_rows", interrupted)
     type_in(chat, "one two three")
     dropped = "interrupted before the first token: nothing is kept"
     assert (len(chat.turns) == 0) == (forward < 2) == (dropped in face(chat).notes)

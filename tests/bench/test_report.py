@@ -2,7 +2,9 @@
 
 import re
 import sys
+import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,16 +17,18 @@ from slipstream.apps import cli
 from slipstream.apps.cli.common import app
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
+from slipstream.bench.arm_labels import label, local_time
 from slipstream.bench.prediction.simulation import conclusions
-from slipstream.bench.records import read_records
+from slipstream.bench.records import Header, read_records
 from slipstream.bench.report import plots, write_report
 from slipstream.bench.report.charts import Chart, Line, Point
 from slipstream.bench.report.figures import charts, selected
+from slipstream.bench.report.headline import headline
 from slipstream.bench.report.html import render
 from slipstream.bench.report.ratios import acceptance, acceptance_at, decoding_speed_up, total_ratio
-from slipstream.bench.report.report_data import load
+from slipstream.bench.report.report_data import Data, load
 from slipstream.bench.report.text_samples import chosen, restored, sample
-from slipstream.bench.saved_costs import FILE, Kept
+from slipstream.bench.saved_costs import FILE, SavedCosts
 from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
@@ -124,13 +128,13 @@ def test_draft_length_begins_with_plain_decoding(folder: Path) -> None:
     assert {line.name: [p.x for p in line.points] for line in chart.lines} == {
         "ngram": [0, 2],
         "model": [0, 1, 3],
-        "model/topk:2": [0, 3],
+        "model, topk:2 rule": [0, 3],
     }
 
 
 def test_predictions_are_drawn_beside_what_was_observed(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", batches=[1], repeats=1)
-    Kept(1.0, predictions={"model@3 batch 1": {"predicted": 1.5, "observed": 1.2}}).save(folder)
+    SavedCosts(1.0, predictions={"model@3 batch 1": {"predicted": 1.5, "observed": 1.2}}).save(folder)
     found = {c.name: c for c in charts(load(folder))}
     (dot,) = found["predicted_observed_batch_1"].lines[0].points
     assert (dot.x, dot.value) == (1.5, 1.2) and dot.low is not None and dot.low <= 1.2 <= dot.high
@@ -141,9 +145,9 @@ def test_predictions_are_drawn_beside_what_was_observed(tmp_path: Path) -> None:
 
 def test_simulations_are_shown_where_they_were_asked_for(tmp_path: Path) -> None:
     folder = make(tmp_path / "bench", "none,model@3", batches=[1], repeats=1)
-    Kept(1.0, costs={"model@3": linear_costs()}).save(folder)
+    SavedCosts(1.0, costs={"model@3": linear_costs()}).save(folder)
     assert "Simulated" not in render(load(folder), [], None)
-    Kept(1.0, simulated=True, costs={"model@3": linear_costs()}).save(folder)
+    SavedCosts(1.0, simulated=True, costs={"model@3": linear_costs()}).save(folder)
     data = load(folder)
     page, (one,) = render(data, [], None), data.simulations
     head, *rows = next(table for table in Reader(page).tables if table[0][0] == "draft length")
@@ -210,6 +214,66 @@ def test_a_computed_line_of_one_point_can_be_seen() -> None:
         assert [figure.axes[0].lines[0].get_marker() for figure in (dot, dashes)] == ["x", "None"]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "ticks", "joined"),
+    [((7,), [7], [[7]]), ((0, 7), None, [[0], [7]]), ((0, 1, 2, 4), [0, 1, 2, 3, 4], [[0, 1, 2], [4]])],
+)
+def test_lengths_are_whole_numbers_and_only_measured_neighbours_are_joined(lengths, ticks, joined) -> None:
+    points = tuple(Point(x, 1.0 + x, 0.5 + x, 1.5 + x) for x in lengths)
+    for plain in (False, True):
+        with plots._drawn(
+            Chart("n", "T", "c", "x (tokens)", "y", (Line("a", points, 0, plain=plain),)), "none"
+        ) as figure:
+            (axes,) = figure.axes
+            low, high = axes.get_xlim()
+            shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+            assert all(tick == int(tick) for tick in shown) and (ticks is None or shown == ticks)
+            lines = [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() != "None"]
+            assert lines == joined
+            assert axes.get_legend_handles_labels()[1] == ["a"]
+
+
+def test_charts_of_one_kind_are_equally_high_on_the_page(page: str) -> None:
+    boxes = [re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', part) for part in page.split('<div class="plots">')[1:]]
+    assert len(boxes) == 2 and all(len(set(block)) == 1 and len(block) > 1 for block in boxes)
+
+
+def test_the_headline_is_the_speed_of_the_fastest_lossless_arm_and_its_parity() -> None:
+    runs = timed("hf", [4.0, 4.0]) + timed("none", [2.0, 2.0]) + timed("ngram@2", [1.0, 1.0])
+    runs += timed("model@2/topk:2", [0.1, 0.1])
+    for run in runs:
+        run.verdicts[:] = ["reference" if run.arm == "none" else "identical"]
+        if run.arm.startswith("model"):
+            run.stats["lossless"] = False
+    hf = [replace(run, stats=None) for run in runs if run.arm == "hf"]
+    names = {"none": "none", "ngram@2": "none", "model@2/topk:2": "none"}
+    own = [run for run in runs if run.arm != "hf"]
+    data = Data(Header({}, {}, {}, ""), own, summarise_by_temperature(own, "none"), names)
+    assert headline(data) == "2.0x plain decoding, 2 of 2 texts identical"
+    every = hf + own
+    data = Data(Header({}, {}, {}, ""), every, summarise_by_temperature(every, "none"), names | {"hf": "none"})
+    assert headline(data) == "4.0x Hugging Face, 2 of 2 texts identical"
+
+
+def test_arms_are_named_in_words() -> None:
+    assert label("ngram~0") == "ngram, greedy" and label("ngram~0", temperature=False) == "ngram"
+    assert label("model@1/rejection.plain~0.8") == "model, 1 token, rejection rule, unpacked weights, temperature 0.8"
+    assert (label("hf"), label("hf-lookup@7"), label("none")) == (
+        "Hugging Face",
+        "Hugging Face prompt lookup, 7 tokens",
+        "plain",
+    )
+
+
+def test_times_are_local_and_name_their_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    assert local_time("2026-07-01T22:05:00+00:00") == "1 July 2026, 18:05 EDT"
+    monkeypatch.undo()
+    time.tzset()
+    assert local_time("now") == "now"
+
+
 def test_lines_differ_without_colour() -> None:
     looks = [plots._look(Line("x", (), look)) for look in range(24)]
     assert len({(look["marker"], look["linestyle"]) for look in looks}) == len(looks)
@@ -271,33 +335,26 @@ def test_whatever_the_runs_hold_is_escaped(page: str) -> None:
 
 def test_every_speed_stands_beside_its_parity(page: str) -> None:
     overall = Reader(page).tables[0]
-    assert overall[0][:8] == [
-        "arm",
-        "tokens per second",
-        "speed-up",
-        "over",
-        "reference",
-        "identical",
-        "tie",
-        "different",
-    ]
+    assert overall[0][:5] == ["arm", "tokens per second", "speed-up", "over", "texts"]
     rows = {row[0]: row for row in overall[1:]}
-    assert rows["none"][4:8] == ["4", "0", "0", "0"] and rows["ngram@2"][4:8] == ["0", "4", "0", "0"]
-    assert re.fullmatch(r"\d+\.\d \(\d+\.\d to \d+\.\d\)", rows["model@3"][1])
-    assert re.fullmatch(r"\d+\.\d\dx \(.+ to .+\)", rows["model@3"][2]) and rows["model@3"][3] == "none"
+    assert rows["plain"][4] == "4 reference" and rows["ngram, 2 tokens"][4] == "4 identical"
+    assert re.fullmatch(r"\d+\.\d \(\d+\.\d to \d+\.\d\)", rows["model, 3 tokens"][1])
+    assert (
+        re.fullmatch(r"\d+\.\d\dx \(.+ to .+\)", rows["model, 3 tokens"][2]) and rows["model, 3 tokens"][3] == "plain"
+    )
     families = next(table for table in Reader(page).tables if table[0] == ["arm", "chat", NASTY])
     assert all(cell.endswith("; 2 of 2") for row in families[1:5] for cell in row[1:])
 
 
 def test_lossy_arms_are_named_as_such(page: str) -> None:
-    assert "model@3/topk:2 is lossy: its text is not the target&#x27;s own." in page
+    assert "model, 3 tokens, topk:2 rule is lossy: its text is not the target&#x27;s own." in page
 
 
 def test_settings_versions_and_the_machine_are_there(page: str, folder: Path) -> None:
     header, _ = read_records(folder)
     for name in (*header.settings, *header.versions, *header.machine):
         assert f"<dt>{name}</dt>" in page
-    assert header.versions["torch"] in page and header.started in page
+    assert header.versions["torch"] in page and local_time(header.started) in page
 
 
 def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> None:
@@ -305,8 +362,10 @@ def test_a_failed_arm_has_no_speed_and_its_error_is_shown(tmp_path: Path) -> Non
     assert "Failures" not in render(load(folder), [], None)
     fail(folder, "ngram@2", "RuntimeError: out of <memory>")
     found = Reader(render(load(folder), [], None))
-    assert next(row for row in found.tables[0] if row[0] == "ngram@2")[1] == "failed"
-    assert ["ngram@2", "1", "1", "RuntimeError: out of <memory>"] in [row for table in found.tables for row in table]
+    assert next(row for row in found.tables[0] if row[0] == "ngram, 2 tokens")[1] == "failed"
+    assert ["ngram, 2 tokens", "1", "1", "RuntimeError: out of <memory>"] in [
+        row for table in found.tables for row in table
+    ]
 
 
 def test_wrong_texts_are_the_first_thing_said(tmp_path: Path) -> None:
@@ -314,7 +373,7 @@ def test_wrong_texts_are_the_first_thing_said(tmp_path: Path) -> None:
     data = load(folder)
     assert 'class="bad"' not in render(data, [], None)
     (folder / "runs.jsonl").write_text((folder / "runs.jsonl").read_text().replace('"identical"', '"different"'))
-    assert "ngram@2, batch 1: 4 texts differ from plain decoding" in render(load(folder), [], None)
+    assert "ngram, 2 tokens, batch 1: 4 texts differ from plain decoding" in render(load(folder), [], None)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ const luminance = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number).map(v
 const paper = luminance(getComputedStyle(document.body).backgroundColor);
 const contrast = e => { const ink = luminance(getComputedStyle(e).color);
   return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); };
+const scrolled = [...document.querySelectorAll('.scroll')];
+scrolled.forEach(e => { e.scrollLeft = 9999; });
 const tokens = [...document.querySelectorAll('.acc, .rej, .own')];
 const values = { page: document.documentElement.scrollWidth, window: innerWidth,
   outside: all.filter(e => e.getBoundingClientRect().right > innerWidth + 1).length,
@@ -48,6 +50,9 @@ const values = { page: document.documentElement.scrollWidth, window: innerWidth,
     .filter(e => e.querySelectorAll('path').length > 20 && e.getBoundingClientRect().height > 100).length,
   smallest: Math.min(...texts.map(e => parseFloat(getComputedStyle(e).fontSize))),
   label: Math.min(...labels.map(r => Math.max(r.width, r.height))),
+  sticky: Math.max(...scrolled.map(e => Math.abs(e.querySelector('td').getBoundingClientRect().left -
+    e.getBoundingClientRect().left))), first: Math.max(...scrolled.map(e => e.querySelector('td').offsetWidth)),
+  head: Math.max(...[...document.querySelectorAll('thead')].map(e => e.offsetHeight)),
   contrast: Math.min(...[...texts, ...tokens].map(contrast)), paper: paper, tokens: tokens.length };
 top.document.title = Object.entries(values).map(([name, value]) => name + '=' + value).join(';');
 </script>"""
@@ -96,6 +101,8 @@ def test_the_report_is_filled_drawn_and_fits(measured, width: int) -> None:
     assert found["rows"] >= 15 and found["empty"] == 0
     assert found["charts"] == found["drawn"] == 4
     assert found["smallest"] >= 13 and found["tokens"] > 20
+    assert found["sticky"] <= 1 and found["first"] <= max(150, width / 4)  # the first column stays, and leaves room
+    assert found["head"] <= 60  # no blank band above the first column's head
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

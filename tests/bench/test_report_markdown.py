@@ -8,6 +8,7 @@ import pytest
 from toy_runs import fail, make
 
 from slipstream.apps import cli
+from slipstream.bench.arm_labels import local_time
 from slipstream.bench.records import read_records
 from slipstream.bench.report.markdown import markdown
 from slipstream.bench.report.report_data import against, load
@@ -46,7 +47,7 @@ def test_settings_machine_and_versions_are_said(folder: Path) -> None:
     header, _ = read_records(folder)
     text = markdown(load(folder))
     assert "toy with toy:2 as draft model, dtype auto, greedy, up to 24 tokens, 4 prompts, 2 repeats" in text
-    for value in (header.machine["processor"], header.started, *header.versions.values()):
+    for value in (header.machine["processor"], local_time(header.started), *header.versions.values()):
         assert str(value) in text
     assert text.count("| geometric mean |") == 2 and "\n\n| batch size 2 |" in text
 

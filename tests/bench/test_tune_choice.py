@@ -15,7 +15,7 @@ from slipstream.bench.records import Arm, Run
 from slipstream.bench.tuning.advice import advise
 from slipstream.bench.tuning.candidates import Candidate, at_length, unpredictable
 from slipstream.bench.tuning.screen import Entry, Screened, shortlist
-from slipstream.bench.tuning.search import FIRST_RUNG, contest, in_turn, settled, survivors
+from slipstream.bench.tuning.search import FIRST_RUNG, in_turn, search, settled, survivors
 from slipstream.bench.tuning.selection_bias import log_speed_ups, optimism
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompts import builtin_prompts
@@ -221,7 +221,7 @@ def arms_of(*names: str) -> list[Arm]:
 
 def test_the_beaten_leave_and_it_ends_when_the_best_is_known_well_enough() -> None:
     meter = Scripted({"none": 1.0, "ngram@3": 0.9, "model@4": 0.5, "suffix@4": 0.5}, left=500)
-    runs = contest(meter, arms_of("none", "ngram@3", "model@4", "suffix@4"), GROUPS, 1, 1e9)
+    runs = search(meter, arms_of("none", "ngram@3", "model@4", "suffix@4"), GROUPS, 1, 1e9)
     lineups = [names for names, _, _ in meter.asked]
     assert lineups[0] == ["none", "ngram@3", "model@4", "suffix@4"] and lineups[-1] == ["none", "model@4", "suffix@4"]
     assert len(lineups) == 9  # the second rung: the first after all eight groups
@@ -231,10 +231,10 @@ def test_the_beaten_leave_and_it_ends_when_the_best_is_known_well_enough() -> No
 
 def test_it_ends_when_only_plain_decoding_is_left_or_the_time_is_over() -> None:
     meter = Scripted({"none": 1.0, "ngram@3": 1.5}, left=500)
-    contest(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)
+    search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)
     assert len(meter.asked) == FIRST_RUNG
     meter = Scripted({"none": 1.0, "ngram@3": 0.9}, left=30, noise=0.5)
-    assert len(contest(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)) == 60 and len(meter.asked) == 30
+    assert len(search(meter, arms_of("none", "ngram@3"), GROUPS, 1, 1e9)) == 60 and len(meter.asked) == 30
 
 
 def test_noise_beats_nobody_and_settles_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of look-ups on a tiny transformer: who remembers what, and what is counted."""
+"""The benchmark of retrieval drafters on a tiny transformer: who learned what, and what is counted."""
 
 from __future__ import annotations
 

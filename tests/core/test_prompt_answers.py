@@ -67,13 +67,13 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.widths: list[int] = []
-        whole = HFBackend._eager
+        whole = HFBackend._forward_rows
 
         def eager(backend: HFBackend, tokens: Tensor, *rest: Any) -> Tensor:
             self.widths.append(tokens.shape[1])
             return whole(backend, tokens, *rest)
 
-        monkeypatch.setattr(HFBackend, "_eager", eager)
+        monkeypatch.setattr(HFBackend, "_forward_rows", eager)
 
 
 @pytest.mark.parametrize("texts", [PROMPTS[1:2], PROMPTS])

@@ -301,7 +301,7 @@ def test_the_ledger_catches_a_corrupted_memo(corrupt: Callable[[Session, list[Ro
     session = Session(HashBackend())
     rows = _two_rows(session)
     corrupt(session, rows)
-    with pytest.raises(SlipstreamError, match="memo: slot"):
+    with pytest.raises(SlipstreamError, match="KV cache: slot"):
         session.score(rows, *table([[2], [3]]))
 
 

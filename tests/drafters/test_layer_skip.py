@@ -14,6 +14,8 @@ from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 from torch import Tensor, nn
 
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
+from slipstream.core.cache_state import EXACT_FIT
+from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
@@ -23,7 +25,7 @@ from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, laye
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.decoder_layers import LayerSubsetGraphed, make_layer_subset
+from slipstream.models.hf.decoder_layers import make_layer_subset
 from slipstream.models.layer_subset import identity, num_layers
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
@@ -98,7 +100,7 @@ def test_a_draft_is_what_hugging_face_says_with_layers_left_out(name: str, layer
 
 def contents(backend: HFBackend) -> Tensor:
     """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
-    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend._cache.layers]).clone()
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend.cache.layers]).clone()
 
 
 class Watched:
@@ -213,7 +215,7 @@ def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(na
         target = Session(backend)
         session = SharedCacheSession(target, (0,))
         if isinstance(backend, GraphedBackend):
-            session.backend = LayerSubsetGraphed(backend, session.backend.model, tapes[1])
+            session._own.table.backend = GraphedBackend(session.backend.model, tapes[1], cache=backend.cache)
         for _ in range(2):
             rows = [Row(i, ids, GREEDY, 7) for i, ids in enumerate(prompts((5, 1, 17)))]
             for _ in run(engine(target, ModelDrafter(session, VOCAB), Fixed(3)), rows):
@@ -224,6 +226,28 @@ def test_captured_graphs_draft_the_same_and_are_dropped_when_the_memory_moves(na
             target.reserve(8, 600)  # moves it
     assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
     assert 0 < tapes[1].captured < tapes[1].replayed
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_layer_subset_attends_to_the_lengths_of_the_whole_model(llama: Any, graphed: bool) -> None:
+    backend = GraphedBackend(llama, Tape()) if graphed else HFBackend(llama)
+    target = Session(backend)
+    session = SharedCacheSession(target, (0, 1))
+    target.reserve(1, 64)  # sets what the session's shapes allow
+    subset = session.backend
+    assert subset.attended_unit == backend.attended_unit == EXACT_FIT.attended_unit
+    set_attended_lengths(backend, 512, (64, 128))
+    assert subset.attended_unit == 512
+    if not graphed:
+        assert backend.attended_lengths == subset.attended_lengths == (64, 128)
+        assert subset.cache.place(0, [70], torch.tensor([[70]])) == 128  # not 512
+
+
+def test_a_layer_subset_has_no_attributes_but_its_own(llama: Any) -> None:
+    subset = HFBackend(llama).layer_subset((0, 2))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        subset.no_such_name  # noqa: B018
+    assert type(subset) is HFBackend and subset.num_layers == 4 and subset.vocab_size == VOCAB
 
 
 def test_the_toys_layers_are_its_lengths_of_context() -> None:
@@ -284,8 +308,8 @@ def test_it_stops_as_the_draft_model_does(llama: Any) -> None:
         ("0", "from 1 to 4 layers"),
         ("5", "from 1 to 4 layers"),
         ("2-9", "at least one of 0 to 3"),
-        ("3,1", "each once, rising"),
-        ("1,1", "each once, rising"),
+        ("3,1", "each once, ascending"),
+        ("1,1", "each once, ascending"),
         ("3-1", "at least one of 0 to 3"),
         ("2+p=100", "PERCENT from 0 to 99"),
         ("+p=30", "or layer_skip:p=PERCENT"),
@@ -323,7 +347,7 @@ def none(model: Any) -> None:
     [
         (twice, "0 of its lists of 2 modules run in order, once each"),
         (demanding, "a forward of two tokens fails: pixels are missing"),
-        (wrapped, "of 1 layers kept, 2 ran: something wraps its forward"),
+        (wrapped, "of 1 layers chosen, 2 ran: something wraps its forward"),
         (none, "it has no list of 2 layers"),
     ],
 )

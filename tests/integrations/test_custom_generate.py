@@ -233,12 +233,13 @@ def test_a_model_in_training_mode_is_refused_and_stays_in_it() -> None:
 def test_decoders_are_kept_with_their_models_and_no_longer() -> None:
     made, model, draft = CustomGenerate(), fresh("llama"), fresh("llama", 1)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft)
-    known = made.decoders.of(model, CustomGenerate(draft=draft))
+    known = CustomGenerate(draft=draft).decoder_of(model)
     model.generate(**batch(), **GREEDY, custom_generate=made, draft=draft, drafter="ngram", num_draft_tokens=2)
-    assert made.decoders.of(model, CustomGenerate(draft=draft)) is known
-    assert made.decoders.of(model, CustomGenerate(draft=draft, max_batch_size=2)) is not known
+    assert CustomGenerate(draft=draft).decoder_of(model) is known
+    assert CustomGenerate(draft=draft, max_batch_size=2).decoder_of(model) is not known
     del known
     gone = [weakref.ref(draft), weakref.ref(model)]
+    CustomGenerate().decoder_of(model)  # without a draft model
     del draft
     gc.collect()
     assert gone[0]() is None and gone[1]() is model

@@ -49,6 +49,7 @@ def test_the_single_example_runs_as_printed() -> None:
     assert output_ids == plain[: [*plain, 1].index(1) + 1]
     assert output_text and 0 < accept_rate < 1
 
+    torch.manual_seed(1)  # a text that is long enough for a rate
     output_ids, accept_rate = speculative_generate(
         inputs,
         drafter,

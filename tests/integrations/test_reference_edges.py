@@ -17,6 +17,7 @@ from tiny import fresh, perturbed, prompts, reference, shared
 from torch import Tensor
 
 from slipstream import UsageError
+from slipstream.integrations import decoder_cache
 from slipstream.integrations.reference import (
     GreedyProcessor,
     MultinomialProcessor,
@@ -28,7 +29,6 @@ from slipstream.integrations.reference import (
     speculative_generate,
     speculative_generate_batch,
 )
-from slipstream.integrations.reference import decoder_cache as held
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,8 @@ def test_models_are_freed_with_their_last_user() -> None:
 
 def test_a_decoder_is_built_once_and_anew_where_the_models_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
-    original = held.SpeculativeDecoder
-    monkeypatch.setattr(held, "SpeculativeDecoder", lambda *a, **k: built.append(a) or original(*a, **k))
+    original = decoder_cache.SpeculativeDecoder
+    monkeypatch.setattr(decoder_cache, "SpeculativeDecoder", lambda *a, **k: built.append(a) or original(*a, **k))
     target, drafter = fresh("llama"), fresh("llama", 1)
     for _ in range(3):
         first = speculative_generate(PROMPTS[0], drafter, target, eos_tokens_id=None)[0]
@@ -67,7 +67,7 @@ def test_copies_and_pickles_of_a_model_go_without_its_decoder() -> None:
     before = target.state_dict().keys()
     speculative_generate(PROMPTS[0], target, target)
     for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
-        assert vars(other)[held.ATTRIBUTE].decoder is None
+        assert vars(other)[decoder_cache.ATTRIBUTE] is None
         assert greedy(PROMPTS[0], models=(other, other))[0] == greedy(PROMPTS[0], models=(target, target))[0]
     assert target.state_dict().keys() == before
 
@@ -150,7 +150,7 @@ class OwnDraw(MultinomialProcessor):
         ({"logits_processor": torch.softmax}, "is a builtin_function_or_method; allowed"),
         ({"logits_processor": NoLaw(1.0)}, "NoLaw gave two answers"),
         ({"logits_processor": NoShape(1.0)}, r"NoShape gave shape \(1,\); allowed"),
-        ({"logits_processor": OwnDraw(1.0)}, "OwnDraw drew token"),
+        ({"logits_processor": OwnDraw(1.0)}, "OwnDraw sampled token"),
         ({"logits_processor": OwnDraw(1.0), "skip_sample_adjustment": True}, "a `sample` of its own"),
         ({"models": (None, shared("qwen2"))}, "drafter=None; allowed"),
         ({"models": ("gpt2", shared("qwen2"))}, "drafter is a str; allowed: a loaded"),

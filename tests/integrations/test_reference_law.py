@@ -194,7 +194,7 @@ def test_native_options_have_the_law_of_the_processor(name: str) -> None:
     assert distribution._native(slow) is None
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     distributions = [
-        _distribution(distribution.law_of(p, VOCAB, torch.device("cpu")).params, logits) for p in (processor, slow)
+        _distribution(distribution.sampling_of(p, VOCAB, torch.device("cpu")).params, logits) for p in (processor, slow)
     ]
     expected = np.stack([PROCESSORS[name][1](row) for row in logits.double().numpy()])
     assert np.abs(distributions[0] - expected).max() < 1e-6 and np.abs(distributions[1] - expected).max() < 1e-6

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu import kernel_build as native
-from slipstream.models.cpu.compiled_layer import GELU, SILU, Layer, Memory, NativeParts, Norm, fits
-from slipstream.models.cpu.compressed_linear import Weights
+from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
+from slipstream.models.cpu.compiled_layer import GELU, SILU, CompiledOps, recognise
 from slipstream.models.cpu.quantised_linear import OWN, quantise, rounded
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import TOLERANCE
-from slipstream.models.hf.fused_layer import FusedLayer, Parts
+from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
+from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
 from slipstream.models.hf.fused_linear import fuse
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
@@ -39,7 +39,7 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
 
 
-def turns(tokens: int, size: int) -> tuple[Tensor, Tensor]:
+def rope(tokens: int, size: int) -> tuple[Tensor, Tensor]:
     angles = torch.linspace(0, 9, tokens)[:, None] / torch.arange(1, size // 2 + 1)
     both = torch.cat([angles, angles], -1)[None]
     return both.cos().bfloat16(), both.sin().bfloat16()
@@ -47,22 +47,24 @@ def turns(tokens: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_models_own_layers(name: str) -> None:
-    own, made = fast(name, torch.bfloat16, lean=False, head_dim=32), compiled(name)
-    assert layers(made) and all(type(layer.parts) is NativeParts for layer in layers(made))
+    own, made = fast(name, torch.bfloat16, fused=False, head_dim=32), compiled(name)
+    assert layers(made) and all(type(layer.ops) is CompiledOps for layer in layers(made))
     expected, got = logits(own), logits(made)
     assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [0.1, 10.0, 3000.0])
-def test_parts_are_those_of_the_operators(name: str, scale: float) -> None:
+def test_compiled_operators_give_the_numbers_of_the_plain_ones(name: str, scale: float) -> None:
     """To a few roundings of bfloat16, small activations and such as overflow an exponential."""
-    made = layers(compiled(name))[0].parts
-    own: Parts = made._parts
-    hidden, found = numbers(1, 11, 32, scale=scale), numbers(1, 11, own.heads * own.size, seed=1, scale=scale)
+    made = layers(compiled(name))[0].ops
+    own: LayerOps = made._plain
+    hidden, attended = numbers(1, 11, 32, scale=scale), numbers(1, 11, own.heads * own.size, seed=1, scale=scale)
     with torch.inference_mode():
-        pairs = [*zip(own.enter(hidden, *turns(11, 32)), made.enter(hidden, *turns(11, 32)), strict=True)]
-        pairs.append((own.leave(hidden, found), made.leave(hidden, found)))
+        pairs = [
+            *zip(own.project_qkv_rope(hidden, rope(11, 32)), made.project_qkv_rope(hidden, rope(11, 32)), strict=True)
+        ]
+        pairs.append((own.residual_mlp(hidden, attended), made.residual_mlp(hidden, attended)))
     for expected, got in pairs:
         assert expected.shape == got.shape
         assert (expected.float() - got.float()).abs().max() <= 0.02 * expected.float().abs().max()
@@ -71,38 +73,40 @@ def test_parts_are_those_of_the_operators(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it(name: str) -> None:
-    made = layers(compiled(name))[0].parts
-    hidden, found = numbers(1, 40, 32), numbers(1, 40, made.heads * 32, seed=1)
-    cos, sin = turns(40, 32)
+    made = layers(compiled(name))[0].ops
+    hidden, attended = numbers(1, 40, 32), numbers(1, 40, made.heads * 32, seed=1)
+    cos, sin = rope(40, 32)
     with torch.inference_mode():
-        heads, left = made.enter(hidden, cos, sin)[0], made.leave(hidden, found)
+        heads, left = made.project_qkv_rope(hidden, (cos, sin))[0], made.residual_mlp(hidden, attended)
         for first, last in ((0, 1), (7, 8), (3, 11), (5, 25)):
             some = slice(first, last)
-            assert torch.equal(made.enter(hidden[:, some], cos[:, some], sin[:, some])[0], heads[:, :, some])
-            assert torch.equal(made.leave(hidden[:, some], found[:, some]), left[:, some])
-            as_rows = made.leave(hidden[0, some, None], found[0, some, None])
+            assert torch.equal(
+                made.project_qkv_rope(hidden[:, some], (cos[:, some], sin[:, some]))[0], heads[:, :, some]
+            )
+            assert torch.equal(made.residual_mlp(hidden[:, some], attended[:, some]), left[:, some])
+            as_rows = made.residual_mlp(hidden[0, some, None], attended[0, some, None])
             assert torch.equal(as_rows[:, 0], left[0, some])
 
 
 def test_the_activation_is_recognised_by_what_it_computes() -> None:
-    assert fits(layers(compiled("llama"))[0].parts._parts) == SILU
-    assert fits(layers(compiled("gemma3"))[0].parts._parts) == GELU
+    assert recognise(layers(compiled("llama"))[0].ops._plain) == SILU
+    assert recognise(layers(compiled("gemma3"))[0].ops._plain) == GELU
 
 
 def test_other_layers_keep_their_operators() -> None:
-    assert all(type(layer.parts) is Parts for layer in layers(fast("llama", torch.bfloat16)))  # heads of 8
-    assert all(type(layer.parts) is Parts for layer in layers(fast("llama", torch.float32, head_dim=32)))
-    parts = layers(compiled("llama"))[0].parts._parts
-    parts.act = torch.nn.ReLU()
-    assert fits(parts) is None
+    assert all(type(layer.ops) is LayerOps for layer in layers(fast("llama", torch.bfloat16)))  # heads of 8
+    assert all(type(layer.ops) is LayerOps for layer in layers(fast("llama", torch.float32, head_dim=32)))
+    ops = layers(compiled("llama"))[0].ops._plain
+    ops.act = torch.nn.ReLU()
+    assert isinstance(recognise(ops), str)
 
 
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeParts, "leave", lambda self, hidden, found: torch.zeros_like(hidden))
+    monkeypatch.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
     backend = compiled("llama")
-    assert layers(backend) and all(type(layer.parts) is Parts for layer in layers(backend))
+    assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
     monkeypatch.undo()
-    expected = logits(fast("llama", torch.bfloat16, lean=False, head_dim=32))
+    expected = logits(fast("llama", torch.bfloat16, fused=False, head_dim=32))
     assert (expected - logits(backend)).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
 
 
@@ -111,14 +115,17 @@ def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_f
     backend = HFBackend(model)
     fuse(model, lambda linear: rounded(linear, "int4"))
     quantise(model, "int4")
-    backend.group_queries()
-    backend.fuse_layers()
-    assert all(type(layer.parts) is NativeParts for layer in layers(backend))
-    made = layers(backend)[0].parts
+    group_queries(backend)
+    fuse_layers(backend)
+    assert all(type(layer.ops) is CompiledOps for layer in layers(backend))
+    made = layers(backend)[0].ops
     for tokens in (1, OWN, OWN + 1):
-        hidden, found = numbers(1, tokens, 32), numbers(1, tokens, made.heads * 32, seed=1)
+        hidden, attended = numbers(1, tokens, 32), numbers(1, tokens, made.heads * 32, seed=1)
         with torch.inference_mode():
-            expected, got = made._parts.leave(hidden, found).float(), made.leave(hidden, found).float()
+            expected, got = (
+                made._plain.residual_mlp(hidden, attended).float(),
+                made.residual_mlp(hidden, attended).float(),
+            )
         assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
         assert tokens <= OWN or torch.equal(expected, got)
 
@@ -134,14 +141,14 @@ def reference(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[i
     return out
 
 
-def attended(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
+def attention(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
     """The same by the kernel, which also writes the memory."""
     library, tokens, size = native.kernels(), len(places), heads.shape[2]
     assert library is not None
-    none, no_norm = Weights(), Norm()
-    layer = Layer(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
+    none, no_norm = LinearStruct(), NormStruct()
+    layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
-    where = Memory(
+    where = CacheStruct(
         *map(native.address, memory), memory[0].shape[2], window, 1 / 8, *map(native.address, (slots, positions))
     )
     out, groups = heads.new_empty(tokens, 4, size), torch.empty(2 * tokens, dtype=torch.int64)
@@ -163,7 +170,7 @@ PLACES = {
 def test_attention_is_what_it_is_defined_as(name: str, window: int, size: int) -> None:
     places = PLACES[name]
     heads, memory = numbers(len(places), 8, size), (numbers(6, 2, 256, size, seed=1), numbers(6, 2, 256, size, seed=2))
-    found = attended(heads, memory, places, window)
+    found = attention(heads, memory, places, window)
     for i, (slot, position) in enumerate(places):
         assert torch.equal(memory[0][slot, :, position], heads[i, 4:6])
         assert torch.equal(memory[1][slot, :, position], heads[i, 6:])
@@ -177,11 +184,11 @@ def test_attention_is_what_it_is_defined_as(name: str, window: int, size: int) -
 def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -> None:
     places = PLACES["a prompt"]
     heads, memory = numbers(100, 8, 64), (numbers(3, 2, 256, 64, seed=1), numbers(3, 2, 256, 64, seed=2))
-    whole = attended(heads, memory, places, window)
+    whole = attention(heads, memory, places, window)
     for first, last in ((0, 1), (40, 41), (90, 100), (63, 80)):
-        assert torch.equal(attended(heads[first:last], memory, places[first:last], window), whole[first:last])
+        assert torch.equal(attention(heads[first:last], memory, places[first:last], window), whole[first:last])
     longer = tuple(torch.cat([part, numbers(3, 2, 256, 64, seed=5)], 2) for part in memory)
-    assert torch.equal(attended(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
+    assert torch.equal(attention(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
 
 
 def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
@@ -191,34 +198,34 @@ def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
     for slot, end in ((0, 66), (1, 1), (2, 202), (4, 33)):
         for part in left:
             part[slot, :, end:] = float("nan")
-    assert torch.equal(attended(heads, (left[0], left[1]), places, 0), attended(heads, clean, places, 0))
+    assert torch.equal(attention(heads, (left[0], left[1]), places, 0), attention(heads, clean, places, 0))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])
 def test_layers_that_give_something_else_fail_their_trial(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeParts, "through", lambda self, hidden, *rest: torch.full_like(hidden, broken))
+    monkeypatch.setattr(CompiledOps, "whole_layer", lambda self, hidden, *rest: torch.full_like(hidden, broken))
     backend = fast("llama", torch.bfloat16, head_dim=64)
-    assert layers(backend) and all(type(layer.parts) is Parts for layer in layers(backend))
+    assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
 
 
 def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
-    parts = layers(compiled("gemma3"))[0].parts._parts
-    parts.act = torch.nn.GELU()
-    assert fits(parts) is None
+    ops = layers(compiled("gemma3"))[0].ops._plain
+    ops.act = torch.nn.GELU()
+    assert isinstance(recognise(ops), str)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_layers_give_the_models_own_logits(name: str) -> None:
-    own, made = fast(name, torch.bfloat16, lean=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
+    own, made = fast(name, torch.bfloat16, fused=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
     expected = logits(own)
-    assert all(layer.parts._attends for layer in layers(made))
+    assert all(layer.ops._attends for layer in layers(made))
     assert (expected - logits(made)).abs().max() <= 0.05 * expected.abs().max()
 
 
 def test_a_forward_past_the_reserved_memory_is_refused() -> None:
     backend = fast("llama", torch.bfloat16, head_dim=64)
     backend.reserve(1, 128)
-    end = backend._cache._shape[1]
+    end = backend.cache.shape[1]
     backend.forward(torch.ones(1, 4, dtype=torch.int64), [end - 4], first_slot=0, logits=False)
     with pytest.raises(SlipstreamError, match=f"position {end + 3}"):
         backend.forward(torch.ones(1, 4, dtype=torch.int64), [end], first_slot=0, logits=False)

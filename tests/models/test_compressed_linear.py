@@ -1,20 +1,21 @@
 """Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbours."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import fresh
+from tiny import fast, fresh
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu import kernel_build as native
-from slipstream.models.cpu.compressed_linear import CompressedLinear, stored
+from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.kernel_build import FLAGS, INSTRUCTIONS, NoKernelsError, built, check_processor
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
+from slipstream.models.cpu.processor import parse
+from slipstream.models.fast_path_warnings import warn_slower
 
 needs_kernels = pytest.mark.skipif(
     native.kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16"
@@ -45,13 +46,13 @@ def weights_of(made: CompressedLinear) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 4), (31, 128), (32, 132), (33, 260), (100, 576), (256, 1000)])
-def test_every_weight_is_kept_exactly(outputs: int, inputs: int) -> None:
+def test_every_weight_is_stored_exactly(outputs: int, inputs: int) -> None:
     linear = layer(outputs, inputs)
     assert torch.equal(weights_of(compressed(linear)), linear.weight)
 
 
 @needs_kernels
-def test_weights_far_from_the_others_are_exceptions_and_kept_exactly_too() -> None:
+def test_weights_far_from_the_others_are_exceptions_and_stored_exactly_too() -> None:
     linear, odd = layer(70, 264), [1e30, -1e-30, 300.0, 0.0, -(2.0**-126)]
     with torch.no_grad():
         for place, value in enumerate(odd):
@@ -103,15 +104,15 @@ def test_a_layer_is_compressed_where_that_gains() -> None:
     spread = layer(64, 64)
     with torch.no_grad():  # exponents all over the place
         spread.weight.copy_(torch.randn(64, 64).sign() * 2.0 ** torch.randint(-100, 100, (64, 64)))
-    assert type(stored(layer(64, 64))) is CompressedLinear
-    assert type(stored(spread)) is PackedLinear
-    assert type(stored(layer(64, 66))) is PackedLinear  # not in fours
-    assert type(stored(layer(64, 64).float())) is PackedLinear
+    assert type(compressed_or_packed(layer(64, 64))) is CompressedLinear
+    assert type(compressed_or_packed(spread)) is PackedLinear
+    assert type(compressed_or_packed(layer(64, 66))) is PackedLinear  # not in fours
+    assert type(compressed_or_packed(layer(64, 64).float())) is PackedLinear
 
 
 def test_without_kernels_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.cpu.compressed_linear.kernels", lambda: None)
-    assert type(stored(layer(64, 64))) is PackedLinear
+    assert type(compressed_or_packed(layer(64, 64))) is PackedLinear
 
 
 @needs_kernels
@@ -137,9 +138,9 @@ FOUND = "flags\t\t: fpu " + " ".join(INSTRUCTIONS)
     ],
 )
 def test_other_processors_are_told_apart(description: str, reason: str) -> None:
-    check_processor("processor: 0\n" + FOUND + "\n")
+    check_processor(parse("processor: 0\n" + FOUND + "\n"))
     with pytest.raises(NoKernelsError, match=reason):
-        check_processor(description)
+        check_processor(parse(description))
 
 
 def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
@@ -171,18 +172,34 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
         built(tmp_path, {})
 
 
-def test_where_there_are_no_kernels_the_log_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("found", "level"), [("flags: fpu", "WARNING"), (FOUND + " amx_bf16", "INFO")], ids=["slower", "nothing lost"]
+)
+def test_without_kernels_a_warning_says_why_once_where_that_is_slower(
+    found: str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "_CPU", tmp_path / "nothing")
-    with caplog.at_level(logging.INFO, "slipstream"):
+    warn_slower.cache_clear()
+    caplog.set_level("INFO", "slipstream")
+    monkeypatch.setattr(native, "processor", lambda: parse(found))
+    for _ in range(2):
         assert native._library.__wrapped__() is None
-    assert "PyTorch's kernels are used, not Slipstream's own: they need a processor with avx512f" in caplog.text
+    reasons = [
+        r.getMessage() for r in caplog.records if "PyTorch's kernels are used, not Slipstream's own" in r.message
+    ]
+    assert {record.levelname for record in caplog.records} == {level}
+    assert len(reasons) == (1 if level == "WARNING" else 2)
+    assert ("a processor with avx512f" if level == "WARNING" else "AMX") in reasons[0]
+
+
+def test_models_that_need_no_kernels_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    warn_slower.cache_clear()
+    fast("llama", torch.float32)
+    assert "kernels" not in caplog.text
 
 
 def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "off")
-    assert native.kernels() is None and type(stored(layer(64, 64))) is PackedLinear
+    assert native.kernels() is None and type(compressed_or_packed(layer(64, 64))) is PackedLinear
     monkeypatch.setenv(native.SWITCH, "maybe")
     with pytest.raises(UsageError, match="SLIPSTREAM_KERNELS='maybe'; allowed: 'on' or 'off'"):
         native.kernels()

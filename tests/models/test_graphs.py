@@ -15,9 +15,10 @@ from torch import Tensor
 from slipstream.core.acceptance import match
 from slipstream.core.types import Draft
 from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
-from slipstream.models.cuda.graph_memory import SPARE, WIDTHS
 from slipstream.models.cuda.graph_store import GraphMemory, GraphStore, Rerun, unsupported
+from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import group_queries
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ class Case:
 
 def contents(backend: HFBackend) -> Tensor:
     """[layers, 2, slots, heads, positions, size]: all that the memory holds."""
-    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend._cache.layers]).clone()
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in backend.cache.layers]).clone()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +103,7 @@ def test_every_bucket_is_captured_once() -> None:
         case.graphed.forward(case.tokens(rows, width), [start] * rows, first_slot=0, logits=True)
     assert case.tape.captured == 3  # (4, 5, 256), (1, 16, 256), (4, 5, 512)
     assert case.graphed.graph_memory().count == 3
-    views = [case.graphed._bucket([0], 1, end).view for end in (1, 256, 257, 513, 769, 1025, 1400)]  # type: ignore[union-attr]
+    views = [case.graphed._bucket([0], 1, end).attended for end in (1, 256, 257, 513, 769, 1025, 1400)]  # type: ignore[union-attr]
     assert views == [256, 256, 512, 768, 1024, 1536, 1536]
 
 
@@ -118,7 +119,7 @@ def test_what_is_no_decoding_step_runs_eagerly(rows: int, width: int, first_slot
 
 def test_a_width_that_leaves_no_room_for_padding_runs_eagerly() -> None:
     case = Case("llama", length=200)
-    spare = case.graphed._aimed.spare
+    spare = case.graphed.cache.spare
     for start, captured in ((spare - 4, 1), (spare - 3, 1)):
         expected, got = case.both(case.tokens(1, 4), [start])
         assert case.tape.captured == captured
@@ -137,7 +138,7 @@ def test_growth_drops_the_graphs_and_keeps_the_memory(name: str) -> None:
         backend.reserve(5, 600)
     assert case.graphed.graph_memory() == GraphMemory(0, 0)
     assert case.tape.resets == 1
-    assert case.graphed._aimed.shape[0] == 8  # slots grow by doubling
+    assert case.graphed.cache.shape[0] == 8  # slots grow by doubling
     expected, got = case.both(case.tokens(2, 3), starts)
     assert torch.equal(expected, got)
     assert case.tape.captured == 2
@@ -214,11 +215,11 @@ def test_grouped_attention_is_captured_anew() -> None:
     backend.reserve(1, 64)
     tokens = torch.arange(1, 7)[None]
     before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
-    backend.group_queries()
+    group_queries(backend.eager)
     after = backend.forward(tokens, [0], first_slot=0, logits=True)
-    assert backend._repeats == 2
+    assert backend.eager.masks.repeats == 2
     assert (before - after).abs().max() < 1e-4
-    assert backend.graph_memory().count == 4  # two shapes are tried with either attention
+    assert backend.graph_memory().count == 2  # with either attention
 
 
 def step_by_step(case: Case, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int) -> Tensor:

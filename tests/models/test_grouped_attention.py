@@ -12,8 +12,11 @@ from tiny import ragged_logits as logits
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.hf.grouped_attention import UngroupableError
 
 FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
 
@@ -22,7 +25,7 @@ FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtype) -> None:
     plain, fast = HFBackend(fresh(name, dtype=dtype)), HFBackend(fresh(name, dtype=dtype))
-    fast.group_queries()
+    group_queries(fast)
     assert fast.model.config.get_text_config()._attn_implementation == grouped.NAME
     expected, got = logits(plain), logits(fast)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
@@ -75,28 +78,46 @@ def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: p
 
     monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, wrong)
     backend = HFBackend(fresh("llama"))
-    backend.group_queries()
-    assert backend.model.config._attn_implementation == "sdpa" and backend._repeats is None
+    group_queries(backend)
+    assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
     assert torch.isfinite(logits(backend)).all()
 
 
-def test_a_model_that_raises_keeps_its_own_attention(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise SlipstreamError("not this one")
+class Raising:
+    """An attention that raises."""
 
-    caplog.set_level("INFO", "slipstream")
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, broken)
-    backend = HFBackend(fresh("llama"))
-    backend.group_queries()
-    assert backend.model.config._attn_implementation == "sdpa"
-    assert "keeps its own attention: not this one" in caplog.text
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [UngroupableError("its attention uses softcap"), RuntimeError("sizes must match")])
+def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_slower.cache_clear()
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, Raising(error))
+    for _ in range(2):
+        backend = HFBackend(fresh("llama"))
+        group_queries(backend)
+        assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
+        assert torch.isfinite(logits(backend)).all()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"slower than it could be: LlamaForCausalLM keeps its own attention: {error}"]
+
+
+@pytest.mark.parametrize("error", [AttributeError("a typo"), TypeError("a typo"), KeyError("a typo")])
+def test_a_mistake_of_our_own_is_not_taken_for_a_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, Raising(error))
+    with pytest.raises(type(error), match="a typo"):
+        group_queries(HFBackend(fresh("llama")))
 
 
 def test_eager_models_are_left_alone() -> None:
     backend = HFBackend(fresh("llama-eager"))
-    backend.group_queries()
+    group_queries(backend)
     assert backend.model.config._attn_implementation == "eager"
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.models.cpu import kernel_build as native
-from slipstream.models.cpu.int4_linear import RoundedLinear
+from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.quantised_linear import FewLinear, QuantisedLinear, _few
 
 pytestmark = pytest.mark.skipif(
@@ -32,20 +32,20 @@ def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, co
     x = torch.randn(count, 32 * groups, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     expected = x.float() @ weight.T + (0 if bias is None else bias.float())
-    found = RoundedLinear(codes, steps, bias, native.kernels())(x)
+    found = Int4Linear(codes, steps, bias, native.kernels())(x)
     assert (found.float() - expected).abs().max() <= 0.01 * expected.abs().max()
 
 
 def test_every_code_group_and_output_has_its_place() -> None:
     codes, steps, weight = parts(80, 3, seed=7)
-    found = RoundedLinear(codes, steps, None, native.kernels())(torch.eye(96).bfloat16()).T
+    found = Int4Linear(codes, steps, None, native.kernels())(torch.eye(96).bfloat16()).T
     assert torch.allclose(found.float(), weight, rtol=1 / 128, atol=1e-3)
     assert len(set(weight.flatten().tolist())) > 1000  # the places differ
 
 
 def test_four_bits_of_bfloat16_are_multiplied_by_our_own_kernel() -> None:
     linear = torch.nn.Linear(64, 32).bfloat16()
-    assert type(_few(linear, "int4")) is RoundedLinear
+    assert type(_few(linear, "int4")) is Int4Linear
     assert type(_few(linear, "int8")) is type(_few(linear.float(), "int4")) is FewLinear
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, REFERENCE, WIDTHS
@@ -131,8 +132,8 @@ def test_the_shapes_found_for_a_transformer_give_the_same_bits(dtype: torch.dtyp
     if fast:
         fuse(backend.model)
         pack(backend.model)
-        backend.group_queries()
-        backend.fuse_layers()
+        group_queries(backend)
+        fuse_layers(backend)
     result = calibrate(backend, BATCH)
     assert result.agrees and bool(result.attended_lengths) == fast
     tokens = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(3))
@@ -185,3 +186,9 @@ def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one(
     shapes = Calibration((2, 3, 4, 5, 6, 7, 8, 16), 512, times).shapes
     assert [shapes.pad(width, 1) for width in range(1, 10)] == [2, 2, 4, 4, 5, 8, 8, 8, 16]
     assert [shapes.pad(width, 4) for width in range(1, 10)] == [2, 2, 3, 4, 5, 6, 7, 8, 16]
+
+
+def test_progress_is_reported_in_order_up_to_the_end() -> None:
+    told: list[float] = []
+    calibrate(RoundingBackend(), BATCH, told.append)
+    assert told == sorted(told) and len(told) > 2 * len(WIDTHS) and told[0] > 0 and told[-1] <= 1

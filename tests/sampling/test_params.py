@@ -47,6 +47,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "ignore_eos": [None, 0, 1, "yes"],
     "seed": ["1", True, False, 1.0, -1, NAN],
     "n": [*NOT_COUNTS, None, 0, 2],
+    "logprobs": NOT_COUNTS,
     "num_draft_tokens": ["auto", True, False, 2.0, -1, NAN],
     "logits_processors": [None, 5, print, "print", [5], [None], ["print"]],
 }
@@ -67,6 +68,7 @@ POSSIBLE: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "seed": [None, 0, 2**63, 2**70],
     "n": [1],
+    "logprobs": [None, 0, 5],
     "num_draft_tokens": [None, 0, 3],
     "logits_processors": [(), [print], (print, len)],
 }

@@ -18,9 +18,10 @@ from slipstream import Draft
 from slipstream.core.interfaces import RowSegment
 from slipstream.core.rng import Race, key
 from slipstream.core.types import Row
-from slipstream.models.cpu.compressed_linear import stored
+from slipstream.models.cpu.compressed_linear import compressed_or_packed
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.sampling.sampler import Sampler
 
@@ -218,15 +219,15 @@ class Oracle:
         return Draft.from_lists(proposals, sampler.device)
 
 
-def fast(name: str, dtype: torch.dtype = torch.float32, *, lean: bool = True, **changes: Any) -> HFBackend:
-    """A new model, packed, with grouped attention and, if asked for, layers in fewer operators."""
+def fast(name: str, dtype: torch.dtype = torch.float32, *, fused: bool = True, **changes: Any) -> HFBackend:
+    """A new model, packed, with grouped attention and, by default, fused layers."""
     model = fresh(name, dtype=dtype, **changes)
     backend = HFBackend(model)
-    fuse(model, stored)
-    pack(model, stored)
-    backend.group_queries()
-    if lean:
-        backend.fuse_layers()
+    fuse(model, compressed_or_packed)
+    pack(model, compressed_or_packed)
+    group_queries(backend)
+    if fused:
+        fuse_layers(backend)
     return backend
 
 

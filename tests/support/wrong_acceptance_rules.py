@@ -28,9 +28,9 @@ from enumeration import (
 
 from slipstream.certificate.wrong_rules import (
     bonus_from_raw_logits,
+    distribution_of_next_position,
     first_mismatch_kept,
     greedy_by_softmax,
-    distribution_of_next_position,
     options_twice,
     recovered_from_p,
     residual_of_one_token,

@@ -1,6 +1,6 @@
 """Intervals of measured speeds: a seeded two-level percentile bootstrap over prompts and, within them, repeats.
 
-A resample draws prompts with replacement, then each drawn prompt's repeats with replacement (Davison and Hinkley 1997,
+A resample picks prompts with replacement, then each picked prompt's repeats with replacement (Davison and Hinkley 1997,
 section 3.8). Arms that are compared share every draw, so what slowed both of them at one moment cancels out.
 """
 
@@ -49,13 +49,13 @@ def speed_up(tokens: Sequence[int], seconds: Repeats, base_tokens: Sequence[int]
     value = np.exp(logs.mean())
     if draws is None:
         return Estimate(float(value))
-    drawn = np.log(counts[draws.groups] * draws.medians(base) / draws.medians(own))
-    return _estimate(value, np.exp(drawn.mean(axis=1)))
+    resampled = np.log(counts[draws.groups] * draws.medians(base) / draws.medians(own))
+    return _estimate(value, np.exp(resampled.mean(axis=1)))
 
 
 @dataclass(frozen=True)
 class _Draws:
-    """groups: [N, G] indices of drawn groups; repeats: [N, G, R] indices of each one's drawn repeats."""
+    """groups: [N, G] inrngs of sampled groups; repeats: [N, G, R] inrngs of each one's sampled repeats."""
 
     groups: NDArray[np.int64]
     repeats: NDArray[np.int64]
@@ -68,15 +68,15 @@ class _Draws:
         groups, repeats = len(lengths), int(lengths.max())
         if groups == 1 and repeats == 1:
             return None
-        dice = np.random.default_rng(SEED)
-        drawn = dice.integers(0, groups, (RESAMPLES, groups))
-        own = lengths[drawn][:, :, None]
-        picked = (dice.random((RESAMPLES, groups, repeats)) * own).astype(np.int64)
+        rng = np.random.default_rng(SEED)
+        sampled = rng.integers(0, groups, (RESAMPLES, groups))
+        own = lengths[sampled][:, :, None]
+        picked = (rng.random((RESAMPLES, groups, repeats)) * own).astype(np.int64)
         absent = np.arange(repeats) >= own
-        return _Draws(drawn, picked, absent if absent.any() else None)
+        return _Draws(sampled, picked, absent if absent.any() else None)
 
     def medians(self, table: Floats) -> Floats:
-        """[N, G] median seconds of each drawn group over its drawn repeats."""
+        """[N, G] median seconds of each sampled group over its sampled repeats."""
         values = table[self.groups[:, :, None], self.repeats]
         if self.absent is None:
             return np.asarray(np.median(values, axis=2))

@@ -19,6 +19,7 @@ from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm, Header, Run, exists, read_records, start
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from slipstream.models.cpu.processor import processor
 from slipstream.sampling.params import SamplingParams
 
 
@@ -93,11 +94,7 @@ def differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, A
 
 def _processor() -> str:
     """The processor's name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return processor().model_name or platform.processor() or platform.machine()
 
 
 def _memory_gib() -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slipstream.bench.arm_labels import label
 from slipstream.bench.arms import PLAIN, parse_arm
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import Arm, Run
@@ -98,7 +99,7 @@ class Best:
     @property
     def sentence(self) -> str:
         """The advice in words."""
-        where = f"{self.series}, batch {self.batch}"
+        where = f"{label(self.series)}, batch {self.batch}"
         if self.length == 0:
             return f"{where}: do not speculate (plain decoding is fastest, {self.tokens_per_second:.1f} tok/s)"
         text = f"{where}: draft {self.length}, {self.speed_up.value:.2f}x plain decoding"

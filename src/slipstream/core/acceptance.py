@@ -1,7 +1,8 @@
-"""Acceptance rules: how much of a draft the target keeps, and the law of the token that follows.
+"""Acceptance rules: how much of a draft is accepted, and the distribution of the token that follows.
 
-A rule is a pure function of the target's laws p and the draft with its laws q; it throws no dice. The dice are thrown
-in `accept`, and only there. `lossless` in a rule's decorator says whether the output keeps the target's law exactly.
+A rule is a pure function of the target's distributions p and the draft with its distributions q; it draws nothing at
+random. `accept` does, and nothing else. `lossless` in a rule's decorator says whether the output has exactly the
+target's distribution.
 
 Shapes: B rows, K the widest draft, V the vocabulary. p: [B, K + 1, V], position j follows draft token j - 1.
 """
@@ -23,9 +24,9 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a rule decides. keep: [B, K + 1] float64, the probability that exactly i draft tokens are kept.
+    """What a rule decides. keep: [B, K + 1] float64, the probability that exactly i draft tokens are accepted.
 
-    next_token: maps the number kept [B] to the law of the token that follows them [B, V].
+    next_token: maps the number accepted [B] to the distribution of the token that follows them [B, V].
     """
 
     keep: Tensor
@@ -34,7 +35,7 @@ class Distributions:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named acceptance rule. `laws` is None for sample-and-match, whose dice are the target's own draws.
+    """A named acceptance rule. `distributions` is None for sample-and-match, which takes the target's own draws.
 
     "gumbel" is another name of "match": draws are races of exponentials, which is the Gumbel-max trick, and a draft
     model that races with the target's noise proposes what the target is most likely to choose.
@@ -55,7 +56,7 @@ _RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True), "g
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
-    """Register laws(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
+    """Register f(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
 
     def register(function: RuleFunction) -> RuleFunction:
         _RULES[name] = (function, lossless)
@@ -93,7 +94,7 @@ def rule_for(choice: str | Rule, draft: Draft) -> Rule:
 
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
-    """Throw the dice for one round. logits: [B, K + 1, V], the target's; the rule's laws decide, `sampler` draws."""
+    """Make the random draws of one round. logits: [B, K + 1, V], the target's; the rule decides, `sampler` draws."""
     if choice.distributions is None:
         return match(sampler.choose(logits, draft.tokens), draft)
     scores = sampler.scores(logits, draft.tokens)
@@ -173,7 +174,7 @@ def topk(p: Tensor, scores: Tensor, draft: Draft, *, k: int) -> Distributions:
 
 @rule("typical", lossless=False)
 def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Lossy: keep a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), with H the entropy of p; then one drawn from p.
+    """Lossy: accept a draft token iff p(x) > min(0.3, 0.09 exp(-H(p))), H the entropy of p; then one sampled from p.
 
     Cai et al. 2024 (Medusa), section 2.3.1, with the thresholds of its code. Greedy rows stay exact.
     """
@@ -206,7 +207,7 @@ def _distribution_at(p: Tensor, accepted: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, draft: Draft, scale: Tensor | None, accepted: Tensor) -> Tensor:
-    """[B, V] law of the next token: (scale p - q)+ normalised after a rejection, p where all drafts were kept.
+    """[B, V] distribution of the next token: (scale p - q)+ normalised after a rejection, p where all were accepted.
 
     Where rounding leaves the residual no mass, p itself. scale: [B, K + 1] or None for 1.
     """

@@ -1,4 +1,4 @@
-"""Debug mode (SLIPSTREAM_DEBUG=1): what each slot of a memory holds, compared with committed tokens at every use."""
+"""Debug mode (SLIPSTREAM_DEBUG=1): the token ids cached in each slot, compared with committed tokens at every use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CacheAudit:
-    """The token ids each slot holds."""
+    """The token ids cached in each slot."""
 
     def __init__(self, slot_states: Sequence[SlotState]) -> None:
         self._slot_states = slot_states
@@ -20,16 +20,18 @@ class CacheAudit:
 
     def write(self, slot: int, start: int, tokens: list[int]) -> None:
         """Tokens are about to be written to a slot from `start` on: those before must be its row's committed ones."""
-        held = self._ids.setdefault(slot, [])
-        if len(held) < start:
-            raise SlipstreamError(f"memo: slot {slot} holds {len(held)} tokens, written at {start}")
+        cached = self._ids.setdefault(slot, [])
+        if len(cached) < start:
+            raise SlipstreamError(f"KV cache: slot {slot} holds {len(cached)} tokens, written at {start}")
         slot_state = self._slot_states[slot]
         true = slot_state.row.tokens if slot_state.row is not None else []
         upto = min(start, len(true))
-        if held[:upto] != true[:upto]:
-            at = next(i for i in range(upto) if held[i] != true[i])
-            raise SlipstreamError(f"memo: slot {slot} position {at} holds token {held[at]}, committed is {true[at]}")
-        self._ids[slot] = held[:start] + tokens
+        if cached[:upto] != true[:upto]:
+            at = next(i for i in range(upto) if cached[i] != true[i])
+            raise SlipstreamError(
+                f"KV cache: slot {slot} position {at} holds token {cached[at]}, committed is {true[at]}"
+            )
+        self._ids[slot] = cached[:start] + tokens
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """The first `length` tokens of one slot are copied to another."""

@@ -18,9 +18,10 @@ from torch import Tensor
 from slipstream.core.acceptance import Rule, accept, rule_for
 from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.logprobs import token_logprobs
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
-from slipstream.core.types import Draft, Round, Row, Seconds, Verdict
+from slipstream.core.types import Draft, Round, Row, Seconds, TokenLogprobs, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
 _steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
@@ -47,10 +48,19 @@ class Clock:
 
 @dataclass
 class Batch:
-    """The rows under way and their sampling options. Row i uses slot i of every session."""
+    """The rows under way and their sampling options. Row i uses slot i of every session.
+
+    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities.
+    """
 
     rows: list[Row]
     sampler: Sampler
+    logits: Tensor | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a row asks for log-probabilities."""
+        return any(row.params.logprobs is not None for row in self.rows)
 
     def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
@@ -59,6 +69,7 @@ class Batch:
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
         tokens = [self._commit_row(i, line, draft.width) for i, line in enumerate(table)]
+        logprobs = [self._logprobs(i, committed) for i, committed in enumerate(tokens)]
         seconds = clock.stop()
         for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
             length, accepted = draft.lengths[i], line[-1]
@@ -76,9 +87,14 @@ class Batch:
                     seconds=seconds,
                     num_draft_steps=draft.steps,
                     note=None if draft.notes is None else draft.notes[i],
+                    logprobs=logprobs[i],
                 )
             )
         return [row.rounds[-1] for row in self.rows]
+
+    def _logprobs(self, i: int, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+        count = self.rows[i].params.logprobs
+        return None if count is None or self.logits is None else token_logprobs(self.logits[i], tokens, count)
 
     def _commit_row(self, i: int, line: Sequence[int], width: int) -> tuple[int, ...]:
         """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were accepted.
@@ -152,7 +168,7 @@ class Engine:
     def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
         """Verify and accept: in one call where the target can and nothing but its argmax is needed."""
         rule = rule_for(self.acceptance, draft)
-        if rule.coupled and batch.sampler.plain and self._observer is None:
+        if rule.coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs:
             verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
             if verdict is not None:
                 clock.lap("verify")
@@ -162,6 +178,7 @@ class Engine:
         return self._accept(batch, draft, logits)
 
     def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
+        batch.logits = logits if batch.wants_logprobs else None
         verdict = accept(rule_for(self.acceptance, draft), logits, draft, batch.sampler)
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)

@@ -65,11 +65,11 @@ def uniform(bits: int) -> float:
 
 
 class Race:
-    """Draws from laws over V tokens by an exponential race: the winner is argmin E_v / p_v, with E_v keyed noise.
+    """Draws from distributions over V tokens by an exponential race: argmin E_v / p_v wins, with E_v keyed noise.
 
-    The winner has law p exactly (the minimum of independent exponentials of rates p_v). Two laws raced with the same
-    key agree as often as Gumbel-coupled draws do, and a token with p_v = 0 never wins. E_v is a function of the key and
-    of v alone, so it need not be computed for tokens that cannot win.
+    The winner has distribution p exactly (the minimum of independent exponentials of rates p_v). Two distributions
+    raced with the same key agree as often as Gumbel-coupled draws do, and a token with p_v = 0 never wins. E_v is a
+    function of the key and of v alone, so it need not be computed for tokens that cannot win.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Race:
         return _exponential(self._steps + _signed(bits))
 
     def draw(self, probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
-        """One token per law. probs: [N, V] float32, rows need not be normalised -> [N] int64.
+        """One token per distribution. probs: [N, V] float32, rows need not be normalised -> [N] int64.
 
         keys: N of them, whole numbers or an int64 tensor of their bits on the device of `probs`.
         """
@@ -100,7 +100,7 @@ class Race:
         return torch.from_numpy(keys.view(np.int64)).to(self._steps.device, non_blocking=True)
 
     def _draw_among(self, possible: Tensor, probs: Tensor, bits: Tensor) -> Tensor:
-        """`draw` with noise for some tokens only. possible: indices into the flattened laws, ascending."""
+        """`draw` with noise for some tokens only. possible: indices into the flattened `probs`, ascending."""
         distribution, token = possible // probs.shape[1], possible % probs.shape[1]
         speed = probs.reshape(-1)[possible] / _exponential(self._steps[token] + bits[distribution])
         fastest = speed.new_full((len(probs),), -1.0).scatter_reduce_(0, distribution, speed, "amax")

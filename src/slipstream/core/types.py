@@ -36,6 +36,10 @@ class RequestOptions(Protocol):
     def num_draft_tokens(self) -> int | None:
         """This request's own draft length; None for the policy's."""
 
+    @property
+    def logprobs(self) -> int | None:
+        """How many log-probabilities to report per token besides its own; None for none at all."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -69,16 +73,16 @@ class Draft:
 
     def cut(self, lengths: Sequence[int]) -> Draft:
         """The same draft with at most lengths[i] tokens of row i."""
-        kept = tuple(map(min, self.lengths, lengths))
-        if kept == self.lengths:
+        shorter = tuple(map(min, self.lengths, lengths))
+        if shorter == self.lengths:
             return self
-        width = max(kept, default=0)
+        width = max(shorter, default=0)
         probs = None if self.probs is None else self.probs[:, :width]
         acceptance_probs = self.acceptance_probs and tuple(
-            known and known[:n] for known, n in zip(self.acceptance_probs, kept, strict=True)
+            known and known[:n] for known, n in zip(self.acceptance_probs, shorter, strict=True)
         )
         return replace(
-            self, tokens=self.tokens[:, :width], lengths=kept, probs=probs, acceptance_probs=acceptance_probs
+            self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, acceptance_probs=acceptance_probs
         )
 
     @staticmethod
@@ -97,7 +101,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft. accepted: [B] draft tokens kept; next_token: [B] the token that follows them."""
+    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them."""
 
     accepted: Tensor
     next_token: Tensor
@@ -115,12 +119,26 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position: log-softmax of the target's raw logits, in float32.
+
+    logprob: of the committed token; top: ids and log-probabilities of the most likely tokens, the likeliest first.
+    Sampling options (temperature, penalties, ...) do not enter.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Round:
     """One row's share of one propose-verify-accept-commit cycle, on the host.
 
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
     share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
+    logprobs: of each of `tokens`, if the request asks for them.
     """
 
     row: int
@@ -135,6 +153,7 @@ class Round:
     seconds: Seconds = field(default_factory=lambda: Seconds())
     num_draft_steps: int = 0
     note: object = field(default=None, compare=False, repr=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def num_draft_tokens(self) -> int:
@@ -192,7 +211,7 @@ class Row:
         self.error, self.finish_reason = error, "error"
 
     def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens up to the first end and return those kept.
+        """Append tokens up to the first end and return those appended.
 
         Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
         """

@@ -1,7 +1,7 @@
 """A language model of a few kilobytes: byte n-gram counts with back-off. No weights to fetch, and it speaks.
 
-It knows the fable below by heart up to its order, and like any backend it reads its context from its memory alone, so
-it exercises the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 back and makes a draft model.
+It knows the fable below by heart up to its order. Like any backend it reads its context from its cache alone, so it
+exercises the same code as a transformer. "toy" looks 5 bytes back; "toy:2" looks 2 back and makes a draft model.
 """
 
 from __future__ import annotations
@@ -56,49 +56,73 @@ class ToyTokenizer:
         return {f"<0x{i:02X}>": i for i in range(END)} | {"<end>": END}
 
 
+class TokenCache:
+    """Token ids by slot and position: what the toy has for a KV cache, shared with its layer subsets."""
+
+    def __init__(self) -> None:
+        self.slots = torch.zeros(0, 0, dtype=torch.int64)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Hold at least `rows` slots of `length` positions; existing content stays."""
+        old = self.slots
+        if rows > old.shape[0] or length > old.shape[1]:
+            self.slots = torch.zeros(max(rows, old.shape[0]), max(length, old.shape[1]), dtype=torch.int64)
+            self.slots[: old.shape[0], : old.shape[1]] = old
+
+
 class ToyBackend:
-    """Logits from byte n-gram counts, longest context first, mixed with those of all shorter contexts."""
+    """Logits from byte n-gram counts, longest context first, mixed with those of all shorter contexts.
+
+    Its layers are the lengths of context, from 0 to `order`.
+    """
 
     vocab_size = VOCAB_SIZE
     max_length = 1 << 20
 
-    def __init__(self, order: int = DEFAULT_ORDER) -> None:
-        self.device, self.attended_unit = torch.device("cpu"), 1
-        self._order = order
+    def __init__(
+        self, order: int = DEFAULT_ORDER, layers: Sequence[int] | None = None, cache: TokenCache | None = None
+    ) -> None:
+        """layers: lengths of context to use, all by default. cache: another backend's, to share it."""
+        self.device, self.attended_unit, self.num_layers = torch.device("cpu"), 1, order + 1
+        self._order, self._cache = order, TokenCache() if cache is None else cache
         self._distributions: dict[tuple[int, ...], Tensor] = {}
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         text = [*FABLE.replace("\n", " ").strip().encode(), END]
         for at, token in enumerate(text):
             for length in range(min(order, at) + 1):
-                self._counts[tuple(text[at - length : at])][token] += 1
-        self._slots = torch.zeros(0, 0, dtype=torch.int64)
+                if layers is None or length in layers:
+                    self._counts[tuple(text[at - length : at])][token] += 1
+
+    def weights_digest(self) -> str:
+        """See `LayerSubsets.weights_digest`."""
+        return f"toy-{self._order}"
+
+    def layer_subset(self, layers: Sequence[int]) -> ToyBackend:
+        """See `LayerSubsets.layer_subset`."""
+        return ToyBackend(self._order, layers, self._cache)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow the memory, which for this model holds token ids."""
-        old = self._slots
-        if rows > old.shape[0] or length > old.shape[1]:
-            shape = max(rows, old.shape[0]), max(length, old.shape[1])
-            self._slots = torch.zeros(shape, dtype=torch.int64)
-            self._slots[: old.shape[0], : old.shape[1]] = old
+        """Grow the cache."""
+        self._cache.reserve(rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """Write the tokens, then read each position's context back from the memory."""
+        """Write the tokens, then read each position's context back from the cache."""
         rows, width = tokens.shape
         for row, start in enumerate(starts):
-            self._slots[first_slot + row, start : start + width] = tokens[row]
+            self._cache.slots[first_slot + row, start : start + width] = tokens[row]
         if not logits:
             return torch.empty(0)
         out = torch.empty(rows, width, VOCAB_SIZE)
         for row, start in enumerate(starts):
             for column in range(width):
                 end = start + column + 1
-                context = self._slots[first_slot + row, max(0, end - self._order) : end].tolist()
+                context = self._cache.slots[first_slot + row, max(0, end - self._order) : end].tolist()
                 out[row, column] = self._distribution(tuple(context))
         return out
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy token ids between slots."""
-        self._slots[destination, :length] = self._slots[source, :length]
+        self._cache.slots[destination, :length] = self._cache.slots[source, :length]
 
     def _distribution(self, context: tuple[int, ...]) -> Tensor:
         distribution = self._distributions.get(context)

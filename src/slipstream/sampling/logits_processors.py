@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FunctionType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,10 +17,15 @@ from torch.nn.functional import pad
 
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.sampling.params import Processor
+from slipstream.sampling.params import Processor, SamplingParams
 from slipstream.sampling.warpers import NEVER
 
 _ANY = -1  # no token has this id
+
+
+def params_of(row: Row) -> SamplingParams:
+    """The row's options; the loop knows fewer of them."""
+    return cast(SamplingParams, row.params)
 
 
 class BatchProcessor:
@@ -48,7 +54,7 @@ class FixedBias(BatchProcessor):
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         biases: dict[tuple[int, int], float] = {}
         for i, row in enumerate(rows):
-            biases.update({(i, token): bias for token, bias in row.params.logit_bias.items()})
+            biases.update({(i, token): bias for token, bias in params_of(row).logit_bias.items()})
             biases.update({(i, word[0]): NEVER for word in _words(row) if len(word) == 1})
         self.active = bool(biases)
         if self.active:
@@ -66,7 +72,7 @@ class Penalties(BatchProcessor):
     """
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
-        params = [row.params for row in rows]
+        params = [params_of(row) for row in rows]
         used = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
         self._penalised = [values != (1.0, 0.0, 0.0) for values in used]
         self.active = any(self._penalised)
@@ -156,12 +162,12 @@ class MinTokens(BatchProcessor):
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows = rows
-        self.active = any(row.params.min_tokens and row.end_ids for row in rows)
+        self.active = any(params_of(row).min_tokens and row.end_ids for row in rows)
         self._ends = [torch.tensor(sorted(row.end_ids), device=device) for row in rows] if self.active else []
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
-            missing = row.params.min_tokens - row.num_output_tokens - first
+            missing = params_of(row).min_tokens - row.num_output_tokens - first
             if missing > 0 and row.end_ids:
                 scores[i, :missing].index_fill_(-1, self._ends[i], NEVER)
 
@@ -172,7 +178,7 @@ class Processors(BatchProcessor):
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows = rows
         self._checked: set[int] = set()
-        self.active = any(row.params.logits_processors for row in rows)
+        self.active = any(params_of(row).logits_processors for row in rows)
         self._texts = [_RowTokens(row, device) for row in rows] if self.active else []
         self._failures: dict[int, tuple[int, Exception]] = {}
 
@@ -182,13 +188,13 @@ class Processors(BatchProcessor):
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):
-            if not row.params.logits_processors:
+            if not params_of(row).logits_processors:
                 continue
             text = self._texts[i].followed_by(draft[i, : first + scores.shape[1] - 1])
             for j in range(scores.shape[1]):
                 context = text[:, : len(row.tokens) + first + j]
                 try:
-                    for processor in row.params.logits_processors:
+                    for processor in params_of(row).logits_processors:
                         scores[i, j] = self._call(processor, context, scores[i : i + 1, j])[0]
                 except Exception as error:  # a user's code may raise anything; it ends its own row alone
                     self._failures[i] = min(
@@ -268,7 +274,7 @@ def check_stateless(processor: Processor, context: Tensor, scores: Tensor) -> Te
 
 
 def _words(row: Row) -> list[Sequence[int]]:
-    return [word for word in row.params.bad_words if not isinstance(word, str)]
+    return [word for word in params_of(row).bad_words if not isinstance(word, str)]
 
 
 KINDS = (FixedBias, Penalties, BadWords, MinTokens, Processors)  # in the order of Hugging Face `generate`

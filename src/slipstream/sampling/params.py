@@ -61,6 +61,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
     seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    logprobs: int | None = setting(
+        None, "report each token's log-probability and the K highest, of the target's raw logits; none reports nothing"
+    )
     n: int = setting(1, "texts per prompt, each with a seed of its own")
     num_draft_tokens: int | None = setting(
         None, "this request's draft length instead of the decoder's; 0 drafts nothing"
@@ -81,6 +84,8 @@ class SamplingParams:
             raise UsageError(f"min_tokens={self.min_tokens}; allowed: 0 to max_tokens ({self.max_tokens})")
         if self.seed is not None:
             self._integer("seed", 0)
+        if self.logprobs is not None:
+            self._integer("logprobs", 0)
         self._integer("n", 1)
         if self.n > 1 and self.temperature == 0:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
@@ -127,6 +132,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have; the message names the field and the id."""
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise UsageError(f"logprobs={self.logprobs}; allowed: at most {vocab_size}, the size of the vocabulary")
         words = [token for word in self.bad_words if not isinstance(word, str) for token in word]
         for name, ids in (
             ("logit_bias", self.logit_bias),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, Words, absorb, key, words
 from slipstream.core.types import Row
-from slipstream.sampling.logits_processors import KINDS
+from slipstream.sampling.logits_processors import KINDS, params_of
 from slipstream.sampling.warpers import Options, Warp
 
 NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed
@@ -140,7 +140,7 @@ def _groups(rows: Sequence[Row], device: torch.device) -> Iterator[tuple[Warp, T
     """The sampled rows, those of equal options together, each group with the indices of its rows."""
     groups: dict[Options, list[int]] = {}
     for i, row in enumerate(rows):
-        p = row.params
+        p = params_of(row)
         if p.temperature:
             groups.setdefault(Options(p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
     for options, members in groups.items():

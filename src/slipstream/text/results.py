@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.text import Text
 
 from slipstream.core.stats import Stats
-from slipstream.core.types import FinishReason, Origin, Round
+from slipstream.core.types import FinishReason, Origin, Round, TokenLogprobs
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.round_view import round_lines, to_html
 
@@ -31,12 +31,19 @@ class Result:
     alternatives: list[Result] = field(default_factory=list)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of each output token, if the request asked for them with `SamplingParams(logprobs=K)`."""
+        told = [done.logprobs for done in self.rounds if done.logprobs is not None]
+        return [one for round_ in told for one in round_] if told else None
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tokenizer, as JSON has it; `stats` with its ratios, `rounds` a dictionary each."""
-        plain = ("text", "token_ids", "finish_reason", "seed", "prompt_token_ids")
+        plain = ("text", "token_ids", "finish_reason", "error", "seed", "prompt_token_ids")
         return {name: getattr(self, name) for name in plain} | {
             "stats": self.stats.to_dict(),
-            "rounds": [asdict(done) for done in self.rounds],
+            "logprobs": None if self.logprobs is None else [asdict(one) for one in self.logprobs],
+            "rounds": [_round(done) for done in self.rounds],
             "alternatives": [other.to_dict() for other in self.alternatives],
         }
 
@@ -46,6 +53,11 @@ class Result:
 
     def _repr_html_(self) -> str:
         return to_html(self.rounds, self.tokenizer)
+
+
+def _round(done: Round) -> dict[str, Any]:
+    told = asdict(replace(done, note=None, logprobs=None))
+    return {name: value for name, value in told.items() if name not in ("note", "logprobs")}
 
 
 @dataclass(frozen=True)

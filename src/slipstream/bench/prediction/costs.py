@@ -24,7 +24,7 @@ class Costs:
 
     target: one target forward, by batch (rows) and width (tokens per row); overhead: what else a round of that shape
     takes (inputs, acceptance, the transfer, bookkeeping); draft_step: one more draft token for every row, by batch;
-    draft_round: what the drafter takes besides in every round, by batch (all of it for most look-up drafters).
+    draft_round: what the drafter takes besides in every round, by batch (all of it for most retrieval drafters).
     drafter: whose times these are; machine: where they come from; padded: the widths forwards are padded to where
     they keep to shapes that agree to the bit, empty where they fit their tokens.
     """
@@ -72,7 +72,8 @@ class Costs:
     def round(self, batch: float, width: int, drafted: int) -> float:
         """Milliseconds of a round whose forward has `width` columns and whose longest row drafted `drafted` tokens.
 
-        A round in which no row drafts anything is charged for the attempt: a look-up that finds nothing takes as long.
+        A round in which no row drafts anything is charged for the attempt: a retrieval drafter that
+        finds nothing takes as long.
         """
         drafting = drafted * _between(self.draft_step, batch, "draft_step: batch") if drafted else 0.0
         drafting += _between(self.draft_round, batch, "draft_round: batch")
@@ -144,7 +145,7 @@ class Machine:
         """Milliseconds of a forward of `tokens` tokens in all: reading the weights or computing, whichever is longer.
 
         The roofline (Williams, Waterman and Patterson 2009) with 2 FLOPs per parameter and token (Kaplan et al. 2020,
-        section 2.1); attention and the reading of the key-value memory are left out.
+        section 2.1); attention and the reading of the KV cache are left out.
         """
         reading = params * self.bytes_per_param / self.memory_bandwidth
         computing = 2 * params * tokens / self.flops
@@ -159,7 +160,7 @@ def paper_costs(
     batches: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
     widths: Iterable[int] = range(1, 18),
 ) -> Costs:
-    """Costs of a target and a draft model by the roofline of a machine; draft_params=0 is a look-up that costs nothing.
+    """Costs of a target and a draft model by the roofline of a machine; draft_params=0 is a free retrieval draft.
 
     Parameters are the active ones (all of them but in mixtures of experts).
     """
@@ -173,7 +174,7 @@ def paper_costs(
         overhead={b: {w: float(machine.overhead_ms) for w in widths} for b in batches},
         draft_step=step,
         draft_round=dict.fromkeys(batches, 0.0),
-        drafter="model" if draft_params else "look-up",
+        drafter="model" if draft_params else "retrieval",
         machine=f"on paper: {machine.memory_bandwidth / 1e9:g} GB/s, {machine.flops / 1e12:g} TFLOP/s",
     )
 

@@ -1,4 +1,4 @@
-"""Speed-ups over draft lengths and batches, by formula; and the same rounds played with dice, as its check."""
+"""Speed-ups over draft lengths and batches, by formula; and the same rounds simulated at random, as its check."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ class Load:
 def play(
     costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, load: Load, seed: int, pad: Pad | None = None
 ) -> float:
-    """Milliseconds of a run whose accepted and proposed lengths are drawn, round by round, as the loop would go.
+    """Milliseconds of a run whose accepted and proposed lengths are sampled, round by round, as the loop would go.
 
     Rows finish at different times; a waiting row takes the place of a finished one, and at the end the batch gets
     smaller. A row drafts at most what it can still commit. The speed-up is play(..., 0, ...) over this.
     """
     fates = acceptance if isinstance(acceptance, Acceptance) else Acceptance.constant(acceptance)
-    dice, taken = Random(seed), 0.0
+    rng, taken = Random(seed), 0.0
     waiting, active = deque([load.tokens] * load.rows), list[int]()
     while waiting or active:
         while waiting and len(active) < load.batch:
@@ -122,23 +122,23 @@ def play(
         longest = 0
         for row, remaining in enumerate(active):
             limit = min(num_draft_tokens, remaining - 1)
-            proposed, kept = _draw(fates, limit, dice)
+            proposed, accepted = _draw(fates, limit, rng)
             longest = max(longest, proposed)
-            active[row] = remaining - kept - 1
+            active[row] = remaining - accepted - 1
         taken += _milliseconds(costs, len(active), longest, num_draft_tokens, pad)
         active = [remaining for remaining in active if remaining > 0]
     return taken
 
 
-def _draw(fates: Acceptance, limit: int, dice: Random) -> tuple[int, int]:
-    """How many tokens a row proposes and how many of them are kept.
+def _draw(fates: Acceptance, limit: int, rng: Random) -> tuple[int, int]:
+    """How many tokens a row proposes and how many of them are accepted.
 
-    One number decides both, so that never more is kept than proposed; each by itself follows its own law.
+    One number decides both, so that never more is accepted than proposed; each by itself has its own distribution.
     """
-    u = dice.random()
+    u = rng.random()
     proposed = bisect_left([-p for p in fates.proposed[:limit]], -u)
-    kept = bisect_left([-p for p in fates.accepted[:limit]], -u)
-    return proposed, kept
+    accepted = bisect_left([-p for p in fates.accepted[:limit]], -u)
+    return proposed, accepted
 
 
 def _milliseconds(costs: Costs, batch: int, drafted: int, asked: int, pad: Pad | None) -> float:

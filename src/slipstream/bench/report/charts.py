@@ -38,7 +38,8 @@ class Line:
 class Chart:
     """One picture. name: of its files, without ending; caption: what the intervals are and what was measured.
 
-    lines: values over x, joined. scatter: values over x, with the diagonal. rows: values along x, one row per label
+    lines: values over whole numbers x, neighbours joined. scatter: values over x, with the diagonal. rows: values
+    along x, one row per label
     of `rows`, where a point's x is the row's number. level: a value to compare with, drawn across.
     """
 

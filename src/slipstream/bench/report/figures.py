@@ -54,10 +54,11 @@ def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     shown = [one for one in selected(summaries) if one.arm != data.references[one.arm]]
     for number, part in enumerate(_parts(shown), 1):
         families = list(dict.fromkeys(family for one in part for family in one.families))
-        lines = _filled(Line(one.arm, _family_points(one, families), look) for look, one in enumerate(part))
+        lines = _filled(Line(data.label(one.arm), _family_points(one, families), look) for look, one in enumerate(part))
         if lines:
             name, title = _numbered("speed_up_by_family", "Speed-up", number, len(shown))
-            compared = ", ".join(dict.fromkeys(data.references[one.arm] for one in part))
+            bases = {data.label(data.references[one.arm]) for one in part}
+            compared = next(iter(bases)) if len(bases) == 1 else "plain decoding at the same temperature"
             label = f"speed-up over {compared} (times)"
             caption = f"Geometric mean over prompts. {SPEED} The dotted line is the speed of {compared}."
             caption = f"{caption} Texts: {parity_of(part)}."
@@ -73,8 +74,8 @@ def _family_points(one: ArmSummary, families: Sequence[str]) -> tuple[Point, ...
 def _over_length(data: Data, series: Sequence[Series]) -> Iterator[Chart]:
     """Tokens per second and acceptance rate over draft length."""
     for number, part in enumerate(_parts(series), 1):
-        speeds = _filled(Line(one.name, _speeds(one.cells), look) for look, one in enumerate(part))
-        rates = _filled(Line(one.name, _rates(data, one.cells), look) for look, one in enumerate(part))
+        speeds = _filled(Line(data.label(one.name), _speeds(one.cells), look) for look, one in enumerate(part))
+        rates = _filled(Line(data.label(one.name), _rates(data, one.cells), look) for look, one in enumerate(part))
         x = "draft length (tokens)"
         if speeds:
             name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(series))
@@ -98,7 +99,7 @@ def _rates(data: Data, cells: Sequence[Cell]) -> tuple[Point, ...]:
 
 
 def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
-    """The share of draft tokens kept at each position of the draft."""
+    """The share of draft tokens accepted at each position of the draft."""
     drafting = [one for one in summaries if one.stats is not None and one.stats.num_draft_tokens]
     if len(drafting) > MOST:
         longest: dict[Arm, ArmSummary] = {}
@@ -106,7 +107,7 @@ def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]
             longest[replace(parse_arm(one.arm), name="", num_draft_tokens=None)] = one
         drafting = [one for one in drafting if one in longest.values()]
     for number, part in enumerate(_parts(drafting), 1):
-        lines = tuple(Line(one.arm, _positions(data, one), look) for look, one in enumerate(part))
+        lines = tuple(Line(data.label(one.arm), _positions(data, one), look) for look, one in enumerate(part))
         name, title = _numbered("acceptance_by_position", "Acceptance by position", number, len(drafting))
         caption = f"Accepted of the tokens drafted at each position. {INTERVALS}."
         label = "accepted / drafted"
@@ -115,8 +116,8 @@ def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]
 
 def _positions(data: Data, one: ArmSummary) -> tuple[Point, ...]:
     runs = data.runs_of(one.arm, one.batch)
-    kept = [(place, acceptance_at(runs, place)) for place in range(len(one.acceptance_by_position))]
-    return tuple(_point(place + 1, ratio) for place, ratio in kept if ratio is not None)
+    shares = [(place, acceptance_at(runs, place)) for place in range(len(one.acceptance_by_position))]
+    return tuple(_point(place + 1, ratio) for place, ratio in shares if ratio is not None)
 
 
 def _predicted(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
@@ -127,9 +128,9 @@ def _predicted(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
         lines = []
         for look, one in enumerate(part):
             arms = [(cell.length, cell.summary) for cell in one.cells if cell.summary.prediction]
-            lines.append(Line(one.name, tuple(_observed(data, arm, n) for n, arm in arms), look))
+            lines.append(Line(data.label(one.name), tuple(_observed(data, arm, n) for n, arm in arms), look))
             predicted = tuple(Point(n, _prediction(arm, "predicted")) for n, arm in arms)
-            lines.append(Line(f"{one.name}, predicted", predicted, look, plain=True))
+            lines.append(Line(f"{data.label(one.name)}, predicted", predicted, look, plain=True))
         name, title = _numbered("predicted_by_draft_length", "Predicted and observed", number, len(known), MOST // 2)
         x, y = "draft length (tokens)", "speed-up over plain decoding (times)"
         yield Chart(name, title, f"{caption} {INTERVALS}. Texts: {_parity(part)}.", x, y, tuple(lines), level=1.0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from slipstream.bench.arm_labels import counted, local_time
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.prediction.simulation import conclusions
 from slipstream.bench.records import VerdictName
 from slipstream.bench.report import page
 from slipstream.bench.report import text_samples as samples
 from slipstream.bench.report.charts import Chart
-from slipstream.bench.report.plots import inline_svg
+from slipstream.bench.report.headline import headline
+from slipstream.bench.report.plots import height_of, inline_svg
 from slipstream.bench.report.ratios import acceptance
 from slipstream.bench.report.report_data import Data, efficiency
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
@@ -19,37 +21,42 @@ from slipstream.bench.sweep_grid import best_of, series_of
 from slipstream.text.detokenizer import Tokenizer
 
 PER_FAMILY = 2
-COUNTED = ("reference", "identical", "tie", "different", "not compared")
+VERDICTS = ("reference", "identical", "tie", "different", "not compared")
 PARITY = (
     "Texts are compared with plain decoding of the same prompt, each with the least favourable verdict of its repeats. "
     "A tie is a greedy text that parts where two tokens are within rounding of each other; sampled texts are compared "
     "where every token is the target's own draw."
 )
-
+TERMS = (
+    "Acceptance rate: accepted of all drafted tokens. Acceptance per test (alpha): accepted of the tested "
+    "tokens, which are the accepted ones and the one that each rejection stopped at. Tokens per round: output tokens "
+    "per forward of the target, its own included."
+)
 SAME = "how many of the texts compared are plain decoding's own"
 
 
 def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> str:
     """The document. tokenizer: makes text of the samples' token ids; without one the ids are shown."""
     target, draft = data.header.settings.get("target"), data.header.settings.get("draft")
-    title = f"Slipstream: {target}" + (f" with {draft} as draft model" if draft else "")
+    models = f"{target}" + (f" with {draft} as draft model" if draft else "")
     parts = [
-        f"<h1>{escape(title)}</h1>",
+        f"<h1>{escape(headline(data))}</h1>",
+        page.paragraph(models, "lead"),
         page.paragraph(_opening(data), "soft"),
         *(page.paragraph(line, "bad") for line in _warnings(data)),
         page.section("Advice by draft length", *_advice(data)),
-        page.section("All prompts", *_overall(data), page.paragraph(PARITY, "soft")),
+        page.section("All prompts", *_overall(data), page.paragraph(PARITY, "soft"), page.paragraph(TERMS, "soft")),
         page.section("By family", *_families(data)),
-        page.section("Failures", _failures(data.summaries)),
+        page.section("Failures", _failures(data)),
         page.section("Plots", _plots(charts)),
-        page.section("Where the time went", _time(data.summaries)),
-        page.section("Predicted and observed", _predictions(data.summaries)),
+        page.section("Where the time went", _time(data)),
+        page.section("Predicted and observed", _predictions(data)),
         page.section("Simulated", *_simulations(data)),
         page.section("Texts", _samples(data, tokenizer)),
         page.section("Settings", page.settings_list(data.header.settings)),
         page.section("Versions and machine", page.settings_list(data.header.versions | data.header.machine)),
     ]
-    return page.page(title, "".join(parts))
+    return page.page(f"Slipstream: {models}", "".join(parts))
 
 
 def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> str:
@@ -70,19 +77,20 @@ def _opening(data: Data) -> str:
     repeats = len({run.repeat for run in data.runs})
     machine = data.header.machine
     return (
-        f"{len(data.runs)} measurements on {len(prompts)} prompts, {repeats} of each, begun {data.header.started}, on "
-        f"{machine.get('gpu') or machine.get('processor')}. In brackets: 95 % bootstrap intervals over prompts and "
-        "repeats. Times are medians and count prompt processing."
+        f"{counted(len(data.runs), 'measurement')} on {counted(len(prompts), 'prompt')}, {counted(repeats, 'repeat')}, "
+        f"begun {local_time(data.header.started)}, on {machine.get('gpu') or machine.get('processor')}. In brackets: "
+        "95 % bootstrap intervals over prompts and repeats. Times are medians and count prompt processing."
     )
 
 
 def _warnings(data: Data) -> list[str]:
     lines = [
-        f"{one.arm}, batch {one.batch}: {one.verdicts['different']} texts differ from plain decoding and are no ties."
+        f"{data.label(one.arm)}, batch {one.batch}: {one.verdicts['different']} texts differ from plain decoding and "
+        "are no ties."
         for one in wrong_texts(data.summaries)
     ]
     lossy = {one.arm for one in data.summaries if one.stats is not None and not one.stats.lossless}
-    return lines + [f"{arm} is lossy: its text is not the target's own." for arm in sorted(lossy)]
+    return lines + [f"{data.label(arm)} is lossy: its text is not the target's own." for arm in sorted(lossy)]
 
 
 def _advice(data: Data) -> list[str]:
@@ -91,17 +99,22 @@ def _advice(data: Data) -> list[str]:
 
 
 def _overall(data: Data) -> list[str]:
-    counted = [name for name in COUNTED if any(one.verdicts[name] for one in data.summaries) or name != "not compared"]
-    head = ["arm", "tokens per second", "speed-up", "over", *counted, "acceptance rate", "alpha", "tokens per round"]
+    measures = ["acceptance rate", "acceptance per test", "tokens per round"]
+    head = ["arm", "tokens per second", "speed-up", "over", "texts", *measures]
     made = []
     for batch in dict.fromkeys(one.batch for one in data.summaries):
         rows = [
-            [one.arm, *_speeds(data, one), *(str(one.verdicts[name]) for name in counted), *_acceptance(data, one)]
+            [data.label(one.arm), *_speeds(data, one), _texts(one), *_acceptance(data, one)]
             for one in data.summaries
             if one.batch == batch
         ]
         made.append(page.table(f"batch size {batch}: speed, and the texts it was reached with", head, rows))
     return made
+
+
+def _texts(one: ArmSummary) -> str:
+    """How many texts came out how; "reference" are the texts that the others are compared with."""
+    return ", ".join(f"{one.verdicts[name]} {name}" for name in VERDICTS if one.verdicts[name]) or "-"
 
 
 def _speeds(data: Data, one: ArmSummary) -> list[str]:
@@ -111,7 +124,7 @@ def _speeds(data: Data, one: ArmSummary) -> list[str]:
     return [
         estimate(speed.tokens_per_second, ".1f"),
         estimate(speed.speed_up, ".2f", "x"),
-        data.references[one.arm] if speed.speed_up is not None else "-",
+        data.label(data.references[one.arm]) if speed.speed_up is not None else "-",
     ]
 
 
@@ -129,7 +142,7 @@ def _families(data: Data) -> list[str]:
     for batch in dict.fromkeys(one.batch for one in data.summaries):
         own = [one for one in data.summaries if one.batch == batch]
         families = list(dict.fromkeys(run.family for run in data.runs if run.batch == batch))
-        rows = [[one.arm, *(_family(data, one, family) for family in families)] for one in own]
+        rows = [[data.label(one.arm), *(_family(data, one, family) for family in families)] for one in own]
         caption = f"batch size {batch}: speed-up (geometric mean over prompts); {SAME}"
         made.append(page.table(caption, ["arm", *families], rows))
     return made
@@ -148,22 +161,29 @@ def _family(data: Data, one: ArmSummary, family: str) -> str:
     return f"{estimate(one.families[family].speed_up, '.2f', 'x')}; {parity}"
 
 
-def _failures(summaries: Sequence[ArmSummary]) -> str:
-    rows = [[one.arm, str(one.batch), str(one.failed), one.error or ""] for one in summaries if one.failed]
+def _failures(data: Data) -> str:
+    failed = [one for one in data.summaries if one.failed]
+    rows = [[data.label(one.arm), str(one.batch), str(one.failed), one.error or ""] for one in failed]
     head = ["arm", "batch", "failed runs", "first error"]
     return page.table("runs that failed; their arms have no overall speed", head, rows, words=head[3:]) if rows else ""
 
 
 def _plots(charts: Sequence[Chart]) -> str:
-    figures = "".join(page.figure(inline_svg(chart), chart.caption) for chart in charts)
-    return f'<div class="plots">{figures}</div>' if figures else ""
+    """The charts side by side; those of one kind are equally high."""
+    blocks = []
+    for kinds in (("rows",), ("lines", "scatter")):
+        own = [chart for chart in charts if chart.kind in kinds]
+        height = max(map(height_of, own), default=0.0)
+        figures = "".join(page.figure(inline_svg(chart, height), chart.caption) for chart in own)
+        blocks.append(f'<div class="plots">{figures}</div>' if own else "")
+    return "".join(blocks)
 
 
-def _time(summaries: Sequence[ArmSummary]) -> str:
+def _time(data: Data) -> str:
     parts = (*PARTS, "overhead")
-    timed = [(one, one.time_split) for one in summaries if one.time_split is not None]
+    timed = [(one, one.time_split) for one in data.summaries if one.time_split is not None]
     rows = [
-        [one.arm, str(one.batch), *(f"{split[part]:.1%}" for part in parts), share(one.round_overhead)]
+        [data.label(one.arm), str(one.batch), *(f"{split[part]:.1%}" for part in parts), share(one.round_overhead)]
         for one, split in timed
     ]
     caption = (
@@ -173,11 +193,11 @@ def _time(summaries: Sequence[ArmSummary]) -> str:
     return page.table(caption, ["arm", "batch", *parts, "overhead of a round"], rows) if rows else ""
 
 
-def _predictions(summaries: Sequence[ArmSummary]) -> str:
-    known = [(one, one.prediction) for one in summaries if one.prediction is not None]
+def _predictions(data: Data) -> str:
+    known = [(one, one.prediction) for one in data.summaries if one.prediction is not None]
     rows = [
         [
-            one.arm,
+            data.label(one.arm),
             str(one.batch),
             f"{p['predicted']:.2f}x",
             f"{p['observed']:.2f}x",
@@ -199,7 +219,8 @@ def _simulations(data: Data) -> list[str]:
             [str(n), f"{found.tokens[n]:.2f}", *(found.marked(batch, n) for batch in found.batches)]
             for n in found.lengths
         ]
-        caption = f"{one.arm}, from what it accepted in these runs: predicted speed-up (* best, - slower than plain)"
+        name = data.label(one.arm)
+        caption = f"{name}, from what it accepted in these runs: predicted speed-up (* best, - slower than plain)"
         made += [page.table(caption, head, rows), page.bullets(conclusions(one.costs, found))]
     return made
 
@@ -209,7 +230,11 @@ def _samples(data: Data, tokenizer: Tokenizer | None) -> str:
     fastest = list(dict.fromkeys(arm for _, arm in sorted(speeds, reverse=True)))
     found = samples.chosen(data.runs, fastest, PER_FAMILY)
     folds = [
-        page.folded(family, "".join(samples.sample(run, row, tokenizer) for run, row in texts), opened=number == 0)
+        page.folded(
+            family,
+            "".join(samples.sample(run, row, tokenizer, data.label(run.arm)) for run, row in texts),
+            opened=number == 0,
+        )
         for number, (family, texts) in enumerate(found.items())
         if texts
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.bench.arm_labels import counted, local_time
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import Header
 from slipstream.bench.report.report_data import Data, efficiency
@@ -91,7 +92,7 @@ def _settings(data: Data) -> str:
     sampling = "greedy" if temperature == 0 else f"temperature {temperature}, seed {params.get('seed')}"
     return (
         f"{settings.get('target')}{draft}, dtype {config.get('dtype')}, {sampling}, up to {params.get('max_tokens')} "
-        f"tokens, {prompts} prompts, {repeats} {'repeat' if repeats == 1 else 'repeats'}, begun {data.header.started}."
+        f"tokens, {counted(prompts, 'prompt')}, {counted(repeats, 'repeat')}, begun {local_time(data.header.started)}."
     )
 
 

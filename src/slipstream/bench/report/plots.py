@@ -78,9 +78,20 @@ def save(charts: Iterable[Chart], folder: Path) -> list[Path]:
     return files
 
 
-def inline_svg(chart: Chart) -> str:
-    """The chart as an <svg> element for a page: text as text, ink and grid taken from the page's colours."""
-    svg = _saved(chart, "svg", "none").decode()
+def height_of(chart: Chart) -> float:
+    """Inches that the chart needs."""
+    lines = len(chart.lines)
+    if chart.kind == "rows":
+        return HEAD + ROW * max(len(chart.rows) * (lines + 1.2), 6)
+    return HEIGHT + ROW * lines / 2
+
+
+def inline_svg(chart: Chart, height: float | None = None) -> str:
+    """The chart as an <svg> element for a page: text as text, ink and grid taken from the page's colours.
+
+    height: in inches, if not what the chart needs.
+    """
+    svg = _saved(chart, "svg", "none", height).decode()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)  # would style the whole page
@@ -91,17 +102,16 @@ def inline_svg(chart: Chart) -> str:
 
 
 @contextmanager
-def _drawn(chart: Chart, fonts: str) -> Iterator[Figure]:
+def _drawn(chart: Chart, fonts: str, height: float | None = None) -> Iterator[Figure]:
     require_matplotlib()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lines = len(chart.lines)
-    height = HEAD + ROW * max(len(chart.rows) * (lines + 1.2), 6) if chart.kind == "rows" else HEIGHT + ROW * lines / 2
     style: Any = _STYLE | {"svg.fonttype": fonts, "svg.hashsalt": chart.name}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height or height_of(chart)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         {"lines": _draw_lines, "scatter": _draw_scatter, "rows": _draw_rows}[chart.kind](axes, chart)
@@ -118,10 +128,10 @@ def _drawn(chart: Chart, fonts: str) -> Iterator[Figure]:
         yield figure
 
 
-def _saved(chart: Chart, ending: str, fonts: str) -> bytes:
+def _saved(chart: Chart, ending: str, fonts: str, height: float | None = None) -> bytes:
     buffer = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if ending == "svg" else None
-    with _drawn(chart, fonts) as figure, warnings.catch_warnings():
+    with _drawn(chart, fonts, height) as figure, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in another script: the page's fonts have it
         figure.savefig(buffer, format=ending, dpi=DPI, metadata=metadata, transparent=fonts == "none")
     return buffer.getvalue()
@@ -132,15 +142,19 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
 
     for line in chart.lines:
         look = _look(line)
-        if line.plain:
-            look["marker"] = "x" if len(line.points) == 1 else None  # a line of one point cannot be seen
-            axes.plot([p.x for p in line.points], [p.value for p in line.points], **look)
-        else:
-            axes.errorbar(*_columns(line.points), yerr=_errors(line.points), **look)
+        for points in _neighbours(line.points):
+            if line.plain:
+                marker = "x" if len(points) == 1 else None  # a line of one point cannot be seen
+                axes.plot(*_columns(points), **look | {"marker": marker})
+            else:
+                axes.errorbar(*_columns(points), yerr=_errors(points), **look)
+            look["label"] = "_"  # one entry in the legend
     if chart.level is not None:
         axes.axhline(chart.level, color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
     axes.set_ylim(bottom=0, top=1.02 if chart.share else None)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    places = [point.x for line in chart.lines for point in line.points]
+    axes.set_xlim(min(places) - 0.5, max(places) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _draw_scatter(axes: Axes, chart: Chart) -> None:
@@ -166,6 +180,15 @@ def _draw_rows(axes: Axes, chart: Chart) -> None:
     axes.set_ylim(len(chart.rows) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.grid(visible=False, axis="y")
+
+
+def _neighbours(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
+    """Runs of points whose x are neighbouring whole numbers: between others nothing was measured."""
+    start = 0
+    for at in range(1, len(points) + 1):
+        if at == len(points) or points[at].x - points[at - 1].x != 1:
+            yield points[start:at]
+            start = at
 
 
 def _columns(points: tuple[Point, ...]) -> tuple[list[float], list[float]]:

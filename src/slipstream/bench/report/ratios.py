@@ -26,8 +26,8 @@ def total_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float
     prompts = lower.shape[1]
     if prompts == 1:
         return Estimate(value)
-    drawn = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
-    over, under = (table[:, drawn].sum(axis=2).prod(axis=0) for table in (upper, lower))
+    sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
+    over, under = (table[:, sampled].sum(axis=2).prod(axis=0) for table in (upper, lower))
     known = under > 0  # a resample of prompts for which nothing was drafted says nothing
     tail = 50 * (1 - LEVEL)
     low, high = np.percentile(over[known] / under[known], [tail, 100 - tail])

@@ -18,18 +18,23 @@ body { margin: 0 auto; max-width: 75rem; padding: 1rem; background: var(--paper)
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.2rem; margin: 2rem 0 0.5rem; border-bottom: 1px solid var(--grid); }
 p, dd { max-width: 48rem; }
+.lead { font-weight: 600; margin: 0 0 0.5rem; }
 .soft, figcaption { color: var(--soft); font-size: 0.9rem; }
 .bad { color: var(--bad); font-weight: 600; }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: separate; border-spacing: 0; font-size: 14px; line-height: 22px;
   font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 11px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th { vertical-align: bottom; white-space: normal; overflow-wrap: normal; }
+th, td { padding: 4px 11px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap;
+  vertical-align: top; }
 th:first-child, td:first-child, td.word, th.word { text-align: left; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); }
+@media (max-width: 40rem) {
+  th:first-child, td:first-child { white-space: normal; min-width: 6.5rem; max-width: 9rem; padding-left: 0;
+    border-right: 1px solid var(--grid); }
+}
 td.wrap { white-space: normal; min-width: 16rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem;
-  align-items: start; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem;
+  margin-bottom: 1rem; }
 .plots figure { margin: 0; background: var(--box); padding: 0.6rem; min-width: 0; }
 .plots svg { display: block; width: 100%; max-width: 36rem; height: auto; color: var(--ink); }
 .plots svg * { stroke-linejoin: round; }

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from slipstream.bench.arm_labels import counted
 from slipstream.bench.records import Run
 from slipstream.core.types import Round, Seconds
 from slipstream.text.detokenizer import Tokenizer
@@ -59,13 +60,17 @@ def chosen(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict
     return found
 
 
-def sample(run: Run, row: int, tokenizer: Tokenizer | None) -> str:
-    """One text as HTML, with the line that says whose it is, how much was accepted and whether it is plain's text."""
+def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None) -> str:
+    """One text as HTML, with the line that says whose it is, how much was accepted and whether it is plain's text.
+
+    label: the arm in words.
+    """
     found = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
     text = "".join(_spans(_first(found, LONGEST)))
     shortened = " ..." if sum(len(view.pieces) for view in found) > LONGEST else ""
     acceptance = found[-1].acceptance if found else "-"
-    who = f"{run.arm}, prompt {run.prompts[row]}: {len(found)} rounds, {acceptance} of drafted tokens accepted"
+    who = f"{label or run.arm}, prompt {run.prompts[row]}: {counted(len(found), 'round')}, "
+    who += f"{acceptance} of drafted tokens accepted"
     verdict = run.verdicts[row] if row < len(run.verdicts) else "not compared"
     caption = f"<figcaption>{escape(who)}; text: {escape(verdict)}</figcaption>"
     return f'<figure class="sample">{caption}<div class="text">{text}{shortened}</div></figure>'

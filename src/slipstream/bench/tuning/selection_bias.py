@@ -24,8 +24,8 @@ def optimism(logs: Floats) -> float:
     """What the best mean gains from being chosen; >= 0. logs: [A, U], log speed-ups of A arms on U prompts."""
     if logs.shape[0] < 2 or logs.shape[1] < 2:
         return 0.0
-    drawn = np.random.default_rng(SEED).integers(0, logs.shape[1], (RESAMPLES, logs.shape[1]))
-    means = logs[:, drawn].mean(axis=2)
+    sampled = np.random.default_rng(SEED).integers(0, logs.shape[1], (RESAMPLES, logs.shape[1]))
+    means = logs[:, sampled].mean(axis=2)
     chosen = means.argmax(axis=0)
     gained = means[chosen, np.arange(RESAMPLES)] - logs.mean(axis=1)[chosen]
     return max(0.0, float(gained.mean()))

@@ -1,12 +1,12 @@
 """Signatures of well-known teaching implementations over Slipstream's engine: change the import line, keep the code.
 
-    from slipstream.reference import NucleusProcessor, speculative_generate
+    from slipstream.integrations.reference import NucleusProcessor, speculative_generate
 
-`sampling` and `logits_processor` are named after the modules of romsto/Speculative-Decoding (and its batched
-relatives) whose functions they offer; `decoder` has the `SpeculativeDecoder` that book chapters build. What differs,
-because it was wrong there:
+`generate_functions` and `logits_processor` offer the functions of romsto/Speculative-Decoding (and of its batched
+relatives); `book_decoder` has the `SpeculativeDecoder` that book chapters build. What differs, because it was wrong
+there:
 
-- Greedy text is the target's own greedy text; sampled text follows the target's law. The one lossy option,
+- Greedy text is the target's own greedy text; sampled text follows the target's distribution. The one lossy option,
   skip_sample_adjustment=True, says so in the log.
 - One and two tokens can be generated. Where nothing was drafted the acceptance rate is 0.0.
 - Rows of a batch do not depend on each other, and each gets all the tokens it asked for.

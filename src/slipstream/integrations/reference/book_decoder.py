@@ -1,7 +1,7 @@
 """`SpeculativeDecoder(target_model, draft_model, draft_tokens).decode(input_ids, max_new_tokens)`, as book chapters do.
 
 There, `max_new_tokens` limits the length of prompt and output together, an end token ends nothing, and sampling is from
-the full softmax. Here `max_new_tokens` is what it says; the other two are kept.
+the full softmax. Here `max_new_tokens` is what it says; the other two stay.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import Module
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.stats import Stats
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.integrations.reference.decoder_cache import decoder_for
 from slipstream.integrations.reference.generate_functions import seed_from_torch
+from slipstream.integrations.reference.model_decoder import decoder_of
 from slipstream.sampling.params import SamplingParams
 
 
@@ -34,7 +34,7 @@ class SpeculativeDecoder:
             raise UsageError("draft_model=None; allowed: a loaded Hugging Face causal language model")
         self.target, self.draft, self.draft_tokens = target_model, draft_model, draft_tokens
         self._stats: Stats | None = None
-        decoder_for(target_model, draft_model)  # two models that do not fit are refused here
+        decoder_of(target_model, draft_model)  # two models that do not fit are refused here
 
     def decode(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
         """The prompt and `max_new_tokens` tokens after it. input_ids: [1, n] -> [1, n + max_new_tokens].
@@ -42,7 +42,7 @@ class SpeculativeDecoder:
         UsageError for another shape, an unknown token id, or more tokens than the target's context holds. The seed
         comes from torch's global generator.
         """
-        decoder = decoder_for(self.target, self.draft)
+        decoder = decoder_of(self.target, self.draft)
         prompt = _prompt(input_ids)
         room = decoder.target.backend.max_length - len(prompt)
         if room < 1:

@@ -32,7 +32,7 @@ class Options:
     max_gen_len: tokens to generate at most; fewer (with a line in the log) where the model's context ends before.
     eos_tokens_id: ids that end the text and are its last token; None for no end. Nothing else ends it.
     pad_token_id: accepted because callers pass it. Rows are never padded, so no output depends on it.
-    use_cache: likewise. Keys and values are always kept within a call, and the output is the same either way.
+    use_cache: likewise. Keys and values are always cached within a call, and the output is the same either way.
     first_target: likewise. The prompt is scored together with the first draft, so there is no pass to leave out.
     skip_sample_adjustment: lossy; see `speculative_generate`.
     debug: print every round to stderr.

@@ -13,13 +13,13 @@ def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
 
     "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
     """
-    kept = done.num_accepted_tokens
+    accepted = done.num_accepted_tokens
     left = "rejected" if done.rejected else "unused"
-    parts = [("accepted", done.draft[:kept]), (left, done.draft[kept:])]
-    parts += [(origin, (token,)) for origin, token in zip(done.origins[kept:], done.tokens[kept:], strict=True)]
-    said = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
+    parts = [("accepted", done.draft[:accepted]), (left, done.draft[accepted:])]
+    parts += [(origin, (token,)) for origin, token in zip(done.origins[accepted:], done.tokens[accepted:], strict=True)]
+    words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
     end = [f"end ({done.finish_reason})"] if done.finish_reason else []
-    return f"row {done.row} round {number}: {', '.join(said + end)}"
+    return f"row {done.row} round {number}: {', '.join(words + end)}"
 
 
 def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:

@@ -1,6 +1,6 @@
 """`autoregressive_generate`, `speculative_generate` and `speculative_generate_batch` under their known signatures.
 
-All three are one loop, Slipstream's. The meaning of every option is written at `slipstream.integrations.reference.call_options.Options`.
+All three are one loop, Slipstream's. Options are explained at `call_options.Options` in this folder.
 Seeds are drawn from torch's global generator, one per row, so `torch.manual_seed` makes sampled text repeatable.
 """
 
@@ -21,9 +21,9 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.reference.call_options import EndIds, Options
 from slipstream.integrations.reference.debug_lines import round_line
-from slipstream.integrations.reference.decoder_cache import decoder_for
 from slipstream.integrations.reference.logits_processor import GreedyProcessor
-from slipstream.integrations.reference.processor_options import UNADJUSTED, Law, Processor, law_of
+from slipstream.integrations.reference.model_decoder import decoder_of
+from slipstream.integrations.reference.processor_options import UNADJUSTED, Processor, Sampling, sampling_of
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result
 
@@ -79,8 +79,8 @@ def speculative_generate(
 
     The rate is accepted / drafted, 0.0 if nothing was drafted (gamma=0, or one token asked for).
 
-    skip_sample_adjustment: lossy. After a rejection the next token is drawn from p instead of (p - q)+, so the text
-    no longer follows the target's law; a warning says so. Greedy text needs no adjustment and stays exact.
+    skip_sample_adjustment: lossy. After a rejection the next token is sampled from p instead of (p - q)+, so the text
+    no longer follows the target's distribution; a warning says so. Greedy text needs no adjustment and stays exact.
     Other options: see `Options`. UsageError for wrong ones, and for a prompt that fills the model's context.
     """
     options = Options(
@@ -139,31 +139,34 @@ def speculative_generate_batch(
 
 
 def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, options: Options) -> list[Result]:
-    decoder = decoder_for(target, drafter, options.tokenizer)
+    decoder = decoder_of(target, drafter, options.tokenizer)
     backend = decoder.target.backend
     ends = options.end_ids(backend.vocab_size)
-    distribution = law_of(options.logits_processor, backend.vocab_size, backend.device)
-    decoder = _with_rule(decoder, distribution, options.skip_sample_adjustment)
-    base = replace(distribution.params, num_draft_tokens=options.gamma, ignore_eos=True, stop_token_ids=ends)
+    sampling = sampling_of(options.logits_processor, backend.vocab_size, backend.device)
+    decoder = _with_rule(decoder, sampling, options.skip_sample_adjustment)
+    base = replace(sampling.params, num_draft_tokens=options.gamma, ignore_eos=True, stop_token_ids=ends)
     params = [_with_length(base, prompt, options.max_gen_len, backend.max_length) for prompt in prompts]
     rows = decoder.rows(prompts, [replace(one, seed=seed_from_torch()) for one in params])
     for done in decoder.run(rows):
         if options.debug:
             print(round_line(done, len(rows[done.row].rounds), options.tokenizer), file=sys.stderr)
+    for row in rows:
+        if row.error is not None:
+            raise row.error
     return [decoder.result(row) for row in rows]
 
 
-def _with_rule(decoder: SpeculativeDecoder, distribution: Law, skip_sample_adjustment: bool) -> SpeculativeDecoder:
+def _with_rule(decoder: SpeculativeDecoder, sampling: Sampling, skip_sample_adjustment: bool) -> SpeculativeDecoder:
     """The decoder with the rule that the processor's own draws or skip_sample_adjustment ask for."""
-    if distribution.rule is not None:
+    if sampling.rule is not None:
         if skip_sample_adjustment:
             raise UsageError(
                 "skip_sample_adjustment=True with a processor that has a `sample` of its own, whose drafts are never "
                 "adjusted; allowed: False, or `sample` inherited from GreedyProcessor or MultinomialProcessor"
             )
-        return decoder.using(acceptance=distribution.rule)
-    if skip_sample_adjustment and not distribution.greedy:
-        log.warning("skip_sample_adjustment=True is lossy: the text does not follow the target's law")
+        return decoder.using(acceptance=sampling.rule)
+    if skip_sample_adjustment and not sampling.greedy:
+        log.warning("skip_sample_adjustment=True is lossy: the text does not follow the target's distribution")
         return decoder.using(acceptance=UNADJUSTED)
     return decoder
 

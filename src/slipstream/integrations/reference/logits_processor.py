@@ -1,4 +1,4 @@
-"""The logits processors of romsto/Speculative-Decoding: from logits to a law, and a draw from it.
+"""The logits processors of romsto/Speculative-Decoding: from logits to a distribution, and a sample from it.
 
 Truncation comes before the temperature here, as it does there: `NucleusProcessor(0.7, 0.9)` keeps the tokens that
 reach 0.9 at temperature 1. (`SamplingParams` and Hugging Face truncate after it.) Shapes: logits and probs
@@ -18,9 +18,9 @@ NEVER = float("-inf")
 
 
 class LogitsProcessor(ABC):
-    """A law, softmax(_process(logits) / temperature), and a way to draw from it.
+    """A distribution, softmax(_process(logits) / temperature), and a way to sample from it.
 
-    Own subclasses work too, exactly: see `slipstream.integrations.reference.processor_options`. temperature: a number > 0, else UsageError.
+    Subclasses of your own stay exact too: see `processor_options` in this folder. temperature: > 0, else UsageError.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -29,7 +29,7 @@ class LogitsProcessor(ABC):
         self.temperature = temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The law."""
+        """The distribution."""
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
     @abstractmethod
@@ -38,11 +38,11 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
-        """A token from each law."""
+        """A token from each distribution."""
 
 
 class GreedyProcessor(LogitsProcessor):
-    """The most likely token. Its temperature changes the law that `__call__` returns, never the choice."""
+    """The most likely token. Its temperature changes the distribution that `__call__` returns, never the choice."""
 
     def __init__(self, temperature: float = 1) -> None:
         super().__init__(temperature)
@@ -56,18 +56,18 @@ class GreedyProcessor(LogitsProcessor):
 
 
 class MultinomialProcessor(LogitsProcessor):
-    """A token drawn from the whole vocabulary."""
+    """A token sampled from the whole vocabulary."""
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits
 
     def sample(self, probs: Tensor) -> Tensor:
-        """A draw by torch's global generator. probs: [V] or [N, V]."""
+        """A sample by torch's global generator. probs: [V] or [N, V]."""
         return torch.multinomial(probs, num_samples=1)
 
 
 class TopKProcessor(MultinomialProcessor):
-    """A token drawn from the `top_k` most likely ones (and those that tie with the last of them)."""
+    """A token sampled from the `top_k` most likely ones (and those that tie with the last of them)."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
@@ -78,7 +78,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """A token drawn from the nucleus: a token is left out if likelier ones alone have more than `top_p`."""
+    """A token sampled from the nucleus: a token is left out if likelier ones alone have more than `top_p`."""
 
     def __init__(self, temperature: float, top_p: float) -> None:
         super().__init__(temperature)
@@ -89,7 +89,7 @@ class NucleusProcessor(MultinomialProcessor):
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """A token drawn from the nucleus of the `top_k` most likely ones."""
+    """A token sampled from the nucleus of the `top_k` most likely ones."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         super().__init__(temperature)

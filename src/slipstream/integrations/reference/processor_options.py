@@ -1,6 +1,7 @@
 """From a logits processor to sampling options, and to an acceptance rule where the options do not say it all.
 
-A processor has a law, `processor(logits)`, and a draw, `processor.sample(probs)`. The law becomes `SamplingParams`:
+A processor has a distribution, `processor(logits)`, and a way to sample from it, `processor.sample(probs)`. The
+distribution becomes `SamplingParams`:
 natively for this package's own processors, else as a logits processor that answers with log-probabilities. The draw
 is the engine's where the processor inherits it; a processor's own draw is kept exact by sample-and-match.
 """
@@ -36,14 +37,14 @@ class Processor(Protocol):
     """What is asked of a logits processor: probabilities [1, V] from logits [1, V], and a token [1, 1] from those."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The law."""
+        """The distribution."""
 
     def sample(self, probs: Tensor) -> Tensor:
-        """A token drawn in the processor's own way."""
+        """A token sampled in the processor's own way."""
 
 
 @dataclass(frozen=True)
-class Law:
+class Sampling:
     """Sampling options, and the acceptance rule to use where it is not the decoder's own choice."""
 
     params: SamplingParams
@@ -57,7 +58,7 @@ class Law:
 
 @dataclass(frozen=True)
 class _LogProbs:
-    """A processor's law as a Hugging Face logits processor."""
+    """A processor's distribution as a Hugging Face logits processor."""
 
     processor: Processor
 
@@ -77,21 +78,21 @@ def check_processor(processor: Any) -> Processor:
     return processor
 
 
-def law_of(processor: Processor, vocab_size: int, device: torch.device) -> Law:
-    """The law and the draw of a processor. vocab_size, device: those of the logits it will see."""
+def sampling_of(processor: Processor, vocab_size: int, device: torch.device) -> Sampling:
+    """The distribution of a processor and how it samples. vocab_size, device: those of the logits it will see."""
     params = _native(processor)
     if params is not None:
-        return Law(params)
+        return Sampling(params)
     _check_answer(processor, vocab_size, device)
     adapted = (_LogProbs(processor),)
     if _draws_like(processor, GreedyProcessor):
-        return Law(SamplingParams(temperature=0.0, logits_processors=adapted))
+        return Sampling(SamplingParams(temperature=0.0, logits_processors=adapted))
     own = None if _draws_like(processor, MultinomialProcessor) else own_draws(processor)
-    return Law(SamplingParams(temperature=1.0, logits_processors=adapted), own)
+    return Sampling(SamplingParams(temperature=1.0, logits_processors=adapted), own)
 
 
 def _native(processor: Processor) -> SamplingParams | None:
-    """Options with the processor's law, if there are any; exact types only, since a subclass may change the law."""
+    """Options with the same distribution, if there are any; exact types only: a subclass may change it."""
     if type(processor) is GreedyProcessor:
         return SamplingParams(temperature=0.0)
     if type(processor) is MultinomialProcessor:
@@ -111,7 +112,7 @@ def _draws_like(processor: Processor, kind: type[GreedyProcessor] | type[Multino
 
 
 def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -> None:
-    """Refuse a processor that answers with something else than a law, or with two laws to one question."""
+    """Refuse a processor that answers with anything but a distribution, or with two of them for the same logits."""
     logits = torch.linspace(-3.0, 3.0, vocab_size, device=device)[None]
     first, second = processor(logits.clone()), processor(logits.clone())
     found = f"shape {tuple(first.shape)}"
@@ -119,7 +120,7 @@ def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -
         total = float(first.sum())
         if first.min() >= 0 and abs(total - 1) <= TOLERANCE and torch.equal(first, second):
             return
-        found = f"two answers to the same logits, or a law of sum {total:g}"
+        found = f"two answers to the same logits, or probabilities of sum {total:g}"
     raise UsageError(
         f"logits_processor {type(processor).__name__} gave {found}; "
         f"allowed: probabilities of shape (1, {vocab_size}) that depend on the logits alone"
@@ -127,35 +128,35 @@ def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -
 
 
 def own_draws(processor: Processor) -> Rule:
-    """Sample and match with the processor's own `sample`: exact whatever it does, and with whatever dice.
+    """Sample and match with the processor's own `sample`: exact whatever that does.
 
-    A draft token is kept iff the processor drew the same one; the processor's draw is committed either way.
+    A draft token is kept iff the processor sampled the same one; the processor's token is committed either way.
     """
 
     def distributions(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-        drawn = [_follow(processor, p[i], draft.tokens[i, :n].tolist()) for i, n in enumerate(draft.lengths)]
-        kept, following = torch.tensor(drawn, device=p.device).T
+        followed = [_follow(processor, p[i], draft.tokens[i, :n].tolist()) for i, n in enumerate(draft.lengths)]
+        accepted, following = torch.tensor(followed, device=p.device).T
         token = one_hot(following, p.shape[-1]).to(p.dtype)
-        return Distributions(one_hot(kept, draft.width + 1).double(), lambda accepted: token)
+        return Distributions(one_hot(accepted, draft.width + 1).double(), lambda _: token)
 
     return Rule(f"draws of {type(processor).__name__}", True, distributions)
 
 
 def _follow(processor: Processor, p: Tensor, draft: list[int]) -> tuple[int, int]:
-    """How many draft tokens the processor draws itself, and what it draws next. p: [K + 1, V]."""
-    for kept, distribution in enumerate(p):
+    """How many draft tokens the processor samples itself, and what it samples next. p: [K + 1, V]."""
+    for accepted, distribution in enumerate(p):
         token = int(processor.sample(distribution[None]))
         if not 0 <= token < p.shape[-1]:
             raise UsageError(
-                f"logits_processor {type(processor).__name__} drew token {token}; allowed: 0 to {p.shape[-1] - 1}"
+                f"logits_processor {type(processor).__name__} sampled token {token}; allowed: 0 to {p.shape[-1] - 1}"
             )
-        if kept == len(draft) or token != draft[kept]:
-            return kept, token
-    raise AssertionError("a draft has one position less than its laws")
+        if accepted == len(draft) or token != draft[accepted]:
+            return accepted, token
+    raise AssertionError("a draft has one token fewer than p has positions")
 
 
 def _unadjusted(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
-    """Lossy: keep as rejection sampling does, then draw from p where (p - q)+ is due."""
+    """Lossy: keep as rejection sampling does, then sample from p where (p - q)+ is due."""
     return Distributions(rejection(p, scores, draft).keep, partial(_at, p))
 
 

@@ -1,14 +1,13 @@
 """Speculative decoding inside Hugging Face `generate`: `generate(..., custom_generate=slipstream.custom_generate)`.
 
-`generate` (transformers 5.17 to 5.23) prepares inputs, processors and criteria as ever; only its loop is replaced.
+`generate` (transformers 5.17 to 5.23) prepares inputs, processors and criteria as usual; only its loop is replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
@@ -21,52 +20,9 @@ from slipstream.core.stats import Stats
 from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
+from slipstream.integrations.decoder_cache import DecoderSettings, decoder_for
 from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
-
-
-class Decoders:
-    """One decoder per target and draft model, which are held weakly: a decoder goes when either of them goes."""
-
-    def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[Any, WeakKeyDictionary[Any, tuple[object, SpeculativeDecoder]]]
-        self._kept = WeakKeyDictionary()
-
-    def of(self, model: Any, settings: CustomGenerate) -> SpeculativeDecoder:
-        """The decoder made before, unless a model has moved or changed its size or precision since."""
-        draft = settings.draft
-        models = [model, draft] if isinstance(draft, torch.nn.Module) else [model]
-        for one in models:
-            if one.training:
-                raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
-        named = None if isinstance(draft, torch.nn.Module) else draft
-        key = (len(models), named, settings.max_batch_size, id(settings.tokenizer), *map(_state, models))
-        kept = self._kept.setdefault(model, WeakKeyDictionary())
-        known, decoder = kept.get(models[-1], (None, None))
-        if decoder is None or known != key:
-            decoder = SpeculativeDecoder(
-                model,
-                draft,
-                tokenizer=settings.tokenizer,
-                fast=False,
-                reproducible=False,
-                max_batch_size=settings.max_batch_size,
-            )
-            for loaded in (decoder.target, decoder.draft)[: len(models)]:
-                _hold_weakly(loaded)
-            kept[models[-1]] = (key, decoder)
-        return decoder
-
-
-def _state(model: Any) -> tuple[object, ...]:
-    config = model.config.get_text_config()
-    return model.device, model.dtype, config._attn_implementation, config.vocab_size
-
-
-def _hold_weakly(loaded: Any) -> None:
-    """The caller's model must not live on because a decoder for it is kept."""
-    loaded.backend.model = proxy(loaded.model)
-    object.__setattr__(loaded, "model", loaded.backend.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +30,19 @@ class CustomGenerate:
     """A loop for `generate`: exact, in batches, with a drafter. `slipstream.custom_generate` has the defaults.
 
     draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer: as in
-    `SpeculativeDecoder`. All may also be given to `generate` itself, for one call (but for tokenizer, which it keeps);
-    `assistant_model=` is another way to say `draft=`.
+    `SpeculativeDecoder`. All but tokenizer, which `generate` does not pass on, may also be given to `generate` itself
+    for one call; `assistant_model=` is another way to say `draft=`.
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
-    same law. Each row's seed comes from torch's global generator, so `torch.manual_seed` makes a call repeatable.
+    same distribution. Each row's seed comes from torch's global generator: `torch.manual_seed` makes a call repeatable.
 
     What differs:
     - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.
       Criteria get scores=None. A criterion with state sees the rows' tokens in another order than in `generate`.
     - `stop_strings=` needs the tokenizer here (`CustomGenerate(tokenizer=...)`): `generate` does not pass its own on.
       In a `GenerationConfig` it does not work for any callable; a `StopStringCriteria` does.
-    - `use_cache`, static and offloaded caches change nothing: the memory is Slipstream's own, and its room is kept for
-      later calls until the model goes. `past_key_values` of the output is None.
+    - `use_cache`, static and offloaded caches change nothing: the KV cache is Slipstream's own. The model keeps it, and
+      the draft model, for later calls until it goes itself. `past_key_values` of the output is None.
     - `prompt_lookup_num_tokens` and an assistant model's own settings are not read: they concern speed only.
     - Where `max_time` or a criterion stops rows of a batch that has no end token, they run on until the last one stops,
       as in `generate`; with a pad token, rows stopped by `max_time` are padded instead.
@@ -104,7 +60,6 @@ class CustomGenerate:
     acceptance: str | Rule = DecoderConfig.acceptance
     max_batch_size: int = DecoderConfig.max_batch_size
     tokenizer: Any = None
-    decoders: Decoders = field(default_factory=Decoders, repr=False, compare=False)
 
     def __call__(
         self,
@@ -139,8 +94,8 @@ class CustomGenerate:
             "tokenizer": tokenizer,
         }
         settings = replace(self, **{name: value for name, value in own.items() if value is not None})
-        kept = settings.decoders.of(model, settings)
-        decoder = kept.using(
+        cached = settings.decoder_of(model)
+        decoder = cached.using(
             settings.drafter, num_draft_tokens=settings.num_draft_tokens, acceptance=settings.acceptance
         )
         criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
@@ -154,7 +109,7 @@ class CustomGenerate:
             more = {} if options.pads else _run_on(decoder, options, prompts, rows)
             results = [decoder.result(row) for row in rows]
         finally:
-            kept.forget()  # the model may learn before the next call, and rows hold the caller's processors
+            cached.forget()  # the model may learn before the next call, and rows hold the caller's processors
         if passed.streamer is not None:
             passed.streamer.end()
         sequences = _sequences(input_ids, rows, more, options.pad_id)
@@ -165,6 +120,14 @@ class CustomGenerate:
         output.slipstream_stats = Stats.of(rounds, lossless=decoder.lossless)
         output.slipstream_results = results
         return output
+
+    def decoder_of(self, model: Any) -> SpeculativeDecoder:
+        """The decoder over the model and the draft, cached on the model."""
+        for one in (model, self.draft):
+            if isinstance(one, torch.nn.Module) and one.training:
+                raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
+        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, max_batch_size=self.max_batch_size)
+        return decoder_for(model, settings)
 
     def stop_criteria(self, stop_strings: Any) -> list[Any]:
         """Stop strings as `generate` watches for them."""
@@ -197,9 +160,15 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     rows = decoder.rows([prompt.tokens for prompt in prompts], params)
     for row, prompt in zip(rows, prompts, strict=True):
         row.end_ids, row.completes_stop = options.end_ids, options.watch(prompt)
-    for done in decoder.run(rows):
-        for token in done.tokens if streamer is not None else ():
-            streamer.put(torch.tensor([token]))
+    if streamer is None:
+        decoder.decode(rows)
+    else:
+        for done in decoder.run(rows):
+            for token in done.tokens:
+                streamer.put(torch.tensor([token]))
+    for row in rows:
+        if row.error is not None:
+            raise row.error
     return rows
 
 

@@ -30,8 +30,8 @@ Criterion = Callable[[Tensor, None], Any]
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
-ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # what a row knows by itself
-# option -> the values that can be honoured
+ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # a row checks these itself
+# option -> the values that a speculative loop can honour
 ALLOWED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -169,7 +169,14 @@ class Watch:
 
 @dataclass(frozen=True)
 class NotPassedOn:
-    """What `generate` was given and keeps from a callable (transformers 5.17 to 5.23)."""
+    """Arguments of `generate` itself that it does not pass on to a callable (transformers 5.17 to 5.23).
+
+    `generate` compares the callable's signature with what is left in its `**kwargs`
+    (`GenerationMixin._extract_generation_mode_kwargs`), and its own named parameters are never there: naming
+    `assistant_model`, `streamer` or `synced_gpus` in `CustomGenerate.__call__` gives None whatever the caller said.
+    `assistant_model=draft` is how users of transformers give a draft model, and a streamer that stays silent would be
+    an option accepted and ignored, so they are read from the frame of the call. `draft=` needs no frame.
+    """
 
     streamer: Any = None
     assistant_model: Any = None
@@ -177,7 +184,7 @@ class NotPassedOn:
 
     @classmethod
     def of(cls, model: Any) -> NotPassedOn:
-        """Read from the frame of the `generate` under way, since no argument leads there."""
+        """Read from the frame of the `generate` call that is under way for this model."""
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code is GENERATE and frame.f_locals["self"] is model:

@@ -1,7 +1,7 @@
-"""Linear layers whose bfloat16 weights are kept in 12 bits each, exactly, for processors with AVX-512 and bfloat16.
+"""Linear layers whose bfloat16 weights take 12 bits each, without loss, for processors with AVX-512 and bfloat16.
 
 A forward of few tokens takes as long as reading its weights, so a quarter less to read is a quarter less time. No
-weight changes: `kernels/folding.c` says how. The specification of a compressed layer is the `nn.Linear` it replaces.
+weight changes: `csrc/compression.c` says how. The specification of a compressed layer is the `nn.Linear` it replaces.
 """
 
 from __future__ import annotations
@@ -12,32 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.c_structs import BLOCK, PANEL, QUAD, LinearStruct
 from slipstream.models.cpu.kernel_build import address, kernels
 from slipstream.models.cpu.packed_linear import packed
 
-PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes, as in kernels.h
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
 
 
-class Weights(ctypes.Structure):
-    """`struct linear` of kernels.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_long) for name in ("bits", "inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
-    ]
-
-
-class NativeLinear(nn.Module):
-    """A linear layer that `multiply` of the kernels computes. Subclasses keep its weights."""
+class KernelLinear(nn.Module):
+    """A linear layer computed by `multiply` of the kernels. Subclasses make its weights."""
 
     in_features: int
     out_features: int
 
-    def _keep(self, library: Any, bits: int, kept: tuple[Tensor | None, ...]) -> None:
-        """kept: data, tables, offsets, exceptions and bias, as kernels.h has them."""
-        self._kept, self._multiply = kept, library.multiply
-        self.weights = Weights(bits, self.in_features, self.out_features, *map(address, kept))
+    def _set_weights(self, library: Any, bits: int, arrays: tuple[Tensor | None, ...]) -> None:
+        """arrays: data, tables, offsets, exceptions and bias of `struct linear`."""
+        self._arrays, self._multiply = arrays, library.multiply  # the struct has only their addresses
+        self.weights = LinearStruct(bits, self.in_features, self.out_features, *map(address, arrays))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] bfloat16 -> [..., out_features]."""
@@ -52,8 +43,8 @@ class NativeLinear(nn.Module):
         return out
 
 
-class CompressedLinear(NativeLinear):
-    """An `nn.Linear` of bfloat16 weights in 12 bits each. The same bits for a token whatever tokens are beside it."""
+class CompressedLinear(KernelLinear):
+    """An `nn.Linear` of bfloat16 weights in 12 bits each. A token's result does not depend on its neighbours."""
 
     def __init__(self, linear: nn.Linear, library: Any) -> None:
         """library: what `kernels` returns. in_features must be a multiple of 4."""
@@ -62,18 +53,18 @@ class CompressedLinear(NativeLinear):
         weight = linear.weight.detach().contiguous()
         panels, blocks = -(-self.out_features // PANEL), -(-self.in_features // BLOCK)
         tables, counts = torch.empty(panels, 32, dtype=torch.uint8), torch.empty(panels * blocks, dtype=torch.int32)
-        what = _pointer(weight), ctypes.c_long(self.out_features), ctypes.c_long(self.in_features)
-        library.survey(*what, _pointer(tables), _pointer(counts))
+        source = _pointer(weight), ctypes.c_long(self.out_features), ctypes.c_long(self.in_features)
+        library.choose_codes(*source, _pointer(tables), _pointer(counts))
         offsets = torch.zeros(panels * blocks + 1, dtype=torch.int32)
         torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
         self.exceptions = int(offsets[-1])
         if not self.is_worth_it:
             return
         data = torch.empty(panels, self.in_features // 4, QUAD, dtype=torch.uint8)
-        whole = torch.empty(self.exceptions, dtype=torch.int32)
-        library.fold(*what, *map(_pointer, (tables, offsets, data, whole)))
+        exceptions = torch.empty(self.exceptions, dtype=torch.int32)
+        library.compress_weights(*source, *map(_pointer, (tables, offsets, data, exceptions)))
         bias = None if self.bias is None else self.bias.detach()
-        self._keep(library, 12, (data, tables, offsets, whole, bias))
+        self._set_weights(library, 12, (data, tables, offsets, exceptions, bias))
 
     @property
     def is_worth_it(self) -> bool:
@@ -81,14 +72,14 @@ class CompressedLinear(NativeLinear):
         return self.exceptions <= WORTH * self.in_features * self.out_features
 
 
-def stored(linear: nn.Linear) -> nn.Module:
-    """A layer in the form that is the fastest here: compressed, or packed where it cannot be or would gain nothing."""
+def compressed_or_packed(linear: nn.Linear) -> nn.Module:
+    """A layer in the form that is fastest here: compressed, or packed where compression is impossible or no gain."""
     if linear.weight.dtype == torch.bfloat16 and linear.in_features % 4 == 0 and linear.weight.device.type == "cpu":
         library = kernels()
         if library is not None:
-            made = CompressedLinear(linear, library)
-            if made.is_worth_it:
-                return made
+            compressed = CompressedLinear(linear, library)
+            if compressed.is_worth_it:
+                return compressed
     return packed(linear)
 
 

@@ -1,4 +1,4 @@
-"""4-bit linear layers for few tokens by `kernels/rounded.c`.
+"""4-bit linear layers for few tokens, computed by `csrc/int4.c`.
 
 The specification is the `nn.Linear` of the rounded weights.
 """
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.models.cpu.compressed_linear import PANEL, NativeLinear
+from slipstream.models.cpu.c_structs import PANEL
+from slipstream.models.cpu.compressed_linear import KernelLinear
 
 ROWS = 4096  # outputs laid out at a time, so that the copies stay small
 
 
-class RoundedLinear(NativeLinear):
+class Int4Linear(KernelLinear):
     """An `nn.Linear` whose weights are 4-bit steps with a bfloat16 scale and offset per group of inputs."""
 
     def __init__(self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any) -> None:
@@ -27,14 +28,14 @@ class RoundedLinear(NativeLinear):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         data = torch.cat([_records(codes[i : i + ROWS], steps[i : i + ROWS]) for i in range(0, len(codes), ROWS)])
-        self._keep(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
+        self._set_weights(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
 
 
 def _records(codes: Tensor, steps: Tensor) -> Tensor:
-    """Data as rounded.c has it: [panels, groups, 640]."""
+    """Data as int4.c reads it: [panels, groups, RECORD]."""
     rest, groups = -len(codes) % PANEL, steps.shape[1]
     codes, steps = pad(codes, (0, 0, 0, rest)), pad(steps, (0, 0, 0, 0, 0, rest)).to(torch.bfloat16)
-    # output = side * 16 + o and input = group * 32 + quad * 4 + pair * 2 + i, as rounded.c has them
+    # output = side * 16 + o and input = group * 32 + quad * 4 + pair * 2 + i, as int4.c has them
     cells = codes.view(-1, 2, 16, groups, 8, 2, 2).permute(0, 3, 4, 2, 6, 5, 1).flatten(5)  # ..., [o, i, pair and side]
     low, high = cells[..., 0] | cells[..., 1] << 4, cells[..., 2] | cells[..., 3] << 4
     words = torch.stack([low, high], -1).flatten(2)

@@ -1,8 +1,8 @@
-"""Kernels of our own, compiled on the user's machine the first time they are wanted, then kept in the cache folder.
+"""Slipstream's own kernels, compiled on the user's machine when first needed and saved in the cache folder.
 
-They need a compiler and a processor with the instructions they are written for; where either is missing, PyTorch's
-kernels are used, and why is logged once. So they are with SLIPSTREAM_KERNELS=off in the environment. OpenMP's functions
-are those that PyTorch has loaded, so that both share one set of threads.
+They need a compiler and a processor with the instructions they are written for. Where either is missing, PyTorch's
+kernels are used and a warning says why; SLIPSTREAM_KERNELS=off in the environment does so without a warning. They use
+the OpenMP that PyTorch has loaded, so that both share one set of threads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from torch import Tensor
 
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.c_structs import check_layout
+from slipstream.models.cpu.processor import Processor, processor
+from slipstream.models.fast_path_warnings import warn_slower
 
 log = logging.getLogger("slipstream")
 
@@ -38,30 +41,38 @@ FLAGS = (
     *("-m" + name.replace("_", "") for name in INSTRUCTIONS),
 )
 SWITCH = "SLIPSTREAM_KERNELS"
-_CPU = Path("/proc/cpuinfo")
 
 
 class NoKernelsError(Exception):
-    """Why there are none here."""
+    """Why the kernels cannot be used here. slower: whether PyTorch's are slower."""
+
+    def __init__(self, reason: str, slower: bool = True) -> None:
+        super().__init__(reason)
+        self.slower = slower
 
 
 def kernels() -> ctypes.CDLL | None:
     """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
-    wanted = os.environ.get(SWITCH) or "on"
-    if wanted not in ("on", "off"):
-        raise UsageError(f"{SWITCH}={wanted!r}; allowed: 'on' or 'off'")
-    return _library() if wanted == "on" else None
+    switch = os.environ.get(SWITCH) or "on"
+    if switch not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={switch!r}; allowed: 'on' or 'off'")
+    return _library() if switch == "on" else None
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
     try:
-        check_processor(_CPU.read_text() if _CPU.exists() else "")
+        check_processor(processor())
         library = ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
     except (NoKernelsError, OSError) as error:
-        log.info("PyTorch's kernels are used, not Slipstream's own: %s", error)
+        reason = f"PyTorch's kernels are used, not Slipstream's own: {error}"
+        if isinstance(error, NoKernelsError) and not error.slower:
+            log.info(reason)
+        else:
+            warn_slower(reason)
         return None
-    library.space_for.restype = ctypes.c_long
+    check_layout(library)
+    library.scratch_per_token.restype = ctypes.c_long
     return library
 
 
@@ -70,37 +81,36 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def check_processor(description: str) -> None:
-    """Raise unless the text of /proc/cpuinfo has the instructions, and no better ones."""
-    flags = next((line.split() for line in description.splitlines() if line.startswith("flags")), [])
-    if missing := [name for name in INSTRUCTIONS if name not in flags]:
+def check_processor(processor: Processor) -> None:
+    """Raise unless the processor has the instructions, and no better ones."""
+    if missing := [name for name in INSTRUCTIONS if name not in processor.flags]:
         raise NoKernelsError(f"they need a processor with {missing[0]}")
-    if "amx_bf16" in flags:
-        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN makes use of")
+    if "amx_bf16" in processor.flags:
+        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN uses", slower=False)
 
 
 def built(folder: Path, environment: Mapping[str, str]) -> Path:
     """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
-    wanted = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
-    compiler = next((command for command in wanted if shutil.which(command[0])), None)
+    candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
+    compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
-        raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in wanted)})")
+        raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
     sources = sorted(SOURCES.glob("*.c"))
     library = folder / f"{version(*compiler)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place) / "library.so"
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            linked = Path(scratch) / "library.so"
             for source in sources:
-                _run([*compiler, *FLAGS, "-c", str(source), "-o", f"{place}/{source.stem}.o"])
-            objects = [f"{place}/{source.stem}.o" for source in sources]
-            _run([*compiler, "-shared", *objects, "-o", str(made)])  # OpenMP is PyTorch's
-            made.rename(library)
+                _run([*compiler, *FLAGS, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
+            objects = [f"{scratch}/{source.stem}.o" for source in sources]
+            _run([*compiler, "-shared", *objects, "-o", str(linked)])  # OpenMP is PyTorch's
+            linked.rename(library)
     return library
 
 
 def version(*compiler: str) -> str:
-    """What tells these kernels from other ones: by their source and the way they are compiled."""
+    """A name for these kernels: a digest of their source and of the way they are compiled."""
     texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
     return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *FLAGS)).encode()).hexdigest()[:16]
 

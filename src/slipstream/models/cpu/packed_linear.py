@@ -1,4 +1,4 @@
-"""Pre-packed linear layers for CPU: the weight in the layout oneDNN's kernels want, once, instead of at every call.
+"""Packed linear layers for CPU: the weight is put into the layout of oneDNN's kernels once instead of at every call.
 
 These are the operators PyTorch's own CPU freezing uses. A forward of a few tokens then reads its weights at memory
 speed. The specification of a packed layer is the `nn.Linear` it replaces.
@@ -21,7 +21,7 @@ SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights m
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight is kept in packed form only."""
+    """An `nn.Linear` whose weight exists in packed form only."""
 
     def __init__(self, linear: nn.Linear, width: int) -> None:
         super().__init__()
@@ -42,7 +42,16 @@ class PackedLinear(nn.Module):
 
 def needs_float32(dtype: torch.dtype) -> bool:
     """Whether weights of this type are packed as float32, because oneDNN has no kernels for them here."""
-    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and not _has_bf16()
+
+
+def _has_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # there is no public way to ask
+
+
+def _memory() -> int:
+    """Bytes of memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def unsupported(model: Any) -> str | None:
@@ -60,7 +69,7 @@ def unsupported(model: Any) -> str | None:
         return "the model has no nn.Linear"
     if needs_float32(model.dtype):
         copies = 4 * sum(linear.weight.numel() for linear in linears)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = _memory()
         if copies > SHARE * memory:
             return (
                 "this processor has no bfloat16 instructions, and float32 copies of the weights would take "
@@ -70,16 +79,16 @@ def unsupported(model: Any) -> str | None:
 
 
 def packed(linear: nn.Linear) -> nn.Module:
-    """What `pack` puts in a layer's place if not told otherwise."""
+    """The layer, packed for few tokens."""
     return PackedLinear(linear, WIDTH)
 
 
-def pack(model: nn.Module, keep: Callable[[nn.Linear], nn.Module] = packed) -> None:
-    """Replace every `nn.Linear` of a model in place by what `keep` makes of it, freeing each weight at once.
+def pack(model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = packed) -> None:
+    """Replace every `nn.Linear` of a model in place by what `convert` makes of it, freeing each weight at once.
 
     A weight shared with an embedding stays for the embedding and is packed as a copy.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, keep(child))
+                setattr(parent, name, convert(child))

@@ -4,9 +4,9 @@ A draft cannot change what is generated, only how much of it is accepted. Weight
 bits with a scale and an offset per 32 inputs, 8 bits with a scale per output. The specification of a quantised layer is
 the `nn.Linear` it replaces.
 
-The products for few tokens are our own kernel's at 4 bits, where it can be had (`rounded.py`), else PyTorch's. For more
-of them, batches and prompts above all, others are faster, whose weights are kept beside: products of 8-bit integers
-where the processor has instructions for them (VNNI), else packed weights.
+Few tokens are multiplied by Slipstream's own kernel at 4 bits where it is available (`int4_linear.py`), else by
+PyTorch's. For more tokens, mainly batches and prompts, a second copy of the weights is faster: products of 8-bit
+integers where the processor has instructions for them (VNNI), else packed weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.int4_linear import RoundedLinear
+from slipstream.models.cpu.c_structs import GROUP
+from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.kernel_build import kernels
 from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear
 
 BITS = ("int4", "int8")
-GROUP = 32  # inputs that share a scale at 4 bits
 OWN = 16  # tokens up to which our own kernel for few is the fastest
 NARROW = 4, 8  # the same of PyTorch's, beside integer products and beside packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
@@ -60,7 +60,7 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.few = _few(linear, bits)
         integers = multiplies_integers()
-        self.narrow = OWN if isinstance(self.few, RoundedLinear) else NARROW[0] if integers else NARROW[1]
+        self.narrow = OWN if isinstance(self.few, Int4Linear) else NARROW[0] if integers else NARROW[1]
         self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,9 +103,7 @@ def _few(linear: nn.Linear, bits: str) -> nn.Module:
     """The layer for few tokens: by our own kernels where they can be had and take it."""
     library = kernels() if bits == "int4" and linear.weight.dtype == torch.bfloat16 else None
     return (
-        FewLinear(linear, bits)
-        if library is None
-        else RoundedLinear(*_int4(linear.weight.detach()), linear.bias, library)
+        FewLinear(linear, bits) if library is None else Int4Linear(*_int4(linear.weight.detach()), linear.bias, library)
     )
 
 

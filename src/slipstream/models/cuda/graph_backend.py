@@ -1,8 +1,8 @@
 """Hugging Face models on CUDA, replayed as captured graphs: one launch per forward, per proposal, per verification.
 
 The specification of every method is `HFBackend`'s forward. Forwards of a few tokens from slot 0 on, which is what
-decoding consists of, run in buckets of (rows, width, view): tokens and positions go into fixed buffers, positions,
-mask and memory addresses are computed from them on the device. Everything else, prompts above all, runs eagerly.
+decoding consists of, run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers;
+positions, mask and cache addresses are computed from them on the device. Everything else, mainly prompts, runs eagerly.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cuda.graph_memory import MAX_TOKENS, SPARE, AimedSlots, Bucket
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -27,45 +26,78 @@ from slipstream.models.cuda.graph_store import (
     Rerun,
     unsupported,
 )
+from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, Bucket, IndexedCache
 from slipstream.models.hf.backend import HFBackend
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
 
 
-class GraphedBackend(HFBackend):
+class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    capturer: what captures; by default CUDA graphs, and on other devices plain reruns.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`.
     """
 
     def __init__(
-        self, model: Any, capturer: Capturer | None = None, max_graphs: int = MAX_GRAPHS, max_bytes: int = MAX_BYTES
+        self,
+        model: Any,
+        capturer: Capturer | None = None,
+        max_graphs: int = MAX_GRAPHS,
+        max_bytes: int = MAX_BYTES,
+        cache: IndexedCache | None = None,
     ) -> None:
-        super().__init__(model)
-        self._cache = self._aimed = AimedSlots(model.config.get_text_config().num_hidden_layers)
+        """capturer: what captures; by default CUDA graphs, and on other devices plain reruns.
+
+        cache: of another backend, to share it; by default a new one.
+        """
+        self.cache = IndexedCache(model.config.get_text_config().num_hidden_layers) if cache is None else cache
+        self.eager = HFBackend(model, self.cache)  # runs what is not captured
+        self.model, self.device, self.num_layers = self.eager.model, self.eager.device, self.eager.num_layers
+        self.vocab_size, self.max_length = self.eager.vocab_size, self.eager.max_length
         if capturer is None:
             capturer = CudaCapturer(self.device) if self.device.type == "cuda" else Rerun()
         self._graphs = GraphStore(type(model).__name__, capturer, max_graphs, max_bytes)
         reason = unsupported(model)
         if reason is not None:
             self._graphs.disable(reason)
+        self._captured_shape = self.cache.shape  # of the cache whose addresses the graphs have
         self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
         # per row: first position, number of real columns, length of its draft
-        self._controller = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
+        self._row_table = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
         self._offsets = torch.arange(MAX_TOKENS, device=self.device)
+
+    @property
+    def attended_unit(self) -> int:
+        """See `Backend`."""
+        return self.cache.attended_unit
+
+    @attended_unit.setter
+    def attended_unit(self, unit: int) -> None:
+        self.cache.attended_unit = unit
+
+    def weights_digest(self) -> str:
+        """See `LayerSubsets.weights_digest`."""
+        return self.eager.weights_digest()
+
+    def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
+        """See `LayerSubsets.layer_subset`; with graphs of its own."""
+        subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
+        if self._graphs.reason is not None and subset._graphs.reason is None:
+            subset._graphs.disable(self._graphs.reason)
+        return subset
 
     def graph_memory(self) -> GraphMemory:
         """Number of captured graphs and the device memory they hold."""
         return self._graphs.memory
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow the memory, which moves it and drops all graphs: so rarely, slots by doubling, positions by half."""
-        held, positions = self._aimed.shape
+        """Grow the cache, which moves it and drops all graphs: so rarely, slots by doubling, positions by half."""
+        slots, positions = self.cache.shape
         needed = -(-(length + SPARE) // self.attended_unit) * self.attended_unit
-        if rows <= held and needed <= positions:
+        if rows <= slots and needed <= positions:
             return
         self._graphs.clear()
-        super().reserve(max(rows, 2 * held) if rows > held else held, needed)
+        self.eager.reserve(max(rows, 2 * slots) if rows > slots else slots, needed)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -77,13 +109,21 @@ class GraphedBackend(HFBackend):
             out = self._run(self._logits, bucket)
             if out is not None:
                 return out[:rows, :width].clone()
-        return super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+        return self.eager.forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+    def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
+        """See `PromptLogits.answer`; never captured."""
+        return self.eager.answer(tokens, start, slot=slot, columns=columns)
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy keys and values between slots."""
+        self.eager.copy(source, destination, length)
 
     @torch.inference_mode()
     def draft_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
     ) -> Tensor:
-        """See `Unrolled.draft_greedy`: all steps in one replay."""
+        """See `GreedyRounds.draft_greedy`: all steps in one replay."""
         last = max(start + count for start, count in zip(starts, counts, strict=True))
         bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
         limit = min(vocab_size, self.vocab_size)
@@ -98,25 +138,28 @@ class GraphedBackend(HFBackend):
     def verify_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
     ) -> Tensor:
-        """See `Unrolled.verify_greedy`: forward, choice and comparison in one replay."""
+        """See `GreedyRounds.verify_greedy`: forward, choice and comparison in one replay."""
         bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
         if bucket is not None:
             self._fill(bucket, tokens, starts, counts, lengths)
             out = self._run(self._verify, bucket, width)
             if out is not None:
                 return out[: len(starts)].clone()
-        chosen = super().forward(self._known(tokens), starts, first_slot=0, logits=True).argmax(-1)
+        chosen = self.eager.forward(self._known(tokens), starts, first_slot=0, logits=True).argmax(-1)
         table = self._table(starts, counts, lengths).to(self.device)
         return compare(tokens, chosen, table[:, 1], table[:, 2], width)
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
-        if self._graphs.reason is not None or not self._aimed.allocated:
+        if self._graphs.reason is not None or not self.cache.allocated:
             return None
-        return self._aimed.bucket(starts, width, end, self.attended_unit)
+        if self._captured_shape != self.cache.shape:  # it has moved
+            self._graphs.clear()
+            self._captured_shape = self.cache.shape
+        return self.cache.bucket(starts, width, end)
 
     def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
-        key = (body.__name__, bucket, *options, self._repeats)
+        key = (body.__name__, bucket, *options, self.eager.masks.repeats)
         return self._graphs.run(key, partial(body, bucket, *options))
 
     def _fill(
@@ -126,7 +169,7 @@ class GraphedBackend(HFBackend):
         rows, width = tokens.shape
         padding = [0] * (bucket.rows - rows)
         table = self._table([*starts, *padding], [*counts, *padding], [*lengths, *padding])
-        self._controller[: bucket.rows].copy_(table, non_blocking=True)
+        self._row_table[: bucket.rows].copy_(table, non_blocking=True)
         self._tokens_of(bucket)[:rows, :width].copy_(tokens)
 
     def _table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -141,44 +184,42 @@ class GraphedBackend(HFBackend):
 
     def _logits(self, bucket: Bucket) -> Tensor:
         """[R, C, V] logits of the tokens in the buffer."""
-        starts, counts = self._controller[: bucket.rows, 0], self._controller[: bucket.rows, 1]
-        return self._aimed_forward(self._tokens_of(bucket), starts, counts, bucket.view)
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
+        return self._indexed_forward(self._tokens_of(bucket), starts, counts, bucket.attended)
 
     def _draft(self, bucket: Bucket, steps: int, limit: int) -> Tensor:
         """[R, steps] greedy tokens, each fed to the next step."""
-        starts, counts = self._controller[: bucket.rows, 0], self._controller[: bucket.rows, 1]
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
         logits = self._logits(bucket)
         at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
         drafted = [logits.gather(1, at)[:, 0, :limit].argmax(-1)]
         position, real = starts + counts, counts.clamp(max=1)
         for step in range(steps - 1):
-            logits = self._aimed_forward(drafted[-1][:, None], position + step, real, bucket.view)
+            logits = self._indexed_forward(drafted[-1][:, None], position + step, real, bucket.attended)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
 
     def _verify(self, bucket: Bucket, width: int) -> Tensor:
-        """[R, 2] how many draft tokens are kept and the next token."""
-        controller = self._controller[: bucket.rows]
-        return compare(
-            self._tokens_of(bucket), self._logits(bucket).argmax(-1), controller[:, 1], controller[:, 2], width
-        )
+        """[R, 2] how many draft tokens are accepted and the next token."""
+        table = self._row_table[: bucket.rows]
+        return compare(self._tokens_of(bucket), self._logits(bucket).argmax(-1), table[:, 1], table[:, 2], width)
 
-    def _aimed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, view: int) -> Tensor:
-        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns reach the memory.
+    def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
+        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
 
-        What pads stands at its row's last position and is written to the spare ones at the end of its slot, which
-        nothing ever attends to: beyond the view a sliding window might leave it no key at all, and NaN spreads.
+        Padding stands at its row's last position and is written to the spare positions at the end of its slot, which
+        nothing ever attends to: beyond the attended length a sliding window might leave it no key, and NaN spreads.
         """
         rows, width = tokens.shape
         offsets = self._offsets[:width]
         positions = starts[:, None] + torch.minimum(offsets, (counts[:, None] - 1).clamp(min=0))
-        columns = torch.where(offsets < counts[:, None], positions, self._aimed.spare + offsets)
-        self._aimed.aim(self._offsets[:rows, None], columns, view)
+        columns = torch.where(offsets < counts[:, None], positions, self.cache.spare + offsets)
+        self.cache.index(self._offsets[:rows, None], columns, attended)
         out = self.model(
             input_ids=self._known(tokens),
-            attention_mask=self._masks(positions, view),
+            attention_mask=self.eager.masks.build(positions, self.eager.key_positions()[:attended]),
             position_ids=positions.clamp(max=self.max_length - 1),
-            past_key_values=self._aimed,
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=0,
         )
@@ -192,13 +233,13 @@ class GraphedBackend(HFBackend):
         self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
     ) -> Tensor:
         """The specification of `_draft`: one forward per step."""
-        logits = super().forward(self._known(tokens), starts, first_slot=0, logits=True)
+        logits = self.eager.forward(self._known(tokens), starts, first_slot=0, logits=True)
         last = torch.tensor(counts, device=self.device) - 1
         drafted = [logits[self._offsets[: len(starts)], last, :limit].argmax(-1)]
         at = [start + count for start, count in zip(starts, counts, strict=True)]
         for step in range(steps - 1):
             positions = [start + step for start in at]
-            logits = super().forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
+            logits = self.eager.forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
 
@@ -207,11 +248,11 @@ def compare(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, wid
     """Longest matching prefix; the specification is `acceptance.match`.
 
     tokens: [B, W], of which row i ends at counts[i] with a draft of `width` columns, lengths[i] of them proposed;
-    chosen: [B, W], the model's own token after each. Returns [B, 2]: draft tokens kept, and the token that follows.
+    chosen: [B, W], the model's own token after each. Returns [B, 2]: draft tokens accepted, and the token after them.
     """
     steps = torch.arange(width + 1, device=tokens.device)
     index = (counts - width - 1).clamp(min=0)[:, None] + steps
     own, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
     agree = (own[:, :width] == draft) & (steps[:width] < lengths[:, None])
-    kept = agree.long().cumprod(1).sum(1)
-    return torch.stack([kept, own.gather(1, kept[:, None])[:, 0]], dim=1)
+    accepted = agree.long().cumprod(1).sum(1)
+    return torch.stack([accepted, own.gather(1, accepted[:, None])[:, 0]], dim=1)

@@ -142,7 +142,7 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What the captured graphs of a backend hold: their number, and device memory in bytes."""
+    """How many graphs a backend has captured, and the device memory they take in bytes."""
 
     count: int
     bytes: int
@@ -163,7 +163,7 @@ class GraphStore:
     ) -> None:
         self._owner, self._capturer = owner, capturer
         self._max_graphs, self._max_bytes = max_graphs, max_bytes
-        self._held: OrderedDict[Hashable, Body] = OrderedDict()
+        self._saved: OrderedDict[Hashable, Body] = OrderedDict()
         self.reason: str | None = None
 
     def run(self, key: Hashable, body: Body) -> Tensor | None:
@@ -173,10 +173,10 @@ class GraphStore:
         """
         if self.reason is not None:
             return None
-        replay = self._held.pop(key, None) or self._capture(key, body)
+        replay = self._saved.pop(key, None) or self._capture(key, body)
         if replay is None:
             return None
-        self._held[key] = replay
+        self._saved[key] = replay
         return replay()
 
     def disable(self, reason: str) -> None:
@@ -187,19 +187,19 @@ class GraphStore:
 
     def clear(self) -> None:
         """Drop all captures, as is needed when a buffer they use has moved."""
-        if self._held:
+        if self._saved:
             self._capturer.reset()
-            self._held.clear()
+            self._saved.clear()
 
     @property
     def memory(self) -> GraphMemory:
-        """How many graphs are held, and the memory of all captures since the last time all were dropped."""
-        return GraphMemory(len(self._held), self._capturer.bytes if self._held else 0)
+        """How many graphs there are, and the memory of all captures since the last time all were dropped."""
+        return GraphMemory(len(self._saved), self._capturer.bytes if self._saved else 0)
 
     def _capture(self, key: Hashable, body: Body) -> Body | None:
         try:
             replay = self._capturer.capture(body)
-            if self._capturer.bytes > self._max_bytes and self._held:
+            if self._capturer.bytes > self._max_bytes and self._saved:
                 del replay
                 self.clear()
                 replay = self._capturer.capture(body)
@@ -207,10 +207,10 @@ class GraphStore:
             self.disable(_first_line(error))
             return None
         # only now that the new graph holds the pool may old ones go
-        while len(self._held) >= self._max_graphs:
-            self._held.popitem(last=False)
-        held = GraphMemory(len(self._held) + 1, self._capturer.bytes)
-        log.info("%s: captured %s; now %s", self._owner, key, held)
+        while len(self._saved) >= self._max_graphs:
+            self._saved.popitem(last=False)
+        used = GraphMemory(len(self._saved) + 1, self._capturer.bytes)
+        log.info("%s: captured %s; now %s", self._owner, key, used)
         return replay
 
 

@@ -1,165 +1,122 @@
-"""Faster forwards of a model, each tried against its own logits before it is kept, and what only they can do."""
+"""Makes a backend's forwards faster; each change stays only if the model still gives its own logits."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.core.cache_state import PROMPT_UNIT
-from slipstream.core.interfaces import RowSegment
-from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.compiled_layer import NativeParts, native_parts
+from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
+from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.fused_layer import FusedLayer, fused_layers
-from slipstream.models.hf.ragged_attention import RaggedSlots, lay_out
-
-log = logging.getLogger("slipstream")
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_layer import FusedLayer, UnknownLayerError, fused_layers
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
 
 
 class Trial:
-    """A layer's forward that also computes what other parts would give, and notes the largest difference."""
+    """A layer's forward that also computes what other ops would give, and notes the largest difference."""
 
-    def __init__(self, forward: FusedLayer, parts: NativeParts) -> None:
-        self._forward, self.parts = forward, parts
+    def __init__(self, forward: FusedLayer, ops: CompiledOps) -> None:
+        self._forward, self.ops = forward, ops
         self.error = 0.0  # relative to the largest of the layer's outputs
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         """The layer's own output."""
-        own = self._forward.parts
-        self._forward.parts = self.parts
+        own = self._forward.ops
+        self._forward.ops = self.ops
         found = self._forward(*inputs, **options)
-        self._forward.parts = own
+        self._forward.ops = own
         expected = self._forward(*inputs, **options)
         error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
         self.error = max(self.error, error if math.isfinite(error) else math.inf)
         return expected
 
 
-class Shortcuts:
-    """What an `HFBackend` can do beside its plain forward."""
+def group_queries(backend: HFBackend) -> None:
+    """Use grouped attention if it gives this model's own logits."""
+    config = backend.model.config.get_text_config()
+    if config._attn_implementation == grouped.NAME:
+        return
+    repeats = grouped.repeats_of(config)
+    if config._attn_implementation != "sdpa":
+        reason: str | None = f"its attention is {config._attn_implementation!r}"
+    elif repeats is None:
+        reason = "its heads are not laid out in groups"
+    else:
+        reason = _try_grouped(backend, repeats)
+    if reason is not None:
+        warn_slower(f"{type(backend.model).__name__} keeps its own attention: {reason}")
 
-    attended_lengths: tuple[int, ...] = ()
-    ragged = False
-    model: Any
-    attended_unit: int
-    device: torch.device
-    vocab_size: int
-    _window: int | None
-    _layer_types: frozenset[str]
-    _cache: RaggedSlots
-    _repeats: int | None
 
-    if TYPE_CHECKING:
+def _try_grouped(backend: HFBackend, repeats: int) -> str | None:
+    """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
+    expected, config, reason = a_few_logits(backend), backend.model.config, "the grouped one gives other logits"
+    config._attn_implementation, backend.masks.repeats = grouped.NAME, repeats
+    try:
+        if not _differs(backend, expected):
+            return None
+    except (grouped.UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
+        reason = str(error)
+    config._attn_implementation, backend.masks.repeats = "sdpa", None
+    return reason
 
-        def reserve(self, rows: int, length: int) -> None:
-            """See `Backend.reserve`."""
 
-        def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-            """See `Backend.forward`."""
+def fuse_layers(backend: HFBackend) -> None:
+    """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
+    if backend.masks.repeats is None:
+        return  # said by `group_queries`
+    name = type(backend.model).__name__
+    try:
+        layers = fused_layers(backend.model, backend.masks.windows)
+    except UnknownLayerError as error:
+        warn_slower(f"{name} keeps its layers' own forward: {error}")
+        return
+    expected = a_few_logits(backend)
+    for layer, forward in layers:
+        layer.forward = forward
+    if _differs(backend, expected):
+        for layer, _ in layers:
+            del layer.forward
+        warn_slower(f"{name} keeps its layers' own forward: the fused one gives other logits")
+        return
+    _compile(backend, layers)
+    backend.ragged = backend.device.type == "cpu"  # elsewhere forwards are captured as rectangles
 
-        def _through(
-            self, tokens: Tensor, positions: Tensor, queries: Tensor, view: int, keep: int | Tensor
-        ) -> Tensor: ...
 
-    def group_queries(self) -> None:
-        """Use grouped attention if it gives this model's own logits."""
-        config = self.model.config.get_text_config()
-        repeats = grouped.repeats_of(config)
-        if config._attn_implementation != "sdpa" or repeats is None:
-            return
-        expected = self._a_few_logits()
-        self.model.config._attn_implementation, self._repeats = grouped.NAME, repeats
-        if not self._gives(expected, "its own attention"):
-            self.model.config._attn_implementation, self._repeats = "sdpa", None
-
-    def fuse_layers(self) -> None:
-        """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
-        layers = fused_layers(self.model, self._layer_windows())
-        if self._repeats is None or not layers:
-            return
-        expected = self._a_few_logits()
+def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> None:
+    """Give these layers compiled ops if all have them and they compute the same from the same input."""
+    compiled = [compiled_ops(forward.plain) for _, forward in layers]
+    trials = [Trial(forward, ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
+    if len(trials) < len(layers):
+        return
+    for (layer, _), trial in zip(layers, trials, strict=True):
+        layer.forward = trial
+    try:
+        a_few_logits(backend)
+    finally:
         for layer, forward in layers:
             layer.forward = forward
-        if not self._gives(expected, "the forward of its layers"):
-            for layer, _ in layers:
-                del layer.forward
-            return
-        self._hasten(layers)
-        self.ragged = self.device.type == "cpu"  # elsewhere forwards are captured as rectangles
+    if max(trial.error for trial in trials) > TOLERANCE[backend.model.dtype]:
+        warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
+        return
+    for (_, forward), trial in zip(layers, trials, strict=True):
+        forward.ops = trial.ops
 
-    def _layer_windows(self) -> list[int | None]:
-        """The window of each layer's attention, None where it sees everything."""
-        config = self.model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None) or list(self._layer_types) * config.num_hidden_layers
-        return [self._window if kind == "sliding_attention" else None for kind in kinds]
 
-    def _hasten(self, layers: Sequence[tuple[Any, FusedLayer]]) -> None:
-        """Give these layers compiled parts if all have them and they compute the same from the same input."""
-        made = [native_parts(forward.parts) for _, forward in layers]
-        trials = [Trial(forward, parts) for (_, forward), parts in zip(layers, made, strict=True) if parts is not None]
-        if len(trials) < len(layers):
-            return
-        for (layer, _), trial in zip(layers, trials, strict=True):
-            layer.forward = trial
-        try:
-            self._a_few_logits()
-        finally:
-            for layer, forward in layers:
-                layer.forward = forward
-        if max(trial.error for trial in trials) > TOLERANCE[self.model.dtype]:
-            log.info(
-                "%s keeps the operators of its layers: compiled ones give other numbers", type(self.model).__name__
-            )
-            return
-        for (_, forward), trial in zip(layers, trials, strict=True):
-            forward.parts = trial.parts
+def a_few_logits(backend: HFBackend) -> Tensor:
+    """Logits of a few tokens, float32: some at the start, and some that attend to them."""
+    backend.reserve(1, 2 * backend.attended_unit)
+    tokens = torch.arange(1, 10, device=backend.device)[None] % backend.vocab_size
+    first = backend.forward(tokens[:, :6], [0], first_slot=0, logits=True)
+    return torch.cat([first, backend.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
 
-    def _a_few_logits(self) -> Tensor:
-        """Logits of a few tokens, float32: some at the start, and some that look back at them."""
-        self.reserve(1, 2 * self.attended_unit)
-        tokens = torch.arange(1, 10, device=self.device)[None] % self.vocab_size
-        first = self.forward(tokens[:, :6], [0], first_slot=0, logits=True)
-        return torch.cat([first, self.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
 
-    def _gives(self, expected: Tensor, kept: str) -> bool:
-        """Whether the model still gives these logits; if not, `kept` says what it keeps."""
-        try:
-            got = self._a_few_logits()
-        except (SlipstreamError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.info("%s keeps %s: %s", type(self.model).__name__, kept, error)
-            return False
-        return bool((got - expected).abs().max() <= TOLERANCE[self.model.dtype] * expected.abs().max())
-
-    @torch.inference_mode()
-    def forward_ragged(
-        self,
-        tokens: Tensor,
-        segments: Sequence[RowSegment],
-        *,
-        widths: Sequence[int] | None,
-        columns: Tensor | None = None,
-    ) -> Tensor:
-        """See `Ragged.forward_ragged`."""
-        layout = lay_out(segments, len(tokens), widths)
-        view = self._cache.place_ragged(layout, self.attended_unit, self.attended_lengths)
-        return self._through(
-            tokens[None], layout.positions[None], layout.queries, view, 0 if columns is None else columns
-        )[0]
-
-    @torch.inference_mode()
-    def attended_length_agrees(self, widths: Sequence[int], read: int, whole: int) -> bool:
-        """See `AttendedLengths.attended_length_agrees`."""
-        shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self._cache.layers if layer.keys is not None}
-        if self._repeats is None or not shapes:
-            return False
-        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
-        agree = partial(grouped.attended_length_agrees, self._repeats, self.model.dtype, read, whole)
-        return all(agree(*shape, width) for shape in shapes for width in (*widths, *blocks))
+def _differs(backend: HFBackend, expected: Tensor) -> bool:
+    """Whether the logits are no longer these; NaN differs from everything."""
+    error = (a_few_logits(backend) - expected).abs().max()
+    return not bool(error <= TOLERANCE[backend.model.dtype] * expected.abs().max())

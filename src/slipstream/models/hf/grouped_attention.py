@@ -1,9 +1,8 @@
 """Attention for few queries: the query heads that share a key head become rows of one product.
 
-Transformers repeats keys and values for every query head, which at decoding widths moves more memory than the
-attention itself reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`,
-because CPU kernels, which cut them into blocks of 32 or more, treat one, two or three rows differently and would round
-differently.
+Transformers repeats keys and values for every query head, which at decoding widths moves more bytes than attention
+itself reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`, because CPU
+kernels, which work in blocks of 32 or more, treat one, two or three rows differently and would round differently.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from slipstream.errors import SlipstreamError
 
 NAME = "slipstream_grouped"
 ROWS = 4
-LONG = 33  # columns from which on a forward is a prompt's
-BLOCK = 64  # columns of a prompt that attend together, each block reading as far as it has to
+LONG = 33  # a forward of at least this many columns is a prompt
+BLOCK = 64  # columns of a prompt that attend together; each block reads as far as it has to
 _UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias")  # options of other attentions
 
 
@@ -35,13 +34,17 @@ def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
     return pad(mask, (0, 0, 0, -mask.shape[2] % ROWS))
 
 
+class UngroupableError(SlipstreamError):
+    """Why this model's attention cannot be grouped."""
+
+
 @dataclass(frozen=True)
 class Cut:
-    """A row's tokens in a long forward, which attend without other rows'.
+    """A row's tokens in a long forward, which attend apart from other rows.
 
-    They stand in the memory's row `row` from position `start` on and are `count` tokens of the forward from number
-    `token` on. Columns `column` to `column` + `width` - 1 of the mask are theirs; what the columns behind the first
-    `count` give is dropped.
+    They are `count` tokens of the forward, beginning with number `token`, and are cached in row `row` from position
+    `start` on. Columns `column` to `column` + `width` - 1 of the mask are theirs; results beyond the first `count`
+    columns are dropped.
     """
 
     row: int
@@ -54,9 +57,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens that attend together, from number `token` on; the first `count` results are kept.
+    """Tokens that attend together, beginning with number `token`; the first `count` results are used.
 
-    mask: [1, 1, rows, view], all of it they read.
+    mask: [1, 1, rows, length] over all the positions they read.
     """
 
     row: int
@@ -66,22 +69,22 @@ class Block:
     mask: Tensor
 
 
-def cut_mask(mask: Tensor, cuts: Sequence[Cut], reads: Sequence[int]) -> list[Block]:
-    """Cut the mask [1, 1, rows, view] of all columns, of which the cuts' are the last, into those of their blocks.
+def cut_mask(mask: Tensor, cuts: Sequence[Cut], attended_lengths: Sequence[int]) -> list[Block]:
+    """Divide the mask [1, 1, rows, length] of all columns, the last of which are the cuts', into blocks.
 
-    reads: what a block may read if it is enough, ascending; else it reads the whole view. Without any, a cut is one
-    block.
+    attended_lengths: what a block may read if it is enough, ascending; else it reads the whole length. If there are
+    none, a cut is one block.
     """
-    columns, view = cuts[-1].column + cuts[-1].width, mask.shape[3]
+    columns, whole = cuts[-1].column + cuts[-1].width, mask.shape[3]
     repeats = mask.shape[2] // columns
     table = mask[:, :, : repeats * columns].unflatten(2, (repeats, columns))
     blocks = []
     for cut in cuts:
-        step = BLOCK if reads else cut.width
+        step = BLOCK if attended_lengths else cut.width
         for first in range(0, cut.width, step):
             last = min(first + step, cut.width)
-            reach = next((read for read in reads if read >= cut.start + last), view)
-            segment = table[:, :, :, cut.column + first : cut.column + last, :reach].flatten(2, 3)
+            length = next((length for length in attended_lengths if length >= cut.start + last), whole)
+            segment = table[:, :, :, cut.column + first : cut.column + last, :length].flatten(2, 3)
             segment = pad(segment, (0, 0, 0, -segment.shape[2] % ROWS))
             blocks.append(Block(cut.row, cut.token + first, last - first, min(last, cut.count) - first, segment))
     return blocks
@@ -106,24 +109,34 @@ def attend_in_blocks(
     """The same for a long forward, block by block. query: [1, heads, T, D] -> [1, heads, T, D]."""
     parts = []
     for block in blocks:
-        view, row = block.mask.shape[3], slice(block.row, block.row + 1)
+        length, row = block.mask.shape[3], slice(block.row, block.row + 1)
         columns = query.narrow(2, block.token, block.width)
-        out = attend(columns, key[row, :, :view], value[row, :, :view], block.mask, scaling)
+        out = attend(columns, key[row, :, :length], value[row, :, :length], block.mask, scaling)
         parts.append(out.narrow(2, 0, block.count))
     return torch.cat(parts, 2)
 
 
-def attended_length_agrees(
-    repeats: int, dtype: torch.dtype, read: int, whole: int, key_heads: int, size: int, width: int
-) -> bool:
-    """Whether `width` columns get the same bits from `read` positions as from `whole`, wherever before they end."""
-    generator = torch.Generator().manual_seed(read + width)
-    shapes = (key_heads * repeats, width), (key_heads, whole), (key_heads, whole)
-    query, key, value = (torch.randn(1, heads, n, size, generator=generator).to(dtype) for heads, n in shapes)
-    for end in {read, max(width, read - LONG)}:
+@dataclass(frozen=True)
+class Heads:
+    """A layer's attention heads: query heads per key head, key heads, numbers in a head, and their type."""
+
+    repeats: int
+    key_heads: int
+    size: int
+    dtype: torch.dtype
+
+
+def attended_length_agrees(heads: Heads, width: int, length: int, whole: int) -> bool:
+    """Whether `width` columns get the same bits from `length` positions as from `whole`, wherever they end."""
+    generator = torch.Generator().manual_seed(length + width)
+    shapes = (heads.key_heads * heads.repeats, width), (heads.key_heads, whole), (heads.key_heads, whole)
+    query, key, value = (
+        torch.randn(1, count, n, heads.size, generator=generator).to(heads.dtype) for count, n in shapes
+    )
+    for end in {length, max(width, length - LONG)}:
         allowed = torch.arange(whole) <= torch.arange(end - width, end)[:, None]
-        mask = group_mask(allowed[None, None], repeats, dtype)
-        short = attend(query, key[:, :, :read], value[:, :, :read], mask[..., :read], None)
+        mask = group_mask(allowed[None, None], heads.repeats, heads.dtype)
+        short = attend(query, key[:, :, :length], value[:, :, :length], mask[..., :length], None)
         if not torch.equal(short, attend(query, key, value, mask, None)):
             return False
     return True
@@ -143,8 +156,8 @@ def grouped_attention(
 
     Returns [B, W, heads, D]. A call with another mask, as transformers itself makes it, is left to transformers.
     """
-    if any(options.get(name) is not None for name in _UNKNOWN):
-        raise SlipstreamError(f"attention options {options.keys() & set(_UNKNOWN)} cannot be grouped")
+    if unknown := [name for name in _UNKNOWN if options.get(name) is not None]:
+        raise UngroupableError(f"its attention uses {unknown[0]}")
     real = query.shape[1] // key.shape[1] * query.shape[2]
     if attention_mask is None or attention_mask.shape[2] != real + -real % ROWS:
         plain: tuple[Tensor, None] = sdpa_attention_forward(

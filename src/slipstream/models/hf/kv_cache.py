@@ -1,11 +1,10 @@
-"""Slot-addressed key-value memory for Hugging Face models: preallocated, written where it is told.
+"""Slot-addressed KV cache for Hugging Face models: preallocated, written at explicit slots and positions.
 
-Slot and position are given explicitly, so a rejected token is simply written over.
+A rejected token is simply written over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from slipstream.errors import SlipstreamError
 
-ATTENDED_UNIT = 256  # attention reads the memory up to the next multiple of this, unless calibration found another
+ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
 
 
 class SlotLayer(CacheLayerMixin):
@@ -52,35 +51,38 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Slot-addressed memory of a model. `place` says where the next forward writes and how far it reads."""
+    """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
+
+    attended_unit, attended_lengths: attention reads the first of the lengths that is enough, else a multiple of the
+    unit. shape: slots and positions reserved.
+    """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
-        self._shape = (0, 0)
+        self.attended_unit = ATTENDED_UNIT
+        self.attended_lengths: tuple[int, ...] = ()
+        self.shape = (0, 0)
         self._slots = slice(0, 0)
-        self._view = 0
+        self._attended = 0
         self._span: slice | None = None
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; existing content stays."""
-        length = -(-length // ATTENDED_UNIT) * ATTENDED_UNIT
-        if rows > self._shape[0] or length > self._shape[1]:
-            grown = (
-                max(self._shape[1] * 3 // 2 // ATTENDED_UNIT * ATTENDED_UNIT, length)
-                if length > self._shape[1]
-                else self._shape[1]
-            )
-            self._shape = max(rows, self._shape[0]), grown
+        for unit in (self.attended_unit, ATTENDED_UNIT):
+            length = -(-length // unit) * unit
+        slots, positions = self.shape
+        if rows > slots or length > positions:
+            half_again = positions * 3 // 2 // ATTENDED_UNIT * ATTENDED_UNIT
+            self.shape = max(rows, slots), max(half_again, length) if length > positions else positions
             for layer in self.layers:
                 if layer.keys is not None:
                     layer.keys, layer.values = self._resized(layer.keys), self._resized(layer.values)
 
-    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
-        """Aim the next forward: row i writes the positions columns[i] of slot first_slot + i, from starts[i] on.
+    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
+        """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
 
-        columns: [rows, width]. Returns the number of positions attention will see: the first of `reads`, ascending,
-        that is enough, else a multiple of `unit`, if there is room for it.
+        columns: [rows, width]. Returns the attended length, at most the positions reserved.
         """
         width = columns.shape[1]
         self._slots = slice(first_slot, first_slot + len(starts))
@@ -88,16 +90,19 @@ class SlotCache(Cache):
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
             self._columns = columns
-        return self._look(max(starts) + width, unit, reads)
+        return self._attend_up_to(max(starts) + width)
 
-    def _look(self, end: int, unit: int, reads: Sequence[int]) -> int:
-        self._view = min(next((read for read in reads if read >= end), -(-end // unit) * unit), self._shape[1])
-        return self._view
+    def _attend_up_to(self, end: int) -> int:
+        enough = next((length for length in self.attended_lengths if length >= end), None)
+        if enough is None:
+            enough = -(-end // self.attended_unit) * self.attended_unit
+        self._attended = min(enough, self.shape[1])
+        return self._attended
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values [rows, heads, width, size] and return the views attention reads."""
+        """Write the new keys and values [rows, heads, width, size] and return what attention reads."""
         layer = self.layers[layer_idx]
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
@@ -110,19 +115,19 @@ class SlotCache(Cache):
                 layer.keys[destination, :, :length] = layer.keys[source, :, :length]
                 layer.values[destination, :, :length] = layer.values[source, :, :length]
 
-    def _write(self, memory: Tensor, states: Tensor) -> Tensor:
+    def _write(self, cached: Tensor, states: Tensor) -> Tensor:
         if self._span is not None:
-            memory[self._slots, :, self._span] = states
+            cached[self._slots, :, self._span] = states
         else:
-            rows, columns = self._rows.to(memory.device), self._columns.to(memory.device)
-            memory[rows, :, columns] = states.transpose(1, 2)
-        return memory[self._slots, :, : self._view]
+            rows, columns = self._rows.to(cached.device), self._columns.to(cached.device)
+            cached[rows, :, columns] = states.transpose(1, 2)
+        return cached[self._slots, :, : self._attended]
 
     def _allocate(self, states: Tensor) -> Tensor:
         # zeros, not empty: a masked position still enters a product with weight 0, and 0 times NaN is NaN
-        return states.new_zeros(self._shape[0], states.shape[1], self._shape[1], states.shape[3])
+        return states.new_zeros(self.shape[0], states.shape[1], self.shape[1], states.shape[3])
 
-    def _resized(self, memory: Tensor) -> Tensor:
-        grown = memory.new_zeros(self._shape[0], memory.shape[1], self._shape[1], memory.shape[3])
-        grown[: memory.shape[0], :, : memory.shape[2]] = memory
+    def _resized(self, cached: Tensor) -> Tensor:
+        grown = cached.new_zeros(self.shape[0], cached.shape[1], self.shape[1], cached.shape[3])
+        grown[: cached.shape[0], :, : cached.shape[2]] = cached
         return grown

@@ -6,14 +6,16 @@ import logging
 from typing import Any
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.compressed_linear import CompressedLinear, stored
+from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.kernel_build import version
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, num_weights, quantise, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
@@ -37,7 +39,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(backend, packed))
 
 
-def _backend(model: Any, fast: bool | str) -> HFBackend:
+def _backend(model: Any, fast: bool | str) -> HFBackend | GraphedBackend:
     """With fast=True on CUDA captured graphs, which leave the model as it is; else the plain backend."""
     if fast is not True or model.device.type != "cuda":
         return HFBackend(model)
@@ -49,24 +51,24 @@ def _backend(model: Any, fast: bool | str) -> HFBackend:
     return GraphedBackend(model)
 
 
-def _pack(backend: HFBackend, fast: bool | str) -> bool:
-    if fast is False or backend.device.type == "cuda":
+def _pack(backend: HFBackend | GraphedBackend, fast: bool | str) -> bool:
+    if fast is False or isinstance(backend, GraphedBackend) or backend.device.type == "cuda":
         return False
     model = backend.model
     reason = unsupported(model)
     if reason is None:
-        fuse(model, stored)
-        pack(model, stored)
-        backend.group_queries()
-        backend.fuse_layers()
+        fuse(model, compressed_or_packed)
+        pack(model, compressed_or_packed)
+        group_queries(backend)
+        fuse_layers(backend)
     elif fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
     else:
-        log.info("%s keeps its plain weights: %s", type(model).__name__, reason)
+        warn_slower(f"{type(model).__name__} keeps its plain weights: {reason}")
     return reason is None
 
 
-def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
+def _quantise(backend: HFBackend | GraphedBackend, options: LoadOptions) -> bool:
     """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
     model, bits, asked = backend.model, options.quantise, options.quantise in BITS
     if not asked and (options.fast is False or num_weights(model) < SMALLEST):
@@ -78,11 +80,12 @@ def _quantise(backend: HFBackend, options: LoadOptions) -> bool:
         if asked:
             raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
         return _pack(backend, options.fast)
+    assert isinstance(backend, HFBackend)  # no model on CUDA gets here
     bits = bits if bits in BITS else BITS[0]
     fuse(model, lambda linear: rounded(linear, bits))
     quantise(model, bits)
-    backend.group_queries()
-    backend.fuse_layers()
+    group_queries(backend)
+    fuse_layers(backend)
     return True
 
 
@@ -97,7 +100,7 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     """Load a folder, a .gguf file, the embedded model or a hub id."""
-    from slipstream.models.hf.model_files import load_model
+    from slipstream.models.hf.weights import load_model
 
     folder, model = load_model(source, options)
     if model.device.type == "cpu":
@@ -109,7 +112,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(backend, packed))
 
 
-def _fingerprint(backend: HFBackend, packed: bool) -> str:
+def _fingerprint(backend: HFBackend | GraphedBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()

@@ -1,8 +1,8 @@
-"""Ragged forwards: the tokens of several rows one behind the other, as many of each as there are, none for padding.
+"""Ragged forwards: the tokens of several rows one after the other, as many of each as there are, without padding.
 
-All of a layer but its attention treats tokens alone, so its products see [1, T]. Only attention looks at rows: rows of
-few tokens are laid out as a rectangle for it, the others attend one by one. Where a row has fewer tokens than its place
-in that layout, the tokens behind it, which are other rows', are computed along; what comes out for them is dropped.
+Everything in a layer but attention treats each token alone, so its products see [1, T]. For attention, rows of few
+tokens are laid out as a rectangle and longer rows attend one by one. Where a row has fewer tokens than the rectangle
+has columns, the tokens that follow it, which belong to other rows, fill them; their results are dropped.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.hf.grouped_attention import LONG, ROWS, Block, Cut, attend, cut_mask
 from slipstream.models.hf.kv_cache import SlotCache
 
-ROW, CALL = 3, 12  # what a row of the rectangle, and attention of a row on its own, cost beside their columns
+ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of attention for a row on its own
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where each of T tokens goes.
 
-    slots, positions: [T], in the memory; rows: the slots that attention reads. queries: [1, C], the positions of all
+    slots, positions: [T], in the KV cache; rows: the slots that attention reads. queries: [1, C], the positions of all
     its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
-    into: [B * W], which token a column of the rectangle is; out_of: [T], which column a token is; None without one.
-    end: the position behind the last that is looked at.
+    into: [B * W], the token of each column of the rectangle; out_of: [T], the column of each token; None without one.
+    end: the end of the positions attended to.
     """
 
     slots: Tensor
@@ -46,9 +46,9 @@ class Layout:
 
 
 def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | None) -> Layout:
-    """The layout of a forward of `total` tokens; those behind the last piece continue it.
+    """The layout of a forward of `total` tokens; those after the last segment continue it.
 
-    widths: as in `Ragged.forward_ragged`.
+    widths: as in `RaggedForwards.forward_ragged`.
     """
     counts = [segment.count for segment in segments]
     first = [0, *accumulate(counts)][:-1]
@@ -76,75 +76,74 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     return Layout(slots, positions, rows, queries, shape, cells.clamp(max=total - 1).flatten(), out_of, cuts, end)
 
 
-class RaggedSlots(SlotCache):
-    """A slot memory for attention that is cut into parts: of ragged forwards by rows, of long ones into blocks."""
+class RaggedCache(SlotCache):
+    """A slot cache for attention in parts: ragged forwards row by row, long forwards block by block."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.layout: Layout | None = None  # of the next forward, if it is ragged
-        self._reads: Sequence[int] = ()
         self._cuts: list[Cut] = []
         self._blocks: dict[int, list[Block]] = {}
         self._rectangles: dict[int, Tensor] = {}
         self._written = torch.empty(0, dtype=torch.int64)
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._destinations: tuple[Tensor, Tensor] | None = None
 
-    def place(self, first_slot: int, starts: list[int], columns: Tensor, unit: int, reads: Sequence[int] = ()) -> int:
+    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
         """See `SlotCache.place`."""
         width = columns.shape[1]
-        long = width >= LONG and reads and len(starts) == 1
-        self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None, reads)
-        self._places, self._written = None, columns
-        return super().place(first_slot, starts, columns, unit, reads)
+        long = width >= LONG and self.attended_lengths and len(starts) == 1
+        self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None)
+        self._destinations, self._written = None, columns
+        return super().place(first_slot, starts, columns)
 
-    def place_ragged(self, layout: Layout, unit: int, reads: Sequence[int]) -> int:
+    def place_ragged(self, layout: Layout) -> int:
         """The same for a ragged forward."""
-        self._cut(layout.cuts, layout, reads)
-        self._slots, self._span, self._places = layout.rows, None, (layout.slots, layout.positions)
+        self._cut(layout.cuts, layout)
+        self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
-        return self._look(layout.end, unit, reads)
+        return self._attend_up_to(layout.end)
 
-    def memory(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [slots, heads, positions, size], for states of this kind [_, heads, _, size]."""
+    def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""
         layer = self.layers[layer_idx]
         if layer.keys is None:
             layer.keys, layer.values = self._allocate(states), self._allocate(states)
         return layer.keys, layer.values
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions [tokens] of the next forward's tokens, row by row."""
-        if self._places is None:
+    def destinations(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions [tokens] to which the next forward's tokens are written, row by row."""
+        if self._destinations is None:
             slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
-            self._places = slots, self._written.flatten()
-        slots, positions = self._places
-        if int(slots.max()) >= self._shape[0] or int(positions.max()) >= self._shape[1]:
-            raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self._shape}")
-        return self._places
+            self._destinations = slots, self._written.flatten()
+        slots, positions = self._destinations
+        if int(slots.max()) >= self.shape[0] or int(positions.max()) >= self.shape[1]:
+            raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self.shape}")
+        return self._destinations
 
     def blocks(self, mask: Tensor) -> list[Block]:
-        """The blocks a forward's attention is cut into, by its grouped mask; none if it is computed at once."""
+        """The blocks a forward's attention is cut into, from its grouped mask; none if it is computed at once."""
         if self._cuts and id(mask) not in self._blocks:
-            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self._reads)
+            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
         return self._blocks.get(id(mask), [])
 
     def rectangle(self, mask: Tensor) -> Tensor | None:
-        """The mask of the rows that attend together in a ragged forward; None in another and if there are none."""
+        """The mask of the rows that attend together in a ragged forward; None if there are none."""
         if self.layout is None or self.layout.into is None:
             return None
         if id(mask) not in self._rectangles:
             self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
         return self._rectangles[id(mask)]
 
-    def _cut(self, cuts: list[Cut], layout: Layout | None, reads: Sequence[int]) -> None:
-        self._reads, self._cuts, self._blocks, self._rectangles, self.layout = reads, cuts, {}, {}, layout
+    def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
+        self._cuts, self._blocks, self._rectangles, self.layout = cuts, {}, {}, layout
 
 
 def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:
-    """Of the mask [1, 1, rows, view] of all columns that of the rectangle, [B, 1, rows, view]."""
+    """The rectangle's mask [B, 1, rows, length] out of the mask [1, 1, rows, length] of all columns."""
     rows, width = layout.shape
-    columns, view = layout.queries.shape[1], mask.shape[3]
+    columns, length = layout.queries.shape[1], mask.shape[3]
     repeats = mask.shape[2] // columns
-    table = mask[0, 0, : repeats * columns].view(repeats, columns, view)[:, : rows * width]
+    table = mask[0, 0, : repeats * columns].view(repeats, columns, length)[:, : rows * width]
     segment = table.unflatten(1, (rows, width)).transpose(0, 1).flatten(1, 2)[:, None]
     return pad(segment, (0, 0, 0, -segment.shape[2] % ROWS))
 
@@ -158,22 +157,22 @@ def attend_ragged(
     layout: Layout,
     scaling: float | None,
 ) -> Tensor:
-    """Attention of the rectangle, whose mask this is, and of the rows beside it. [1, heads, T, D] -> the same."""
+    """Attention of the rectangle, with this mask, and of the longer rows' blocks. [1, heads, T, D] -> the same."""
     assert layout.into is not None and layout.out_of is not None
     cells = query[0].transpose(0, 1).index_select(0, layout.into)
     table = cells.unflatten(0, layout.shape).transpose(1, 2)
     out = attend(table, key, value, mask, scaling).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
     for block in blocks:
-        own, view = slice(block.row, block.row + 1), block.mask.shape[3]
+        own, length = slice(block.row, block.row + 1), block.mask.shape[3]
         columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
         columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
-        found = attend(columns, key[own, :, :view], value[own, :, :view], block.mask, scaling)
-        out[block.token : block.token + block.count] = found[0, :, : block.count].transpose(0, 1)
+        attended = attend(columns, key[own, :, :length], value[own, :, :length], block.mask, scaling)
+        out[block.token : block.token + block.count] = attended[0, :, : block.count].transpose(0, 1)
     return out.transpose(0, 1)[None]
 
 
 def _prompts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -> list[Cut]:
-    """A cut for each piece, as wide as if it were read alone, and one for the padding that is left."""
+    """A cut for each segment, as wide as if it were read alone, and one for the padding that is left."""
     cuts: list[Cut] = []
     for segment, begin, end in zip(segments, first, [*first[1:], total], strict=True):
         wide = min(-(-segment.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
@@ -185,7 +184,7 @@ def _prompts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -
 
 
 def _end(cuts: Sequence[Cut]) -> int:
-    """The first column of the mask behind these cuts'."""
+    """The first column of the mask after these cuts."""
     return cuts[-1].column + cuts[-1].width if cuts else 0
 
 

@@ -1,9 +1,9 @@
-/* Attention of new tokens over the memory of their slots.
+/* Attention of new tokens over the KV cache of their slots.
  *
- * The query heads of a few neighbouring tokens that share a key head go through the memory together, 32 positions at a
+ * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
- * 2022, arXiv:2205.14135, section 3.1). Positions are cut at multiples of 32 and what a query may not see counts 0, so
- * each gets the same bits whatever queries are beside it and however long the memory is.
+ * 2022, arXiv:2205.14135, section 3.1). Positions are divided at multiples of 32 and masked ones count 0, so the bits
+ * of a query depend neither on its neighbours nor on the length of the cache.
  */
 #include "kernels.h"
 
@@ -13,8 +13,6 @@
 enum {
     KEYS = 32,     /* positions at a time */
     QUERIES = 48,  /* of a group, at most, unless one token has more */
-    HEADS = 64,    /* query heads that may share a key head */
-    SIZE = 256,    /* largest head */
     TOGETHER = 4   /* queries whose products are computed side by side */
 };
 
@@ -22,12 +20,12 @@ struct query {
     const uint16_t *numbers;
     long first, last; /* positions it sees */
     float most, sum;
-    _Alignas(64) float out[SIZE];
+    _Alignas(64) float out[MAX_HEAD_SIZE];
     _Alignas(64) uint16_t weights[KEYS];
 };
 
-/* 16 rows of 16 words become columns. */
-static inline __attribute__((always_inline)) void turn_square(__m512i r[16]) {
+/* Transposes 16 rows of 16 words. */
+static inline __attribute__((always_inline)) void transpose_16x16(__m512i r[16]) {
     __m512i t[16];
     #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
@@ -59,14 +57,14 @@ static void transpose(const uint16_t *keys, long size, uint32_t *to) {
             __m512i square[16];
             #pragma GCC unroll 16
             for (int row = 0; row < 16; row++) square[row] = _mm512_loadu_si512(keys + (half + row) * size + i);
-            turn_square(square);
+            transpose_16x16(square);
             #pragma GCC unroll 16
             for (int row = 0; row < 16; row++) _mm512_store_si512(to + (i / 2 + row) * KEYS + half, square[row]);
         }
 }
 
 /* Values [KEYS][size] to [KEYS / 2][size] pairs of positions, in the order that unpacking leaves. From number `there`
- * on they are taken as 0: what an earlier text left may be infinite, and 0 times that is not 0. */
+ * on they count as 0: an earlier text may have left infinities, and 0 times infinity is not 0. */
 static void interleave(const uint16_t *values, long there, long size, uint16_t *to) {
     __m512i none = _mm512_setzero_si512();
     for (long pair = 0; pair < KEYS / 2; pair++)
@@ -84,15 +82,15 @@ static inline __m512bh pair_at(const uint16_t *from) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* Weights of the positions from `begin` on for one query, whose products these are; what it had is scaled down. */
-static void weigh(struct query *q, long begin, long size, __m512 left, __m512 right) {
+/* Softmax weights of the positions from `begin` on for one query with these products; earlier sums are rescaled. */
+static void update_softmax(struct query *q, long begin, long size, __m512 left, __m512 right) {
     __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     long from = q->first - begin, to = q->last - begin;
     if (to < 0 || from >= KEYS) {
         memset(q->weights, 0, sizeof q->weights);
         return;
     }
-    __m512i low = _mm512_set1_epi32((int)(from < 0 ? 0 : from)), high = _mm512_set1_epi32((int)least(to, KEYS - 1));
+    __m512i low = _mm512_set1_epi32((int)(from < 0 ? 0 : from)), high = _mm512_set1_epi32((int)min_long(to, KEYS - 1));
     __m512i behind = _mm512_add_epi32(place, _mm512_set1_epi32(LANES));
     __mmask16 seen = _mm512_cmpge_epi32_mask(place, low) & _mm512_cmple_epi32_mask(place, high);
     __mmask16 seen_too = _mm512_cmpge_epi32_mask(behind, low) & _mm512_cmple_epi32_mask(behind, high);
@@ -100,11 +98,11 @@ static void weigh(struct query *q, long begin, long size, __m512 left, __m512 ri
     left = _mm512_mask_blend_ps(seen, none, left), right = _mm512_mask_blend_ps(seen_too, none, right);
     float most = _mm512_reduce_max_ps(_mm512_max_ps(left, right));
     if (most < q->most) most = q->most;
-    __m512 least_exponent = _mm512_set1_ps(-87), top = _mm512_set1_ps(most);
-    left = exponential(_mm512_max_ps(_mm512_sub_ps(left, top), least_exponent));
-    right = exponential(_mm512_max_ps(_mm512_sub_ps(right, top), least_exponent));
+    __m512 lowest = _mm512_set1_ps(-87), top = _mm512_set1_ps(most);
+    left = exponential(_mm512_max_ps(_mm512_sub_ps(left, top), lowest));
+    right = exponential(_mm512_max_ps(_mm512_sub_ps(right, top), lowest));
     left = _mm512_maskz_mov_ps(seen, left), right = _mm512_maskz_mov_ps(seen_too, right);
-    __m512 rest = exponential(_mm512_max_ps(_mm512_set1_ps(q->most - most), least_exponent));
+    __m512 rest = exponential(_mm512_max_ps(_mm512_set1_ps(q->most - most), lowest));
     q->sum = q->sum * _mm512_cvtss_f32(rest) + _mm512_reduce_add_ps(_mm512_add_ps(left, right));
     q->most = most;
     store(q->weights, left), store(q->weights + LANES, right);
@@ -128,7 +126,7 @@ static inline __attribute__((always_inline)) void score(const int count, struct 
         }
     }
     for (int i = 0; i < count; i++)
-        weigh(q + i, begin, size, _mm512_mul_ps(sum[i][0], scaling), _mm512_mul_ps(sum[i][1], scaling));
+        update_softmax(q + i, begin, size, _mm512_mul_ps(sum[i][0], scaling), _mm512_mul_ps(sum[i][1], scaling));
 }
 
 /* Adds 32 weighted values, 64 numbers of a head at a time. */
@@ -155,21 +153,21 @@ static inline __attribute__((always_inline)) void gather_values(const int count,
     }
 }
 
-/* All queries of a group through the positions that one of them sees. */
-static void pass(struct query *group, int count, const uint16_t *keys, const uint16_t *values, long size,
+/* Attention of all queries of a group over the positions that any of them sees. */
+static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, long size,
                  float scaling) {
-    _Alignas(64) uint32_t turned[SIZE / 2 * KEYS];
-    _Alignas(64) uint16_t paired[SIZE * KEYS];
+    _Alignas(64) uint32_t transposed[MAX_HEAD_SIZE / 2 * KEYS];
+    _Alignas(64) uint16_t paired[MAX_HEAD_SIZE * KEYS];
     long first = group[0].first, last = group[count - 1].last;
     for (long begin = first / KEYS * KEYS; begin <= last; begin += KEYS) {
-        transpose(keys + begin * size, size, turned);
+        transpose(keys + begin * size, size, transposed);
         interleave(values + begin * size, last + 1 - begin, size, paired);
         for (int i = 0; i < count; i += TOGETHER) {
             switch (count - i) {
-                case 1: score(1, group + i, begin, size, turned, _mm512_set1_ps(scaling)); break;
-                case 2: score(2, group + i, begin, size, turned, _mm512_set1_ps(scaling)); break;
-                case 3: score(3, group + i, begin, size, turned, _mm512_set1_ps(scaling)); break;
-                default: score(4, group + i, begin, size, turned, _mm512_set1_ps(scaling));
+                case 1: score(1, group + i, begin, size, transposed, _mm512_set1_ps(scaling)); break;
+                case 2: score(2, group + i, begin, size, transposed, _mm512_set1_ps(scaling)); break;
+                case 3: score(3, group + i, begin, size, transposed, _mm512_set1_ps(scaling)); break;
+                default: score(4, group + i, begin, size, transposed, _mm512_set1_ps(scaling));
             }
             switch (count - i) {
                 case 1: gather_values(1, group + i, size, paired); break;
@@ -182,7 +180,7 @@ static void pass(struct query *group, int count, const uint16_t *keys, const uin
 }
 
 /* A head's result in its own order, rounded. Of 32 numbers unpacking left 0-3, 8-11, ... before 4-7, 12-15, ... */
-static void hand_out(const struct query *q, long size, uint16_t *to) {
+static void store_head(const struct query *q, long size, uint16_t *to) {
     __m512 sum = _mm512_set1_ps(q->sum);
     __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -194,10 +192,10 @@ static void hand_out(const struct query *q, long size, uint16_t *to) {
 }
 
 /* Attention of `count` tokens from number `token` on, neighbours in one slot, for one key head. */
-static void attend_group(const struct layer *layer, const struct memory *m, const uint16_t *heads, long token,
+static void attend_group(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, long token,
                          long count, long head, uint16_t *out) {
     long size = layer->size, repeats = layer->heads / layer->key_heads, all = layer->heads + 2 * layer->key_heads;
-    struct query group[QUERIES > HEADS ? QUERIES : HEADS];
+    struct query group[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
     for (long t = 0; t < count; t++)
         for (long r = 0; r < repeats; r++) {
             struct query *q = group + t * repeats + r;
@@ -208,15 +206,15 @@ static void attend_group(const struct layer *layer, const struct memory *m, cons
             memset(q->out, 0, size * sizeof *q->out);
         }
     long begin = (m->slots[token] * layer->key_heads + head) * m->length * size;
-    pass(group, (int)(count * repeats), m->keys + begin, m->values + begin, size, m->scaling);
+    attend_positions(group, (int)(count * repeats), m->keys + begin, m->values + begin, size, m->scaling);
     for (long t = 0; t < count; t++)
         for (long r = 0; r < repeats; r++)
-            hand_out(group + t * repeats + r, size, out + ((token + t) * layer->heads + head * repeats + r) * size);
+            store_head(group + t * repeats + r, size, out + ((token + t) * layer->heads + head * repeats + r) * size);
 }
 
-/* Writes the keys and values of new tokens to the memory and attends. heads [tokens][heads + 2 * key_heads][size] as
- * `enter` leaves them -> out [tokens][heads][size]. groups: space for 2 * tokens numbers. */
-void attend(const struct layer *layer, const struct memory *m, const uint16_t *heads, long tokens, uint16_t *out,
+/* Writes the keys and values of new tokens to the cache and attends. heads [tokens][heads + 2 * key_heads][size] as
+ * `project_qkv_rope` makes them -> out [tokens][heads][size]. groups: space for 2 * tokens numbers. */
+void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, long tokens, uint16_t *out,
             int64_t *groups) {
     long size = layer->size, all = layer->heads + 2 * layer->key_heads, shared = layer->key_heads;
     long most = QUERIES * shared / layer->heads > 1 ? QUERIES * shared / layer->heads : 1, count = 0;

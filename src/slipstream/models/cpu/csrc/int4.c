@@ -14,10 +14,8 @@
 #include <string.h>
 
 enum {
-    GROUP = 32,     /* inputs that share a scale */
-    RECORD = 640,   /* bytes of a group of a panel */
     SOME = 6,       /* tokens multiplied at a time */
-    AHEAD = 2560    /* bytes asked for before they are needed */
+    AHEAD = 2560    /* bytes prefetched */
 };
 
 /* Adds one panel's group to the sums of some tokens. totals: the sum of each token's inputs in the group. */
@@ -51,8 +49,8 @@ static inline __attribute__((always_inline)) void add_group(const int rows, cons
     _mm_prefetch((const char *)record + 576 + AHEAD, _MM_HINT_T0);
     #pragma GCC unroll 2
     for (int side = 0; side < 2; side++) {
-        __m512 scale = widened(_mm256_loadu_si256((const void *)(record + 512 + side * 32)));
-        __m512 offset = widened(_mm256_loadu_si256((const void *)(record + 576 + side * 32)));
+        __m512 scale = to_float(_mm256_loadu_si256((const void *)(record + 512 + side * 32)));
+        __m512 offset = to_float(_mm256_loadu_si256((const void *)(record + 576 + side * 32)));
         #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
             __m512 whole = rows > 2 ? part[i][0][side] : _mm512_add_ps(part[i][0][side], part[i][1][side]);
@@ -82,14 +80,14 @@ static inline __attribute__((always_inline)) void add_panel(const int rows, cons
 }
 
 static float total_of(const uint16_t *x) {
-    __m512 left = widened(_mm256_loadu_si256((const void *)x));
-    return _mm512_reduce_add_ps(_mm512_add_ps(left, widened(_mm256_loadu_si256((const void *)(x + 16)))));
+    __m512 left = to_float(_mm256_loadu_si256((const void *)x));
+    return _mm512_reduce_add_ps(_mm512_add_ps(left, to_float(_mm256_loadu_si256((const void *)(x + 16)))));
 }
 
 #define ROWS_CASE(rows) case rows: add_panel(rows, w, panel, from, totals + done * groups, sums); break
 
 /* As `multiply`; space: [tokens][groups] floats. */
-void multiply_rounded(const struct linear *w, const uint16_t *x, long tokens, uint16_t *out, uint16_t *space) {
+void multiply_int4(const struct linear *w, const uint16_t *x, long tokens, uint16_t *out, uint16_t *space) {
     long panels = (w->outputs + PANEL - 1) / PANEL, groups = w->inputs / GROUP;
     float *totals = (float *)space;
     for (long i = 0; i < tokens * groups; i++) totals[i] = total_of(x + i * GROUP);
@@ -99,12 +97,12 @@ void multiply_rounded(const struct linear *w, const uint16_t *x, long tokens, ui
         long threads = omp_get_num_threads(), thread = omp_get_thread_num();
         for (long panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++)
             for (long done = 0; done < tokens; done += SOME) {
-                long rows = least(SOME, tokens - done);
+                long rows = min_long(SOME, tokens - done);
                 const uint16_t *from = x + done * w->inputs;
                 switch (rows) {
                     ROWS_CASE(1); ROWS_CASE(2); ROWS_CASE(3); ROWS_CASE(4); ROWS_CASE(5); ROWS_CASE(6);
                 }
-                finish(w, sums, rows, panel, out + done * w->outputs);
+                store_with_bias(w, sums, rows, panel, out + done * w->outputs);
             }
     }
 }

@@ -3,8 +3,8 @@
  * Layout: data [panels][K / 4][192] bytes: signs and mantissas of two pairs of inputs, 64 each, and their 4-bit codes,
  * one pair's in the low and the other's in the high halves. Byte L * 16 + z * 8 + o * 2 + i of a pair is output
  * z * 16 + L * 4 + o and input i: two unpacking instructions then give operands of vdpbf16ps, 16 outputs by 2 inputs.
- * tables [panels][32]: what each code stands for, its upper 7 bits and its lowest one. Exceptions of a block of a panel
- * follow each other: place in the unfolded block << 16 | weight; offsets [panels * blocks + 1] says where they begin.
+ * tables [panels][32]: the exponent of each code, its upper 7 bits and its lowest one. The exceptions of a block of a
+ * panel follow each other: place in the expanded block << 16 | weight; offsets [panels * blocks + 1]: where they begin.
  */
 #include "kernels.h"
 
@@ -20,7 +20,7 @@ static uint16_t at(const uint16_t *weights, long outputs, long inputs, long pane
     return output < outputs ? weights[output * inputs + pair * 2 + (byte & 1)] : 0;
 }
 
-/* Place of that byte's weight in an unfolded block. */
+/* Place of that byte's weight in an expanded block. */
 static int place(long pair, int byte) {
     return (int)(pair % (BLOCK / 2)) * 64 + (byte >> 3 & 1) * 32 + (byte >> 4) * 8 + (byte & 7);
 }
@@ -31,13 +31,13 @@ static int code_of(uint16_t weight, int highest) {
 }
 
 /* tables of all panels, and in counts [panels * blocks] how many exceptions each block has. */
-void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
+void choose_codes(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
     long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
     #pragma omp parallel for schedule(static)
     for (long panel = 0; panel < panels; panel++) {
         long seen[256] = {0}, most = -1;
         int highest = CODES;
-        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+        for (long output = panel * PANEL; output < min_long(outputs, (panel + 1) * PANEL); output++)
             for (long input = 0; input < inputs; input++) seen[exponent(weights[output * inputs + input])]++;
         for (int top = CODES; top < 256; top++) {
             long reached = 0;
@@ -50,7 +50,7 @@ void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables,
             tables[panel * 32 + 16 + code] = (uint8_t)(stands_for << 7);
         }
         memset(counts + panel * blocks, 0, blocks * sizeof *counts);
-        for (long output = panel * PANEL; output < least(outputs, (panel + 1) * PANEL); output++)
+        for (long output = panel * PANEL; output < min_long(outputs, (panel + 1) * PANEL); output++)
             for (long input = 0; input < inputs; input++) {
                 uint16_t weight = weights[output * inputs + input];
                 counts[panel * blocks + input / BLOCK] += exponent(weight) && code_of(weight, highest) == CODES;
@@ -58,8 +58,8 @@ void survey(const uint16_t *weights, long outputs, long inputs, uint8_t *tables,
     }
 }
 
-/* data and exceptions, where survey's tables and offsets say. */
-void fold(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
+/* data and exceptions, as the tables and offsets of choose_codes say. */
+void compress_weights(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
           uint8_t *data, uint32_t *exceptions) {
     long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
     #pragma omp parallel for schedule(static)

@@ -1,0 +1,89 @@
+"""The decoder over a loaded model, cached as an attribute of the model so that the next call finds it.
+
+A decoder refers to its models, so a table elsewhere, weak or not, would keep them alive. On the target it lives exactly
+as long as that model: when the last user drops it, Python's cycle collector frees both. A draft model is referred to
+until another one takes its place or the target goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from slipstream.config import DecoderConfig
+from slipstream.core.interfaces import Drafter
+from slipstream.decoder import SpeculativeDecoder
+
+ATTRIBUTE = "_slipstream_decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSettings:
+    """What a decoder over loaded models is made with; see `SpeculativeDecoder`. The models are used as they are."""
+
+    draft: Any = None
+    tokenizer: Any = None
+    drafter: str | Drafter = DecoderConfig.drafter
+    num_draft_tokens: int | str = DecoderConfig.num_draft_tokens
+    max_batch_size: int = DecoderConfig.max_batch_size
+
+    def same_as(self, other: DecoderSettings) -> bool:
+        """Whether a decoder made with these serves the others."""
+        modules = isinstance(self.draft, Module) or isinstance(other.draft, Module)
+        drafts = self.draft is other.draft if modules else self.draft == other.draft
+        plain = (self.drafter, self.num_draft_tokens, self.max_batch_size)
+        same = plain == (other.drafter, other.num_draft_tokens, other.max_batch_size)
+        return drafts and self.tokenizer is other.tokenizer and same
+
+
+@dataclass(frozen=True, eq=False)
+class CachedDecoder:
+    """A decoder, what it was made with and how its models were then; copies and pickles of a model go without it."""
+
+    decoder: SpeculativeDecoder
+    settings: DecoderSettings
+    states: list[tuple[object, ...]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def cached_settings(target: Module) -> DecoderSettings | None:
+    """The settings of the decoder that the model has, if it has one."""
+    cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
+    return None if cached is None else cached.settings
+
+
+def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder:
+    """The model's decoder; made anew for other settings, or if a model was moved, cast or resized since."""
+    cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
+    if cached is not None and cached.settings.same_as(settings) and cached.states == _states(target, settings.draft):
+        return cached.decoder
+    vars(target)[ATTRIBUTE] = cached = None  # frees the old decoder's KV cache first
+    decoder = SpeculativeDecoder(
+        target,
+        settings.draft,
+        tokenizer=settings.tokenizer,
+        drafter=settings.drafter,
+        num_draft_tokens=settings.num_draft_tokens,
+        fast=False,
+        reproducible=False,
+        max_batch_size=settings.max_batch_size,
+    )
+    vars(target)[ATTRIBUTE] = CachedDecoder(decoder, settings, _states(target, settings.draft))
+    return decoder
+
+
+def _states(target: Module, draft: Any) -> list[tuple[object, ...]]:
+    return [_state(model) for model in (target, draft) if isinstance(model, Module)]
+
+
+def _state(model: Any) -> tuple[object, ...]:
+    """Where a Hugging Face model is, its precision, the size of its embedding, and how it attends."""
+    weight, config = next(model.parameters()), model.config.get_text_config()
+    return weight.device, weight.dtype, weight.shape, config._attn_implementation

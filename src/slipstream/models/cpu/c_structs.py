@@ -1,0 +1,100 @@
+"""The structs and constants of `csrc/structs.h` as Python has them, and a check that both sides agree."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from slipstream.errors import SlipstreamError
+
+LANES = 16  # numbers that the kernels take at a time
+PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes of weights in 12 bits
+GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
+MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
+
+
+class LinearStruct(ctypes.Structure):
+    """`struct linear`."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
+    ]
+
+
+class NormStruct(ctypes.Structure):
+    """`struct norm`."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float), ("rounds_first", ctypes.c_int)]
+
+
+class LayerStruct(ctypes.Structure):
+    """`struct layer`."""
+
+    _fields_ = [
+        *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
+        *((name, NormStruct) for name in ("before_feed_forward", "after_feed_forward")),
+        *((name, ctypes.c_long) for name in ("hidden", "inner", "heads", "key_heads", "size")),
+        *((name, ctypes.c_float) for name in ("slope", "cubic")),
+    ]
+
+
+class CacheStruct(ctypes.Structure):
+    """`struct kv_cache`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_long) for name in ("length", "window")),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions")),
+    ]
+
+
+MIRRORS: Mapping[str, type[ctypes.Structure]] = {
+    "linear": LinearStruct,
+    "norm": NormStruct,
+    "layer": LayerStruct,
+    "kv_cache": CacheStruct,
+}
+CONSTANTS: Mapping[str, int] = {
+    "LANES": LANES,
+    "PANEL": PANEL,
+    "BLOCK": BLOCK,
+    "QUAD": QUAD,
+    "GROUP": GROUP,
+    "RECORD": RECORD,
+    "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+    "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
+}
+
+
+class _Entry(ctypes.Structure):
+    """`struct entry` of layout.c."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_long)]
+
+
+def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS) -> None:
+    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference."""
+    compiled, mirrored = _compiled(library), dict(CONSTANTS)
+    for name, mirror in mirrors.items():
+        mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
+        for field in mirror._fields_:
+            mirrored[f"{name}.{field[0]}"] = getattr(mirror, field[0]).offset
+    for name in [*compiled, *mirrored]:
+        if compiled.get(name) != mirrored.get(name):
+            raise SlipstreamError(
+                f"the compiled kernels and c_structs.py disagree: {name} is {compiled.get(name, 'unknown')} in C "
+                f"and {mirrored.get(name, 'unknown')} in Python"
+            )
+
+
+def _compiled(library: ctypes.CDLL) -> dict[str, int]:
+    """What layout.c exports."""
+    entries = ctypes.cast(ctypes.addressof(_Entry.in_dll(library, "layout")), ctypes.POINTER(_Entry))
+    values, at = dict[str, int](), 0
+    while entries[at].name is not None:
+        values[entries[at].name.decode()] = entries[at].value
+        at += 1
+    return values

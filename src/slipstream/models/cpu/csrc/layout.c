@@ -1,0 +1,34 @@
+/* Sizes and offsets of the structs of structs.h, and its constants. Python compares its own when it loads the library.
+ */
+#include "structs.h"
+
+#include <stddef.h>
+
+struct entry {
+    const char *name;
+    long value;
+};
+
+#define SIZE_OF(type) {"sizeof " #type, sizeof(struct type)}
+#define OFFSET(type, field) {#type "." #field, offsetof(struct type, field)}
+#define CONSTANT(name) {#name, name}
+
+/* Ends with an entry without a name. */
+const struct entry layout[] = {
+    SIZE_OF(linear), OFFSET(linear, bits), OFFSET(linear, inputs), OFFSET(linear, outputs), OFFSET(linear, data),
+    OFFSET(linear, tables), OFFSET(linear, offsets), OFFSET(linear, exceptions), OFFSET(linear, bias),
+
+    SIZE_OF(norm), OFFSET(norm, weight), OFFSET(norm, eps), OFFSET(norm, rounds_first),
+
+    SIZE_OF(layer), OFFSET(layer, qkv), OFFSET(layer, out), OFFSET(layer, gate_up), OFFSET(layer, down),
+    OFFSET(layer, before_attention), OFFSET(layer, queries), OFFSET(layer, keys), OFFSET(layer, after_attention),
+    OFFSET(layer, before_feed_forward), OFFSET(layer, after_feed_forward), OFFSET(layer, hidden), OFFSET(layer, inner),
+    OFFSET(layer, heads), OFFSET(layer, key_heads), OFFSET(layer, size), OFFSET(layer, slope), OFFSET(layer, cubic),
+
+    SIZE_OF(kv_cache), OFFSET(kv_cache, keys), OFFSET(kv_cache, values), OFFSET(kv_cache, length),
+    OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
+
+    CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(RECORD),
+    CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS),
+    {NULL, 0},
+};

@@ -1,0 +1,51 @@
+/* Structs and constants that Python mirrors (c_structs.py); layout.c exports their sizes. Plain C, no intrinsics.
+ *
+ * Numbers of type uint16_t are bfloat16.
+ */
+#pragma once
+
+#include <stdint.h>
+
+enum {
+    LANES = 16,            /* numbers in a register */
+    PANEL = 32,            /* outputs computed together */
+    BLOCK = 128,           /* inputs of a panel that are expanded at a time: 8 KB */
+    QUAD = 192,            /* bytes of 4 inputs of a panel */
+    GROUP = 32,            /* inputs that share a scale at 4 bits */
+    RECORD = 640,          /* bytes of a group of a panel at 4 bits */
+    MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
+    MAX_SHARED_HEADS = 64  /* query heads that may share a key head */
+};
+
+/* A linear layer as compressed.c reads it (12 bits) or as int4.c does (4 bits: data only). bias: [outputs] or NULL. */
+struct linear {
+    long bits, inputs, outputs;
+    const uint8_t *data, *tables;
+    const int32_t *offsets;
+    const uint32_t *exceptions;
+    const uint16_t *bias;
+};
+
+/* Root mean square norm. weight: [size], NULL where there is no norm. rounds_first: to bfloat16 before the weight is applied, not after. */
+struct norm {
+    const float *weight;
+    float eps;
+    int rounds_first;
+};
+
+/* heads: query heads; key_heads each of keys and values follow them. The gate's activation is
+ * x / (1 + exp(-(slope * x + cubic * x^3))): SiLU, or GELU by its tanh formula. */
+struct layer {
+    struct linear qkv, out, gate_up, down;
+    struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    long hidden, inner, heads, key_heads, size;
+    float slope, cubic;
+};
+
+/* Keys and values [slots][key_heads][length][size] of a layer, and where its new tokens are written. */
+struct kv_cache {
+    uint16_t *keys, *values;
+    long length, window; /* window: positions a token sees, itself included; 0 for all */
+    float scaling;
+    const int64_t *slots, *positions;
+};

@@ -1,0 +1,50 @@
+"""The attention masks of a Hugging Face model: additive or boolean, grouped or not, one per kind of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.hf import grouped_attention as grouped
+
+
+class MaskBuilder:
+    """Builds the masks a model's layers expect.
+
+    repeats: query heads per key head if attention is grouped, else None. windows: of each layer's attention, the
+    positions a token sees, itself included; None for all of them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        self._window: int | None = getattr(config, "sliding_window", None)
+        everywhere = "sliding_attention" if self._window else "full_attention"
+        kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+        self.windows = [self._window if kind == "sliding_attention" else None for kind in kinds]
+        self._kinds = frozenset(kinds)
+        self._dtype: torch.dtype = model.dtype
+        self._is_eager = config._attn_implementation == "eager"
+        self.repeats = grouped.repeats_of(config) if config._attn_implementation == grouped.NAME else None
+
+    def build(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """What queries at positions [B, W] may see of keys at positions [S].
+
+        Returns [B, 1, W, S] (grouped: see `group_mask`), or one per kind of attention if the layers differ.
+        """
+        last = queries[:, None, :, None]
+        causal = keys <= last
+        masks = {"full_attention": self._form(causal)}
+        if "sliding_attention" in self._kinds and self._window is not None:
+            masks["sliding_attention"] = self._form(causal & (keys > last - self._window))
+        return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
+
+    def _form(self, allowed: Tensor) -> Tensor:
+        """A boolean mask in the form that the model's attention takes."""
+        if self.repeats is not None:
+            return grouped.group_mask(allowed, self.repeats, self._dtype)
+        if not self._is_eager:
+            return allowed
+        blocked = torch.finfo(self._dtype).min
+        return torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device).masked_fill(~allowed, blocked)

@@ -1,0 +1,80 @@
+"""The structs that Python mirrors are those of the C compiler; a difference is an error before anything is computed."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu import c_structs
+from slipstream.models.cpu.c_structs import MIRRORS, LinearStruct, check_layout
+from slipstream.models.cpu.kernel_build import SOURCES
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """layout.c alone, which any processor runs."""
+    made = tmp_path_factory.mktemp("layout") / "layout.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "layout.c"), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
+
+
+def test_sizes_offsets_and_constants_are_those_of_the_compiler(library: ctypes.CDLL) -> None:
+    check_layout(library)
+    compiled = c_structs._compiled(library)
+    assert compiled["linear.data"] == 3 * ctypes.sizeof(ctypes.c_long) and compiled["QUAD"] == 192
+    assert sum(name.startswith("layer.") for name in compiled) == len(MIRRORS["layer"]._fields_)
+
+
+class Longer(ctypes.Structure):
+    """A field too many, at the end."""
+
+    _fields_ = [*LinearStruct._fields_, ("more", ctypes.c_long)]
+
+
+class Swapped(ctypes.Structure):
+    """The same size, two fields in each other's place."""
+
+    _fields_ = [
+        *LinearStruct._fields_[:3],
+        LinearStruct._fields_[4],
+        LinearStruct._fields_[3],
+        *LinearStruct._fields_[5:],
+    ]
+
+
+class Shorter(ctypes.Structure):
+    """A field too few."""
+
+    _fields_ = [*LinearStruct._fields_[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("mirror", "name"), [(Longer, "sizeof linear"), (Swapped, "linear.data"), (Shorter, "sizeof linear")]
+)
+def test_a_mirror_that_differs_is_an_error(library: ctypes.CDLL, mirror: type, name: str) -> None:
+    with pytest.raises(SlipstreamError, match=f"{name} is [0-9]+ in C and [0-9]+ in Python"):
+        check_layout(library, {**MIRRORS, "linear": mirror})
+
+
+def test_a_constant_that_differs_is_an_error(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_structs, "CONSTANTS", {**c_structs.CONSTANTS, "PANEL": 16})
+    with pytest.raises(SlipstreamError, match="PANEL is 32 in C and 16 in Python"):
+        check_layout(library)
+
+
+def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> None:
+    mirrors = {name: mirror for name, mirror in MIRRORS.items() if name != "norm"}
+    with pytest.raises(SlipstreamError, match="sizeof norm is 16 in C and unknown in Python"):
+        check_layout(library, mirrors)
+
+
+def test_every_struct_of_the_header_is_mirrored() -> None:
+    header = Path(SOURCES / "structs.h").read_text()
+    assert {line.split()[1] for line in header.splitlines() if line.startswith("struct ")} == set(MIRRORS)

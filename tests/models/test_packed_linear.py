@@ -1,0 +1,71 @@
+"""Packed weights, and float32 copies of bfloat16 ones where the processor multiplies no bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import fresh
+from torch import nn
+
+from slipstream.models.cpu import packed_linear
+from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, needs_float32, pack, unsupported
+
+
+def layer(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    generator = torch.Generator().manual_seed(0)
+    made = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return made
+
+
+@pytest.fixture(params=[True, False], ids=["bfloat16 instructions", "none"])
+def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether oneDNN is told to have bfloat16 kernels."""
+    monkeypatch.setattr(packed_linear, "_has_bf16", lambda: request.param)
+    return bool(request.param)
+
+
+def test_only_bfloat16_weights_without_instructions_become_float32(has_bf16: bool) -> None:
+    assert needs_float32(torch.bfloat16) == (not has_bf16)
+    assert not needs_float32(torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [1, 4, 33])
+def test_float32_copies_give_the_exact_product_rounded_once(
+    width: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_has_bf16", lambda: False)
+    linear = layer(torch.bfloat16, bias)
+    x = torch.randn(width, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        got = PackedLinear(linear, WIDTH)(x)
+        exact = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    assert got.dtype == torch.bfloat16
+    assert bool(((got.double() - exact).abs() <= exact.abs() / 256 + 1e-6).all())
+    assert not torch.equal(got, torch.zeros_like(got))
+
+
+def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh("llama", dtype=torch.bfloat16)
+    assert unsupported(model) is None
+    monkeypatch.setattr(packed_linear, "_memory", lambda: 1000)
+    reason = unsupported(model)
+    assert (reason is None) == has_bf16
+    assert reason is None or "float32 copies of the weights would take" in reason
+    assert unsupported(fresh("llama")) is None  # float32 weights are packed, not copied to another type
+
+
+def test_a_packed_bfloat16_model_gives_its_own_logits(has_bf16: bool) -> None:
+    if has_bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("needs a processor with bfloat16 instructions")
+    model, ids = fresh("llama", dtype=torch.bfloat16), torch.arange(1, 40)[None]
+    with torch.inference_mode():
+        expected = model(ids).logits.float()
+        pack(model)
+        got = model(ids).logits.float()
+    assert (got - expected).abs().max() <= 0.05 * expected.abs().max()

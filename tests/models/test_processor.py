@@ -1,0 +1,26 @@
+"""What is read from /proc/cpuinfo, and what is known where there is none."""
+
+from pathlib import Path
+
+from slipstream.models.cpu.processor import Processor, parse, processor
+
+TEXT = """processor\t: 0
+model name\t: Some CPU @ 2 GHz: fast
+flags\t\t: fpu avx2 avx512f
+
+processor\t: 1
+model name\t: Another
+flags\t\t: fpu
+"""
+
+
+def test_the_first_processor_is_read() -> None:
+    found = parse(TEXT)
+    assert found == Processor("Some CPU @ 2 GHz: fast", frozenset({"fpu", "avx2", "avx512f"}))
+    assert "avx512" not in found.flags
+
+
+def test_nothing_is_known_without_the_file(tmp_path: Path) -> None:
+    assert processor(tmp_path / "missing") == parse("") == Processor()
+    (tmp_path / "odd").write_bytes(b"model name : \xff\n:::\n")
+    assert processor(tmp_path / "odd").flags == frozenset()
