@@ -1,7 +1,7 @@
 """Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
 
-Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds begin
-after the same prompts, which stay in the KV cache, so a round computes what it would compute in a long text and no more.
+Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds
+begin after the same prompts, which stay in the KV cache, so a round computes what it would in a long text and no more.
 """
 
 from __future__ import annotations
