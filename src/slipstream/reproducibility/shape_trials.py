@@ -98,7 +98,7 @@ class Trials:
         return True
 
     def attended_lengths(self) -> tuple[int, ...]:
-        """What forwards may read of the memory where it is enough, without a difference to whole views."""
+        """Attended lengths that forwards may use where they are enough, without changing a bit."""
         backend, view = self.backend, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
