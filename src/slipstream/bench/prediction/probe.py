@@ -1,7 +1,7 @@
 """Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
 
 Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds begin
-after the same prompts, which stay in the KV cache, so a round computes what it would compute in a long text and no more.
+after the same prompts, which stay cached, so a round computes what it would compute in a long text and no more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from slipstream import drafters
 from slipstream.bench.prediction.costs import Costs
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.interfaces import Sampler as SamplerLike
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.scheduler import Scheduler
@@ -102,7 +103,7 @@ class _Given:
     length: int
     device: torch.device
 
-    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: SamplerLike) -> Draft:
         return Draft(
             torch.ones(len(rows), self.length, dtype=torch.int64, device=self.device), (self.length,) * len(rows)
         )
