@@ -265,7 +265,10 @@ class SpeculativeDecoder:
         return DraftController(cost_model, longest=longest, reads=self.traits.reads_prompt)
 
     def scheduler(self) -> Scheduler:
-        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded."""
+        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
+
+        Its steps take no lock, unlike `generate`, `stream` and `run`: only one thread may use the models meanwhile.
+        """
         return Scheduler(self._engine, self.config.max_batch_size)
 
     @overload

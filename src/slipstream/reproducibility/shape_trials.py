@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, cycle
 from time import perf_counter
 
@@ -15,7 +15,7 @@ from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards,
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 5, 40, 2.0
+FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
 RAGGED_TIMINGS = 3
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
 FEW = 3  # rows
@@ -98,7 +98,7 @@ class Trials:
         return True
 
     def attended_lengths(self) -> tuple[int, ...]:
-        """What forwards may read of the memory where it is enough, without a difference to whole views."""
+        """Attended lengths that forwards may use where they are enough, without changing a bit."""
         backend, view = self.backend, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
@@ -108,12 +108,17 @@ class Trials:
             if backend.attended_length_agrees(self.widths, read, -(-read // view) * view)
         )
 
-    def prompts_agree(self) -> bool:
-        """Whether prompt chunks of every width leave the bits that forwards of the reference width leave."""
+    @property
+    def chunks(self) -> list[int]:
+        """The numbers of tokens that a chunk of a prompt may have."""
+        return list(range(PROMPT_UNIT, min(PREFILL, self.backend.max_length - self.contexts[-1]) + 1, PROMPT_UNIT))
+
+    def prompts_agree(self, chunks: Iterable[int]) -> bool:
+        """Whether prompt chunks of these widths leave the bits that forwards of the reference width leave."""
         slot = len(self.contexts) - 1
         length = min(PREFILL, self.backend.max_length - self.contexts[slot])
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
-        for width in range(PROMPT_UNIT, length + 1, PROMPT_UNIT):
+        for width in chunks:
             segment = next(self._trace(slot, width, length))
             if not torch.equal(segment, reference[:width]):
                 return False
@@ -169,6 +174,7 @@ class Trials:
         for factor in (2, 3):
             self.backend.attended_unit = view * factor
             agrees = agrees and self.agrees_alone(REFERENCE)
+        self.backend.attended_unit = view
         return agrees
 
     def milliseconds(self, widths: Sequence[int]) -> dict[int, float]:

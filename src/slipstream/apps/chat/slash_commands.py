@@ -12,8 +12,9 @@ from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.conversation_summary import compare, save, totals
 from slipstream.apps.chat.typed_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
+from slipstream.config import EMBEDDED
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import EMBEDDED, list_models
+from slipstream.models.hf.model_files import list_models
 
 SWITCH = ("on", "off")
 Run = Callable[[Chat, str], None]
