@@ -100,6 +100,8 @@ class SpeculativeDecoder:
             self._draft_session = None if self.draft is None else make_session(self.draft.backend)
             self._reader = RequestReader(self.target)
             self._engine = self._make_engine()
+        if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:
+            log.warning("the draft model is loaded but not used: drafter=%r needs none", self._name)
 
     def _exclusive_use(self) -> ExclusiveUse:
         models = [self.target] if self.draft is None else [self.target, self.draft]
