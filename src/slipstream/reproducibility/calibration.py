@@ -3,7 +3,7 @@
 A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
 that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
 Which shapes those are is a property of the machine, the kernels and the model, so it is found by trying: the same
-token at the same position through every candidate width, alone and in a ragged batch, with views of several lengths.
+token at the same position through every candidate width, alone and in a ragged batch, attending over several lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Calibration:
 
     together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
-    the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
+    the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
     attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
     ragged forwards may have, and the milliseconds of one of as many rows as there may be.
     milliseconds: of one forward of each width, for one row, at its fastest.

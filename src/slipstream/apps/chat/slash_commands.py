@@ -104,7 +104,7 @@ def _drafter(chat: Chat, text: str) -> None:
     chat.face.say(f"drafter: {chat.decoder.drafter_name}{off}")
 
 
-@_command("/filler on|off", "drafter table, filling with the target's own next best tokens", SWITCH)
+@_command("/filler on|off", "drafter ngram_table, continuing with the target's own next best tokens", SWITCH)
 def _filler(chat: Chat, text: str) -> None:
     name, _, argument = chat.decoder.drafter_name.partition(":")
     sizes = argument.removesuffix("fill").removesuffix("+") if name == "ngram_table" else ""

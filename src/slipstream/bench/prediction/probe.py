@@ -1,7 +1,7 @@
 """Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
 
-Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds begin
-after the same prompts, which stay in the KV cache, so a round computes what it would in a long text.
+Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds
+begin after the same prompts, which stay in the KV cache, so a round computes what it would in a long text and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import drafters
 from slipstream.bench.prediction.costs import Costs
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.interfaces import Backend, Drafter, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.scheduler import Scheduler
@@ -29,7 +29,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.policies import Fixed
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.sampling.sampler import Sampler
+from slipstream.sampling.sampler import Sampler as RequestSampler
 
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
@@ -210,7 +210,7 @@ class _Probe:
 
     def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
         """The first or second round of fresh rows, whose prompts are cached since the turn before."""
-        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), Sampler, "auto", self._draft), batch)
+        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), RequestSampler, "auto", self._draft), batch)
         params = SamplingParams(max_tokens=(length + 1) * (1 + second) + second)
         rows = [Row(i, list(prompt), params, seed=0) for i, prompt in enumerate(self._prompts[:batch])]
         return next(islice(scheduler.run(rows), batch if second else 0, None))

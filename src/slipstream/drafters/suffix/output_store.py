@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 
 FORMAT = "slipstream suffix store 1"
 FIELDS = ("format", "vocab_size", "tokenizer", "lengths", "tokens")
@@ -112,7 +112,7 @@ class SuffixStore:
         except FileNotFoundError as error:
             raise UsageError(f"store {str(path)!r} does not exist; allowed: a file that save has written") from error
         except (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first = first_line(error)
             raise UsageError(f"store {str(path)!r} cannot be read, so it is no store or damaged: {first}") from error
         self._check(f"store {str(path)!r}", parts)
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
