@@ -100,6 +100,8 @@ class SpeculativeDecoder:
             self._draft_session = None if self.draft is None else make_session(self.draft.backend)
             self._reader = RequestReader(self.target)
             self._engine = self._make_engine()
+        if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:
+            log.warning("the draft model is loaded but not used: drafter=%r needs none", self._name)
 
     def _exclusive_use(self) -> ExclusiveUse:
         models = [self.target] if self.draft is None else [self.target, self.draft]
@@ -265,7 +267,10 @@ class SpeculativeDecoder:
         return DraftController(cost_model, longest=longest, reads=self.traits.reads_prompt)
 
     def scheduler(self) -> Scheduler:
-        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded."""
+        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
+
+        Its steps take no lock, unlike `generate`, `stream` and `run`: only one thread may use the models meanwhile.
+        """
         return Scheduler(self._engine, self.config.max_batch_size)
 
     @overload

@@ -62,7 +62,7 @@ def test_reproducible_turns_reuse_memory_and_say_what_an_empty_memory_says(whole
     chat = letters(reproducible=True)
     session = chat.decoder._target_session
     if whole_chunks:  # as where prompt chunks do not agree to the bit with narrow forwards
-        session.shapes = replace(session.shapes, reuse=session.shapes.chunk)
+        session.table.shapes = replace(session.shapes, reuse=session.shapes.chunk)
     elif session.shapes.reuse > 1:
         pytest.skip("prompt chunks do not agree with narrow forwards on this machine")
     type_in(chat, "one two three " * 20, "four five six " * 20, "seven")

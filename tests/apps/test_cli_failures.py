@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from test_cli import run
 
+from slipstream import SamplingParams
+from slipstream.apps.cli.demo import caption
+from slipstream.apps.cli.sweep import _drafters
+from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
+from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.text.prompts import NamedPrompt
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
@@ -128,3 +134,34 @@ def test_a_full_disk_behind_standard_error_is_no_traceback() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, "generate", *TOY, *PROMPT], stdout=subprocess.PIPE, stderr=full)
     assert done.returncode == 1
+
+
+def test_a_draft_model_that_is_not_used_is_said(capsys, monkeypatch, caplog) -> None:
+    flags = ("--max-tokens", "4", "--draft", "toy:2")
+    assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags, "--drafter", "ngram")[0] == 0
+    assert _warnings(caplog) == ["the draft model is loaded but not used: drafter='ngram' needs none"]
+    caplog.clear()
+    assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *flags)[0] == 0
+    assert _warnings(caplog) == []
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft", "toy:2")])
+def test_a_sweep_without_drafters_takes_the_decoders_own(draft: tuple[str, ...]) -> None:
+    decoder = SpeculativeDecoder("toy", *draft[1:], num_draft_tokens=3)
+    assert _drafters("", DecoderConfig(), draft[1] if draft else None) == (decoder.drafter_name,)
+    assert _drafters("", DecoderConfig(drafter="ngram:3"), None) == ("ngram:3",)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "faster than plain (2.00x)"), (2.0, "slower than plain (0.50x)")])
+def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: str) -> None:
+    result = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3).generate(
+        "The heron, the heron, the heron", SamplingParams(max_tokens=20)
+    )
+    runs = {PLAIN: Run([1] * 20, 1.0), SPECULATIVE: Run([1] * 20, seconds, result=result)}
+    line = caption(Comparison(NamedPrompt("A", "story"), runs), "new text")
+    assert line.startswith(f"story: {said}, ") and line.endswith("; new text")
+    assert f"of {result.stats.num_draft_tokens} drafted tokens accepted" in line
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]

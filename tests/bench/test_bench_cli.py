@@ -135,8 +135,8 @@ def test_simulations_stand_below_the_tables_and_in_the_report(capsys, monkeypatc
     model = told["simulations"]["model@3"]["simulation"]
     assert model["lengths"] == [1, 2, 3] and model["batches"] == [1, 4, 8]
     stats = next(one["stats"] for one in told["summary"] if one["arm"] == "model@3")
-    kept = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
-    assert model["tokens"]["3"] == pytest.approx(1 + sum(kept))
+    accepted = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
+    assert model["tokens"]["3"] == pytest.approx(1 + sum(accepted))
     assert out.count("predicted speed-up (*") == 2 and out.count("batch 8: ") == 2
     assert "simulation of model@3" in out and "Simulated" in (tmp_path / "runs" / "report.html").read_text()
 

@@ -1,4 +1,4 @@
-"""Runs: in turn, each from an empty memory, judged against plain decoding."""
+"""Runs: in turn, each from an empty KV cache, judged against plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
     params = replace(GREEDY, temperature=0.9 if sampled else 0.0, seed=1)
     decoder = toy().using(acceptance=load_wrong_rule("first-mismatch-kept"))
     runs = measured(tmp_path, decoder, "model@4", params)
-    # under sampling a rule that does not couple draws promises a law and no text
+    # under sampling a rule that does not couple draws promises a distribution and no text
     assert ("different" in verdicts(runs, "model@4")) is not sampled
     assert bool(wrong_texts(summarise(runs, "model@4"))) is not sampled
 

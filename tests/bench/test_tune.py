@@ -16,7 +16,7 @@ from slipstream.apps.cli import tune_run as command
 from slipstream.bench.plan import name_prompts
 from slipstream.bench.records import read_records, start
 from slipstream.bench.run_header import make_header
-from slipstream.bench.tuning.candidates import Candidate, Ground
+from slipstream.bench.tuning.candidates import Candidate, SearchSpace
 from slipstream.bench.tuning.meter import SCREENING, Budget, Meter
 from slipstream.bench.tuning.stages import Tuned, tune
 from slipstream.certificate.wrong_rules import load_wrong_rule
@@ -57,13 +57,13 @@ def small(tmp_path: Path) -> tuple[str, ...]:
 
 def tuned(
     folder: Path, seconds: float, *, drafts: tuple[str, ...] = ("toy:2",), longest: int = 3, tick: float = 0.004
-) -> tuple[Tuned, Budget, Ground]:
+) -> tuple[Tuned, Budget, SearchSpace]:
     params, prompts = SamplingParams(max_tokens=12, seed=0), name_prompts(PROMPTS)
-    ground = Ground(SpeculativeDecoder("toy", drafts[0] if drafts else None), drafts, params)
-    start(folder, make_header({"target": "toy"}, [ground.plain], prompts, DecoderConfig(), params))
+    space = SearchSpace(SpeculativeDecoder("toy", drafts[0] if drafts else None), drafts, params)
+    start(folder, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
     budget = ticking(seconds, tick)
-    meter = Meter(ground.lineup, folder, budget, lambda stage, doing: None)
-    return tune(ground, meter, prompts, [1, 2], longest), budget, ground
+    meter = Meter(space.lineup, folder, budget, lambda stage, doing: None)
+    return tune(space, meter, prompts, [1, 2], longest), budget, space
 
 
 def test_it_leaves_advice_runs_and_settings(capsys, monkeypatch, tmp_path: Path, small) -> None:
@@ -107,7 +107,7 @@ def test_it_needs_no_draft_model_and_samples_if_asked(capsys, monkeypatch, tmp_p
 
 
 def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
-    result, _, ground = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
+    result, _, space = tuned(tmp_path, 1, drafts=("toy:2", "toy:4"))
     names = {
         one.name: one.candidate
         for advice in result.advice
@@ -116,10 +116,10 @@ def test_several_draft_models_are_told_apart(tmp_path: Path) -> None:
     assert {"auto toy:2", "model toy:2", "auto toy:4", "model toy:4", "suffix"} >= {n for n in names if "@" not in n}
     drafted = {name: one for name, one in names.items() if one.kind == "model"}
     assert {one.draft for one in drafted.values()} == {"toy:2", "toy:4"}
-    loaded = {draft: ground.decoder(Candidate("model", 2, draft)).draft for draft in ("toy:2", "toy:4")}
+    loaded = {draft: space.decoder(Candidate("model", 2, draft)).draft for draft in ("toy:2", "toy:4")}
     assert all(one is not None and one.name == draft for draft, one in loaded.items())
     with pytest.raises(UsageError, match=r"draft 'toy' is given twice"):
-        Ground(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
+        SearchSpace(SpeculativeDecoder("toy"), ["toy", "toy"], SamplingParams())
 
 
 def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_the_command_says_so_with_exit_code_2(capsys, monkeypatch, small) -> Non
 
 def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     params, prompts = SamplingParams(max_tokens=4, seed=0), name_prompts(PROMPTS)
-    ground = Ground(SpeculativeDecoder("toy"), [], params)
-    start(tmp_path, make_header({"target": "toy"}, [ground.plain], prompts, DecoderConfig(), params))
-    meter = Meter(ground.lineup, tmp_path, ticking(100, tick=1.0), lambda stage, doing: None)
-    arms, group = [ground.plain, ground.arm(Candidate("ngram", 2))], command.groups(prompts, 1)[0]
+    space = SearchSpace(SpeculativeDecoder("toy"), [], params)
+    start(tmp_path, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
+    meter = Meter(space.lineup, tmp_path, ticking(100, tick=1.0), lambda stage, doing: None)
+    arms, group = [space.plain, space.arm(Candidate("ngram", 2))], command.groups(prompts, 1)[0]
     assert meter.expected(arms, 1) == 0
     first = meter.unit(arms, group, 1, 1, 100)
     assert first is not None and [one.arm for one in first] == ["none", "ngram@2"]

@@ -1,15 +1,23 @@
 """From a name to a model: what loads, what is refused and in which words, and what loading must leave alone."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import GGUFWriter
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
+from slipstream.models.hf import gguf_conversion as conversion
 from slipstream.models.hf import model_files as files
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -49,8 +57,9 @@ def test_a_folder_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
     shared("gpt2").save_pretrained(tmp_path)
     made = SpeculativeDecoder(str(tmp_path), fast=False)
     assert made.generate(PROMPT, PARAMS).token_ids == reference(shared("gpt2"), PROMPT, 12)
-    with pytest.raises(UsageError, match="no tokenizer"):
+    with pytest.raises(UsageError, match=r"no tokenizer; allowed: put tokenizer\.json into its folder") as error:
         made.generate("text", PARAMS)
+    assert str(tmp_path) in one_line(error)
 
 
 def test_the_requested_dtype_is_loaded_and_load_options_are_passed_on(folder: Path) -> None:
@@ -105,6 +114,75 @@ def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: 
     assert str(tmp_path) in one_line(error)
 
 
+def changed(folder: Path, into: Path, **changes: Any) -> str:
+    """A copy of a model folder with another config.json."""
+    for file in folder.iterdir():
+        (into / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (into / "config.json").write_text(json.dumps(config))
+    return str(into)
+
+
+def test_weights_of_another_architecture_are_refused_by_the_names_of_those_missing(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = changed(folder, tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(
+        SlipstreamError, match=r"do not fit config\.json: \d+ are missing, first .*transformer\.h\.0"
+    ) as error:
+        SpeculativeDecoder(other)
+    assert other in one_line(error)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    fresh("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as weights:
+        assert "lm_head.weight" not in weights.keys()  # noqa: SIM118 (a reader is no dict)
+    assert SpeculativeDecoder(str(tmp_path), fast=False).generate(PROMPT, PARAMS).token_ids
+
+
+def test_one_missing_weight_is_named(folder: Path, tmp_path: Path) -> None:
+    changed(folder, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SlipstreamError, match=r"1 are missing, first model\.norm\.weight"):
+        SpeculativeDecoder(str(tmp_path))
+
+
+def test_weights_of_other_shapes_are_refused_with_both_shapes(folder: Path, tmp_path: Path) -> None:
+    inner = shared("llama").config.intermediate_size
+    other = changed(folder, tmp_path, intermediate_size=inner + 4)
+    with pytest.raises(SlipstreamError, match=r"weights have another shape, first .*mlp") as error:
+        SpeculativeDecoder(other)
+    assert f"{inner}" in one_line(error) and f"{inner + 4}) by config.json" in one_line(error)
+    SpeculativeDecoder(other, load_options={"ignore_mismatched_sizes": True})  # the caller knows
+
+
+def test_weights_without_a_place_are_a_warning(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = shared("llama").config.num_hidden_layers
+    fewer = changed(folder, tmp_path, num_hidden_layers=layers - 1, layer_types=None)
+    SpeculativeDecoder(fewer, fast=False, reproducible=False)
+    assert f"weights of the file are not used, first model.layers.{layers - 1}." in caplog.text
+
+
+def test_a_configuration_that_does_not_validate_is_told_in_full(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"'hidden_size'.*expected int, got str \(value: 'wide'\)") as error:
+        SpeculativeDecoder(changed(folder, tmp_path, hidden_size="wide"))
+    one_line(error)
+
+
+def test_loading_shows_no_bars_of_transformers_and_leaves_its_settings(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    SpeculativeDecoder(str(folder), fast=False, reproducible=False)
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled()
+    assert transformers.utils.logging.get_verbosity() == verbosity
+
+
 def test_a_folder_without_weights_is_one_clear_line(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(SlipstreamError, match="could not be loaded") as error:
@@ -129,11 +207,122 @@ def test_a_broken_gguf_file_is_refused_and_leaves_nothing_behind(
     assert not cache.exists() or not list(cache.iterdir())
 
 
+def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    whole = GGUFWriter(tmp_path / "whole.gguf", "llama")
+    whole.add_block_count(1)
+    whole.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    whole.write_header_to_file()
+    whole.write_kv_data_to_file()
+    whole.write_tensors_to_file()
+    whole.close()
+    content = (tmp_path / "whole.gguf").read_bytes()
+    for size in (len(content) - 100, 40):
+        (tmp_path / "cut.gguf").write_bytes(content[:size])
+        with pytest.raises(SlipstreamError, match=r"cut\.gguf' is truncated: the file ends before") as error:
+            SpeculativeDecoder(str(tmp_path / "cut.gguf"))
+        one_line(error)
+    with pytest.raises(SlipstreamError, match=r"do not fit config\.json: 10 are missing"):  # all there, but few
+        SpeculativeDecoder(str(tmp_path / "whole.gguf"))
+
+
+def test_reading_gguf_tensors_shows_no_bar_of_the_reader(capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    theirs = reader.tqdm
+    with conversion._bar("x.gguf") as progress, conversion._tensors_shown_by(progress):
+        assert list(reader.tqdm([1, 2, 3], desc="Converting")) == [1, 2, 3]
+        assert progress.disable or progress.tasks[0].completed == 3
+    assert capfd.readouterr().err == "" and reader.tqdm is theirs
+
+
+def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ImportError("cannot import name 'Reader' from 'somewhere'")
+    assert "cannot import name 'Reader'" in str(conversion.unreadable_gguf(tmp_path, error))
+    monkeypatch.setattr(conversion, "NEEDED", ("json", "no_such_package"))
+    said = str(conversion.unreadable_gguf(tmp_path, error))
+    assert "needs no_such_package, not installed here: pip install" in said and "json" not in said
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file"])
+def test_a_conversion_says_that_it_needs_the_cache_folder(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    cache = str(tmp_path / place)
+    monkeypatch.setenv("SLIPSTREAM_MODELS", cache)
+    for name in (str(tmp_path / "some.gguf"), "smollm2"):
+        with pytest.raises(
+            SlipstreamError, match=r"must be converted, but .* cannot be written .*SLIPSTREAM_MODELS"
+        ) as error:
+            SpeculativeDecoder(name)
+        assert cache in one_line(error)
+
+
+def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    (tmp_path / "qwen0.5b").mkdir()
+    (tmp_path / "qwen0.5b" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"'smolm2'; did you mean smollm2\? At hand: qwen0\.5b, smollm2, toy;"):
+        files.resolve("smolm2")
+    with pytest.raises(UsageError, match=r"did you mean qwen0\.5b\?"):
+        files.resolve("qwen0.5")
+    assert files.resolve("gpt2") == "gpt2"  # a hub id
+    said = str(files.not_loaded("gpt2", "gpt2", OSError("no network\nat all")))
+    assert "At hand: qwen0.5b, smollm2, toy" in said and "no network at all" in said
+
+
+def test_damaged_models_of_the_cache_are_skipped_with_a_warning(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    for name, content in (("a", b"{"), ("b", b"\xff"), ("c", b"[]"), ("d", b'{"architectures": 5}'), ("e", b"{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(content)
+    (tmp_path / "whole").mkdir()
+    changed(folder, tmp_path / "whole")
+    assert [model["name"] for model in files.list_models()] == ["whole"]
+    assert [str(tmp_path / name) in caplog.text for name in "abcde"] == [True] * 5
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file"])
+def test_a_cache_folder_that_is_none_holds_no_models(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / place))
+    assert files.list_models() == [] and files.resolve("gpt2") == "gpt2"
+
+
+@pytest.mark.parametrize("option", [{"device": "tpu"}, {"dtype": "bfloat16"}, {"load_options": {"x": 1}}])
+def test_the_toy_says_what_it_can_be_told(option: dict[str, Any]) -> None:
+    with pytest.raises(
+        UsageError, match=rf"{next(iter(option))}=.*the toy model .* runs on the CPU; allowed: "
+    ) as error:
+        SpeculativeDecoder("toy", **option)
+    assert ("'auto' or 'cpu'" in one_line(error)) == ("device" in option)
+    assert SpeculativeDecoder("toy", device="cpu").target.name == "toy"
+
+
+def test_finding_models_imports_no_framework() -> None:
+    code = (
+        "import sys; from slipstream.models.hf.model_files import list_models, quiet, resolve; quiet(); list_models();"
+        "resolve('gpt2'); print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_a_hub_id_without_network_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
 
-    monkeypatch.setattr(files.AutoModelForCausalLM, "from_pretrained", unreachable)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", unreachable)
     with pytest.raises(SlipstreamError, match="'someone/something' is no local folder, and the hub did not") as error:
         SpeculativeDecoder("someone/something")
     one_line(error)

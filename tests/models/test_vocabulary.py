@@ -13,7 +13,6 @@ from tiny import VOCAB, fresh, tokenizer
 from tokenizers import Tokenizer, models
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
-from slipstream.models.hf import model_files as files
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary import (
     PROBES,
@@ -201,7 +200,9 @@ def test_a_report_is_json_and_lines() -> None:
 def test_a_folder_is_inspected_as_it_would_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load(str(folder), LoadOptions(fast=False))
     expected = VocabularyInfo.of(whole)
-    monkeypatch.setattr(files, "AutoModelForCausalLM", None)  # weights cannot be loaded from here on
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", None
+    )  # weights cannot be loaded from here on
     info = inspect_vocabulary(str(folder))
     assert (info.name, info.head_size, info.end_ids) == (expected.name, VOCAB + 5, (1, 4))
     assert info.end_ids == expected.end_ids and info.special == expected.special != {}
@@ -246,7 +247,7 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    monkeypatch.setattr(files, "AutoModelForCausalLM", None)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     info = inspect_vocabulary(str(file))
     assert (info.head_size, info.end_ids) == (5, (2,))
     assert info.tokenizer is not None and set(words) <= info.tokenizer.vocabulary().keys()
@@ -258,7 +259,7 @@ def test_a_gguf_file_is_read_without_its_tensors(tmp_path: Path, monkeypatch: py
         ("/no/such/folder", "is not a folder"),
         ("no/such.gguf", "does not exist; allowed"),
         ("toy:x", "allowed: 'toy' or 'toy:ORDER'"),
-        ("nobody/nothing", "could not be read"),
+        ("nobody/nothing", "the hub did not give it"),
     ],
 )
 def test_what_is_no_model_is_refused_in_one_line(source: str, message: str) -> None:

@@ -186,3 +186,9 @@ def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one(
     shapes = Calibration((2, 3, 4, 5, 6, 7, 8, 16), 512, times).shapes
     assert [shapes.pad(width, 1) for width in range(1, 10)] == [2, 2, 4, 4, 5, 8, 8, 8, 16]
     assert [shapes.pad(width, 4) for width in range(1, 10)] == [2, 2, 3, 4, 5, 6, 7, 8, 16]
+
+
+def test_progress_is_reported_in_order_up_to_the_end() -> None:
+    told: list[float] = []
+    calibrate(RoundingBackend(), BATCH, told.append)
+    assert told == sorted(told) and len(told) > 2 * len(WIDTHS) and told[0] > 0 and told[-1] <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
-from slipstream.reproducibility.shape_trials import ATTENDED_UNITS
+from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:
@@ -31,6 +32,33 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "calibration").iterdir())) == 2
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
     assert short.attended_lengths and remembered(_loaded(again, "three"), BATCH) == short
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"widths": 5}', b'{"identity": "another"}'])
+def test_a_damaged_calibration_is_measured_again_and_mended(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    remembered(_loaded(RoundingBackend()), BATCH)
+    (file,) = (tmp_path / "calibration").iterdir()
+    whole = json.loads(file.read_bytes())
+    for damage in (content, json.dumps(whole | {"milliseconds": 3}).encode()):
+        file.write_bytes(damage)
+        caplog.clear()
+        assert remembered(_loaded(again := RoundingBackend()), BATCH).widths == WIDTHS and again.shapes
+        assert f"{file} is damaged and measured again" in caplog.text
+        assert json.loads(file.read_bytes()).keys() == whole.keys()
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file"])
+def test_without_a_cache_folder_calibrations_are_measured_and_one_warning_says_so(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / place))
+    assert remembered(_loaded(RoundingBackend()), BATCH).widths == WIDTHS
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not saved" in caplog.text and str(tmp_path / place) in caplog.text
 
 
 @pytest.fixture

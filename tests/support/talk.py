@@ -16,14 +16,14 @@ class Recorder:
     """A face that remembers; `stop_after` pieces it raises what Ctrl-C raises."""
 
     def __init__(self) -> None:
-        self.segments: list[str] = []
+        self.pieces: list[str] = []
         self.said: list[str] = []
         self.notes: list[str] = []
         self.errors: list[str] = []
         self.stop_after: int | None = None
 
     def piece(self, text: str) -> None:
-        self.segments.append(text)
+        self.pieces.append(text)
         if self.stop_after is not None and text != "\n":
             self.stop_after -= 1
             if self.stop_after == 0:

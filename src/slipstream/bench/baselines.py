@@ -96,7 +96,7 @@ def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
     if not loaded.packed:
         return loaded.model
-    from slipstream.models.hf.model_files import load_model
+    from slipstream.models.hf.weights import load_model
 
     return load_model(loaded.name, options)[1].eval()
 

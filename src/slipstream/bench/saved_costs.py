@@ -1,4 +1,4 @@
-"""What is measured after the runs and kept beside them: the costs of a round, and predictions made from them."""
+"""What is measured after the runs and saved beside them: the costs of a round, and predictions made from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedCosts:
     """seconds: measured per drafter; simulated: whether the costs cover a simulation; costs: by arm.
 
     predictions: by "ARM batch SIZE", see `Prediction.to_dict`.
@@ -34,8 +34,10 @@ class Kept:
     costs: dict[str, Costs] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, summaries: Sequence[ArmSummary], costs: Mapping[str, Costs], seconds: float, simulated: bool) -> Kept:
-        """What summaries with predictions leave to keep."""
+    def of(
+        cls, summaries: Sequence[ArmSummary], costs: Mapping[str, Costs], seconds: float, simulated: bool
+    ) -> SavedCosts:
+        """What there is to save of summaries with predictions."""
         known = {_name(one): one.prediction for one in summaries if one.prediction is not None}
         return cls(seconds, simulated, known, dict(costs))
 
@@ -57,8 +59,8 @@ class Kept:
             raise UsageError(f"{str(folder / FILE)!r} cannot be written: {error.strerror}") from error
 
 
-def read_kept(folder: Path) -> Kept | None:
-    """What a folder of runs keeps; None where nothing was measured."""
+def read_saved(folder: Path) -> SavedCosts | None:
+    """What was saved in a folder of runs; None where nothing was measured."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -66,13 +68,13 @@ def read_kept(folder: Path) -> Kept | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
-    if not _is_kept(found):
+    if not _is_saved(found):
         raise UsageError(f"{str(path)!r} holds no predictions; allowed: what a benchmark wrote, or no such file")
     costs = {arm: Costs.from_dict(values) for arm, values in found["costs"].items()}
-    return Kept(found["seconds"], found["simulated"], found["predictions"], costs)
+    return SavedCosts(found["seconds"], found["simulated"], found["predictions"], costs)
 
 
-def _is_kept(found: Any) -> bool:
+def _is_saved(found: Any) -> bool:
     if not isinstance(found, dict) or found.keys() != _FIELDS.keys():
         return False
     if not all(isinstance(found[name], kind) for name, kind in _FIELDS.items()):

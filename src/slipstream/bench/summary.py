@@ -54,7 +54,7 @@ class ArmSummary:
 
     @property
     def lossless(self) -> bool:
-        """Whether the arm promises plain decoding's text or law; baselines promise nothing here."""
+        """Whether the arm promises plain decoding's text or distribution; baselines promise nothing here."""
         return self.stats is not None and self.stats.lossless
 
     @property
@@ -78,11 +78,11 @@ class ArmSummary:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """The share of draft tokens kept at each position of the draft."""
+        """The share of draft tokens accepted at each position of the draft."""
         if self.stats is None:
             return []
         pairs = zip(self.stats.accepted_per_position, self.stats.drafted_per_position, strict=True)
-        return [kept / drafted for kept, drafted in pairs]
+        return [accepted / drafted for accepted, drafted in pairs]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -79,7 +79,7 @@ def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
 def _time(summaries: Sequence[ArmSummary]) -> Table:
     predicted = any(one.prediction for one in summaries)
     more = ("predicted\nspeed-up", "observed,\nno prefill") if predicted else ()
-    columns = (*PARTS, "overhead", "overhead\nof a round", "kept at draft position 1, 2, ...")
+    columns = (*PARTS, "overhead", "overhead\nof a round", "accepted at draft position 1, 2, ...")
     table = _table("where the time went", "arm", *columns, *more)
     for one in summaries:
         if one.time_split is not None:

@@ -16,7 +16,7 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     if loaded.model.dtype == torch.float32 and not loaded.packed:
         return loaded.model
     if loaded.packed:
-        from slipstream.models.hf.model_files import load_model
+        from slipstream.models.hf.weights import load_model
 
         return load_model(loaded.name, LoadOptions("float32", options.device, False, options.extra))[1].eval()
     return copy.deepcopy(loaded.model).float().eval()

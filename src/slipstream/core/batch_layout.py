@@ -19,7 +19,7 @@ class BatchLayout(Protocol):
     """A strategy of `Session`."""
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded to the longest."""
+        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
         """See `Session.prefill`."""

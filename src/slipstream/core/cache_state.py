@@ -1,4 +1,4 @@
-"""What a slot of the memory holds, and the forward shapes that computed it: plain facts about token ids.
+"""What a slot of the KV cache holds, and the forward shapes that computed it: plain facts about token ids.
 
 This module knows no model.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.core.types import Row
 
-PROMPT_UNIT = 16  # prompts are padded to multiples of this where shapes are kept
+PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 
 
 @dataclass
 class SlotState:
-    """What one slot of the memory holds: `base` committed tokens of `row`, then draft tokens up to `written`.
+    """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
     Whether the draft tokens became true is read off the row's round number `round` once that is committed.
     shapes: those of the forwards that computed it.

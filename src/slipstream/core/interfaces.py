@@ -155,9 +155,9 @@ class GreedyRounds(Protocol):
     def draft_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
     ) -> Tensor:
-        """[B, steps] int64: the likeliest of the first `vocab_size` tokens after each row, fed and repeated.
+        """[B, steps] int64: the likeliest of the first `vocab_size` tokens after each row, after that one, and so on.
 
-        The last of them is not fed.
+        The last of them is not computed on.
         """
 
     def verify_greedy(
@@ -179,7 +179,7 @@ class PromptLogits(Protocol):
 
 @runtime_checkable
 class AttendedLengths(Protocol):
-    """Optional capability of a backend: attention that reads other lengths of the cache than multiples of `attended_unit`.
+    """Optional capability of a backend: attention over other lengths than multiples of `attended_unit`.
 
     attended_lengths: the lengths it may read where one is enough, ascending; empty for multiples of the unit only.
     """

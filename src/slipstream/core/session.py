@@ -63,7 +63,7 @@ class Session:
         return max(0, self.shapes.widths[-1] - CATCH_UP) if self.shapes.widths else None
 
     def num_tokens(self, rows: int, drafted: int) -> int | None:
-        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded to the longest."""
+        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
         return self.layout.num_tokens(self.table, rows, drafted)
 
     def reserve(self, rows: int, length: int) -> None:

@@ -98,7 +98,7 @@ class SlotTable:
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
         if source != slot:
-            self.states[slot] = SlotState()  # its tokens are about to be overwritten
+            self.states[slot] = SlotState()  # its content is about to be overwritten
             self.backend.copy(source, slot, most)
         if self.audit:
             self.audit.copy(source, slot, most)

@@ -73,16 +73,16 @@ class Draft:
 
     def cut(self, lengths: Sequence[int]) -> Draft:
         """The same draft with at most lengths[i] tokens of row i."""
-        kept = tuple(map(min, self.lengths, lengths))
-        if kept == self.lengths:
+        shorter = tuple(map(min, self.lengths, lengths))
+        if shorter == self.lengths:
             return self
-        width = max(kept, default=0)
+        width = max(shorter, default=0)
         probs = None if self.probs is None else self.probs[:, :width]
         acceptance_probs = self.acceptance_probs and tuple(
-            known and known[:n] for known, n in zip(self.acceptance_probs, kept, strict=True)
+            known and known[:n] for known, n in zip(self.acceptance_probs, shorter, strict=True)
         )
         return replace(
-            self, tokens=self.tokens[:, :width], lengths=kept, probs=probs, acceptance_probs=acceptance_probs
+            self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, acceptance_probs=acceptance_probs
         )
 
     @staticmethod
@@ -101,7 +101,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft. accepted: [B] draft tokens kept; next_token: [B] the token that follows them."""
+    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them."""
 
     accepted: Tensor
     next_token: Tensor
@@ -211,7 +211,7 @@ class Row:
         self.error, self.finish_reason = error, "error"
 
     def commit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens up to the first end and return those kept.
+        """Append tokens up to the first end and return those appended.
 
         Ends are looked for token by token: an end-of-sequence or stop id, a stop string, the length limit.
         """

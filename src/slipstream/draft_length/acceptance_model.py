@@ -1,4 +1,4 @@
-"""How likely draft tokens come true, by what kind they are and by what the row has shown so far.
+"""How likely draft tokens are accepted, by what kind they are and by what the row has shown so far.
 
 A kind is whatever a drafter can tell before the target has spoken: how long the match was, how sure the draft model
 is, at which place of the draft the token stands. This module knows no drafter and no model.
@@ -20,12 +20,12 @@ CERTAIN = 0.995  # nothing is taken for surer than this
 class AcceptanceModel:
     """Logistic regression with a weight per kind and one per row, learned token by token.
 
-    The log-odds that a token comes true are those of the prior for its kind, plus what all rows have shown about the
+    The log-odds that a token is accepted are those of the prior for its kind, plus what all rows have shown about the
     kind, plus what its row has shown. Each token moves the weights by a step against the error of its prediction
     (stochastic gradient descent on the log-loss).
 
     prior: the chance of each kind before anything is known. shared: whether rows learn from each other; if not, a
-    row's odds depend on that row alone. row_step: how far one token moves its row's weight.
+    row's probabilities depend on that row alone. row_step: how far one token moves its row's weight.
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:
@@ -35,11 +35,11 @@ class AcceptanceModel:
         self._shared, self._row_step = shared, row_step
 
     def chance(self, row: Row, kind: int) -> float:
-        """The chance that a token of this kind comes true in this row, given that those before it did."""
+        """The probability that a token of this kind is accepted in this row, given that those before it were."""
         return min(CERTAIN, _sigmoid(self._kinds[kind] + self._rows.get(row, 0.0)))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
-        """What the text became where a draft stood: tokens come true up to the first that differs.
+        """What the text became where a draft stood: tokens count as accepted up to the first that differs.
 
         kinds and drafted: of the draft's tokens; text: what stands there now, which may be shorter or longer.
         """
@@ -48,9 +48,9 @@ class AcceptanceModel:
             if token != came:
                 break
 
-    def _learn(self, row: Row, kind: int, came_true: bool) -> None:
+    def _learn(self, row: Row, kind: int, accepted: bool) -> None:
         known = self._rows.get(row, 0.0)
-        error = came_true - _sigmoid(self._kinds[kind] + known)
+        error = accepted - _sigmoid(self._kinds[kind] + known)
         self._rows[row] = known + self._row_step * error
         if self._shared:
             self._kinds[kind] += SHARED_STEP * error

@@ -119,7 +119,7 @@ class DraftController:
         return draft.cut(lengths)
 
     def prefer_model(self, rows: Sequence[Row], probs: Sequence[Sequence[float]], asked: Sequence[int]) -> Decision:
-        """For which rows a draft model's draft is worth more than a retrieval draft with these acceptance probabilities.
+        """For which rows a draft model's draft is worth more than a retrieval draft of these acceptance probs.
 
         asked: tokens each row may draft. The decision's lengths are 0 for the others.
         """
@@ -216,7 +216,7 @@ class DraftController:
         return [known if row.params.num_draft_tokens is None else None for row, known in zip(rows, told, strict=True)]
 
     def _rate(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
-        """Tokens per second of a round in which a draft model drafts for some rows, beside retrieval drafts of others."""
+        """Tokens per second of a round in which a draft model drafts for some rows, retrieval for others."""
         longest, total = max((one.drafted for one in expected), default=0.0), sum(one.drafted for one in expected)
 
         def seconds(retrieved: int, drafted: int) -> float:

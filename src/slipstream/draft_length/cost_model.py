@@ -13,7 +13,7 @@ from statistics import median
 
 from slipstream.core.types import Row
 
-KEPT = 9  # latest measurements of which the median counts
+REMEMBERED = 9  # latest measurements of which the median counts
 SPEED, SHAPE = 0.35, 0.07  # shares of a surprise that are laid to the machine's speed and to the shape
 MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
 COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
@@ -81,7 +81,7 @@ class CostModel:
             verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
         self._take_in(shape, verifying)
         if steps:
-            self._steps.setdefault(count, deque(maxlen=KEPT)).append(drafting / steps)
+            self._steps.setdefault(count, deque(maxlen=REMEMBERED)).append(drafting / steps)
 
     def _take_in(self, shape: tuple[int, int], seconds: float) -> None:
         if seconds <= 0:
@@ -139,8 +139,8 @@ class CostModel:
         if rows == 1 or len(self.together) < 2:
             return _between(self.measured, tokens)
         least = min(self.together)
-        rest = self.together[least] - _between(self.measured, least)
-        row = max(0.0, rest) / (self.most - 1)  # what each further row costs
+        further = self.together[least] - _between(self.measured, least)
+        row = max(0.0, further) / (self.most - 1)  # what each further row costs
         if tokens < least:
             return _between(self.measured, tokens) + (rows - 1) * row
         return _between(self.together, tokens) - (self.most - rows) * row
@@ -162,9 +162,10 @@ def best_lengths(
 ) -> tuple[list[int], float]:
     """How many tokens of each row's draft to verify, and the tokens per second that this promises.
 
-    acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: of a round, by the
-    longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even: all rows may
-    have as many tokens, since they wait for the longest; else those tokens are taken that promise the most.
+    acceptance_probs[i][j]: the probability that the first j + 1 draft tokens of row i are all accepted. seconds: of a
+    round, by the longest draft in it and the number of tokens of all. sure: tokens that the round brings anyway. even:
+    all rows may have as many tokens, since they wait for the longest; else those tokens are taken that promise the
+    most.
     """
     lengths = [0] * len(acceptance_probs)
     best, rate, brought, longest, drafted = lengths, sure / seconds(0, 0), sure, 0, 0
@@ -188,7 +189,7 @@ def _by_column(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def _by_probability(acceptance_probs: Sequence[Sequence[float]]) -> list[list[int]]:
-    """The row of each token, the most probable first; a row's tokens come in order, as cumulative probabilities never rise."""
+    """The row of each token, the most likely first; a row's tokens come in order, as probabilities never rise."""
     ordered = sorted(
         (-acceptance_prob, n, i) for i, row in enumerate(acceptance_probs) for n, acceptance_prob in enumerate(row)
     )

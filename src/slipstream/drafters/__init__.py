@@ -1,8 +1,8 @@
 """Drafters: anything that proposes tokens. A new one is one file (or folder) here.
 
-The file name is the drafter's name. The file has `USAGE`, how a user writes it; `TRAITS`, what it declares about itself;
-and `build(setup, argument)`, where `argument` is what the user wrote after a colon ("ngram:5" gives "5"), which returns
-an object with the one method of `Drafter`. Importing this package imports no drafter and no PyTorch.
+The file name is the drafter's name. The file has `USAGE`, how a user writes it; `TRAITS`, what it declares about
+itself; and `build(setup, argument)`, where `argument` is what the user wrote after a colon ("ngram:5" gives "5"), which
+returns an object with the one method of `Drafter`. Importing this package imports no drafter and no PyTorch.
 """
 
 from __future__ import annotations

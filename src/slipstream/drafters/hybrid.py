@@ -1,8 +1,8 @@
 """Two drafters in one: text that was seen before is retrieved, the rest is drafted by the draft model.
 
-A retrieval draft costs nothing but its verification, a draft model's a forward per token. Retrieval knows how likely its
-tokens are to be accepted, from how such tokens fared in this row, whether they were used or not; so a row that leaves
-familiar ground is noticed at once, and so is one that comes back to it.
+A retrieval draft costs nothing but its verification, a draft model's a forward per token. Retrieval knows how likely
+its tokens are to be accepted, from how such tokens fared in this row, whether they were used or not; so a row that
+leaves familiar ground is noticed at once, and so is one that comes back to it.
 """
 
 from __future__ import annotations

@@ -133,17 +133,17 @@ class NgramTableDrafter:
         return Draft.from_lists(proposals, sampler.device)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """Note the target's likeliest tokens after each row's last token and the draft tokens kept; see `Observer`."""
+        """Note the target's likeliest tokens after each row's last token and accepted draft tokens; see `Observer`."""
         if not self.fill:
             return
         top = logits.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1).indices
         told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
-        for row, (kept, *rest) in zip(rows, told, strict=True):
+        for row, (accepted, *others) in zip(rows, told, strict=True):
             table = self._tables.get(row)
             if table is None:
                 continue  # never asked for a draft
-            size, ranking = top.shape[-1], rest[draft.width :]
-            for j, token in enumerate([row.tokens[-1], *rest[:kept]]):
+            size, ranking = top.shape[-1], others[draft.width :]
+            for j, token in enumerate([row.tokens[-1], *others[:accepted]]):
                 table.rank(token, ranking[j * size : (j + 1) * size])
 
     def _table(self, row: Row) -> _Table:
@@ -161,12 +161,12 @@ TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramTableDrafter:
-    """ "ngram_table", "ngram_table:LONGEST" or "ngram_table:SHORTEST-LONGEST", with "+fill" behind the sizes or "ngram_table:fill"."""
+    """ "ngram_table[:LONGEST]" or "ngram_table:SHORTEST-LONGEST", with "+fill" after sizes, or "ngram_table:fill"."""
     match = ARGUMENT.fullmatch(argument)
     if match is None:
         raise UsageError(
-            f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or ngram_table:SHORTEST-LONGEST, each with +fill "
-            "behind the sizes, or ngram_table:fill"
+            f"drafter='ngram_table:{argument}'; allowed: ngram_table, ngram_table:LONGEST or "
+            "ngram_table:SHORTEST-LONGEST, each with +fill behind the sizes, or ngram_table:fill"
         )
     first, last, with_sizes, alone = match.groups()
     longest = int(last or LONGEST)

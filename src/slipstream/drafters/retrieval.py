@@ -1,4 +1,4 @@
-"""Everything that can be looked up: `suffix` where the text is known, `recycle` where it is not, and behind it."""
+"""All retrieval in one: `suffix` where the text is known, `token_recycling` where it is not, and after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.errors import UsageError
 class RetrievalDrafter:
     """The draft of `known` or, where its first token is less likely, of `ranked`; `ranked` goes on behind it.
 
-    Both are one-hot. Where they do not say what to hope for, `ranked` drafts for the rows for which `known` has
+    Both are one-hot. Where they know no acceptance probabilities, `ranked` drafts for the rows for which `known` has
     nothing.
     """
 
@@ -43,7 +43,7 @@ class RetrievalDrafter:
         )
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """See `RecycleDrafter`."""
+        """See `TokenRecyclingDrafter`."""
         self.ranked.observe(rows, draft, logits, verdict)
 
     def forget(self) -> None:
@@ -66,7 +66,7 @@ class RetrievalDrafter:
 
 
 def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
-    """Tokens and hopes of each row."""
+    """Tokens and acceptance probabilities of each row."""
     acceptance_probs = draft.acceptance_probs or [None] * len(draft.lengths)
     rows = zip(draft.tokens.tolist(), draft.lengths, acceptance_probs, strict=True)
     return [(tokens[:length], list(acceptance_prob or ())) for tokens, length, acceptance_prob in rows]

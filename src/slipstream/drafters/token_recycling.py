@@ -1,4 +1,4 @@
-"""Token recycling: what the target ranked highest after a token is kept and drafted when the token comes again.
+"""Token recycling: what the target ranked highest after a token is stored and drafted when the token comes again.
 
 Luo et al. 2024, "Turning Trash into Treasure" (arXiv:2408.08696), who verify trees of alternatives; here a draft is
 the chain of best ones. Every verified position teaches, also behind a rejected draft token: the target's ranking there
@@ -24,15 +24,15 @@ from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 
 CONTEXT = 3  # tokens of the longest context
-WIDTH, LIMIT = 4, 64  # alternatives kept per context
+WIDTH, LIMIT = 4, 64  # alternatives stored per context
 KEEP = 0.9  # weight of what was known, each time a context comes again
-SPAN = 1 << 15  # a memory holds the last SPAN to 2 * SPAN contexts
-# chance of a token behind a context of one, two, three tokens, of the row's own memory and of the common one
+SPAN = 1 << 15  # a table holds the last SPAN to 2 * SPAN contexts
+# chance of a token behind a context of one, two, three tokens, of the row's own table and of the common one
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
-HOPELESS = 0.01  # a chain less likely than this is not followed
+UNLIKELY = 0.01  # a chain less likely than this is not followed
 
 
-class _Memory:
+class _Table:
     """The likeliest followers of contexts, best first, with their weights.
 
     A ranking of n tokens gives them the weights `width`, `width` - 1, ...; the sums of earlier ones fade. Contexts are
@@ -78,11 +78,11 @@ class _Memory:
 class TokenRecyclingDrafter:
     """Drafts the chain of the target's best alternatives after contexts that were verified before.
 
-    width: alternatives kept per context. A row has a memory of its own, which begins with its text as far as it stands
+    width: alternatives stored per context. A row has a table of its own, which begins with its text as far as it stands
     at its first draft; what the target ranked in any row goes into a common one as well. Contexts of two and three
-    tokens go before single ones, the row's own before common ones. Drafts are one-hot. A memory holds at most 2 * SPAN
+    tokens go before single ones, the row's own before common ones. Drafts are one-hot. A table holds at most 2 * SPAN
     contexts.
-    odds: given, a draft says how likely it is to come true, by how often such tokens came true before.
+    acceptance_model: given, a draft has acceptance probabilities, by how often such tokens were accepted before.
     """
 
     vocab_size: int
@@ -91,12 +91,12 @@ class TokenRecyclingDrafter:
     _guesses: WeakKeyDictionary[Row, tuple[int, list[int], list[int]]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
-    _own: WeakKeyDictionary[Row, _Memory] = field(default_factory=WeakKeyDictionary, repr=False)
+    _own: WeakKeyDictionary[Row, _Table] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= LIMIT:
             raise UsageError(f"token_recycling width={self.width!r}; allowed: a whole number from 1 to {LIMIT}")
-        self._common = _Memory(self.width)
+        self._common = _Table(self.width)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the chain of likeliest followers; it ends where nothing is known."""
@@ -111,34 +111,34 @@ class TokenRecyclingDrafter:
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Extender`."""
+        """Up to `length` tokens after a draft by another drafter, with acceptance probabilities; see `Extender`."""
         more, kinds = self._follow(row, [*row.tokens[-CONTEXT:], *tokens], length)
-        return self._hoped(row, more, kinds, acceptance_prob)
+        return self._likely(row, more, kinds, acceptance_prob)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens at every verified position; see `Observer`. Waits for the device."""
         size = min(self.width, logits.shape[-1])
         top = logits.topk(size, dim=-1).indices
         told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
-        for row, length, (kept, *rest) in zip(rows, draft.lengths, told, strict=True):
-            text, rankings = [*row.tokens[-CONTEXT:], *rest[:length]], rest[draft.width :]
+        for row, length, (accepted, *others) in zip(rows, draft.lengths, told, strict=True):
+            text, rankings = [*row.tokens[-CONTEXT:], *others[:length]], others[draft.width :]
             own = self._own.get(row)
-            memories = [self._common] if own is None else [self._common, own]
-            # where a draft repeats itself, what was kept has the last word
-            for j in (*range(kept + 1, length + 1), *range(kept + 1)):
+            tables = [self._common] if own is None else [self._common, own]
+            # where a draft repeats itself, accepted tokens have the last word
+            for j in (*range(accepted + 1, length + 1), *range(accepted + 1)):
                 contexts = self._contexts(text[: len(text) - length + j])
-                for memory in memories:
-                    memory.enter(contexts, rankings[j * size : (j + 1) * size])
+                for table in tables:
+                    table.enter(contexts, rankings[j * size : (j + 1) * size])
 
     def forget(self) -> None:
         """Drop what was learned from requests; rows under way begin again with their text."""
-        self._common = _Memory(self.width)
+        self._common = _Table(self.width)
         self._own.clear()
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
 
     def num_contexts(self) -> int:
-        """How many contexts the common memory holds."""
+        """How many contexts the common table holds."""
         return len(self._common)
 
     def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
@@ -146,49 +146,49 @@ class TokenRecyclingDrafter:
             start, tokens, kinds = self._guesses[row]
             self.acceptance_model.learn(row, kinds, tokens, row.tokens[start : start + len(tokens)])
         tokens, kinds = self._follow(row, row.tokens[-CONTEXT:], length)
-        tokens, acceptance_probs = self._hoped(row, tokens, kinds, 1.0)
+        tokens, acceptance_probs = self._likely(row, tokens, kinds, 1.0)
         self._guesses[row] = len(row.tokens), tokens, kinds
         return tokens, acceptance_probs
 
-    def _hoped(
+    def _likely(
         self, row: Row, tokens: list[int], kinds: list[int], acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """With odds the chain as far as there is hope, and what to hope for."""
+        """With an acceptance model the chain as far as it is likely, and its acceptance probabilities."""
         acceptance_probs = list[float]()
         if self.acceptance_model is None:
             return tokens, acceptance_probs
         for kind in kinds:
             acceptance_prob *= self.acceptance_model.chance(row, kind)
-            if acceptance_prob < HOPELESS:
+            if acceptance_prob < UNLIKELY:
                 break
             acceptance_probs.append(acceptance_prob)
         return tokens[: len(acceptance_probs)], acceptance_probs
 
     def _follow(self, row: Row, text: list[int], length: int) -> tuple[list[int], list[int]]:
         """Up to `length` tokens after a text, and their kinds."""
-        own, drafted, kinds = self._memory(row), list[int](), list[int]()
+        own, drafted, kinds = self._table(row), list[int](), list[int]()
         while len(drafted) < length and (found := self._likeliest(own, self._contexts(text))) is not None:
             drafted.append(found[0])
             kinds.append(found[1])
             text = [*text[-CONTEXT + 1 :], found[0]]
         return drafted, kinds
 
-    def _likeliest(self, own: _Memory, contexts: Sequence[int]) -> tuple[int, int] | None:
-        """A token and its kind: two for each length of context, of the own memory and of the common one."""
+    def _likeliest(self, own: _Table, contexts: Sequence[int]) -> tuple[int, int] | None:
+        """A token and its kind: two for each length of context, of the own table and of the common one."""
         for first, part in ((1, contexts[1:]), (0, contexts[:1])):
-            for common, memory in enumerate((own, self._common)):
-                if (found := memory.best(part)) is not None:
+            for common, table in enumerate((own, self._common)):
+                if (found := table.best(part)) is not None:
                     return found[0], 2 * (first + found[1]) + common
         return None
 
-    def _memory(self, row: Row) -> _Memory:
+    def _table(self, row: Row) -> _Table:
         """The row's own, which first reads as much of the text as it can hold."""
-        memory = self._own.get(row)
-        if memory is None:
-            memory = self._own[row] = _Memory(self.width)
+        table = self._own.get(row)
+        if table is None:
+            table = self._own[row] = _Table(self.width)
             for end in range(max(1, len(row.tokens) - SPAN), len(row.tokens)):
-                memory.enter(self._contexts(row.tokens[max(0, end - CONTEXT) : end]), row.tokens[end : end + 1])
-        return memory
+                table.enter(self._contexts(row.tokens[max(0, end - CONTEXT) : end]), row.tokens[end : end + 1])
+        return table
 
     def _contexts(self, text: Sequence[int]) -> list[int]:
         """The last 1, 2, ... CONTEXT tokens of a text, each as one number."""
@@ -204,10 +204,11 @@ TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:
-    """ "token_recycling" or "token_recycling:WIDTH", the alternatives kept per context."""
+    """ "token_recycling" or "token_recycling:WIDTH", the alternatives stored per context."""
     if argument and not (argument.isdecimal() and 1 <= int(argument) <= LIMIT):
         raise UsageError(
-            f"drafter='token_recycling:{argument}'; allowed: token_recycling, or token_recycling:WIDTH with 1 to {LIMIT} alternatives"
+            f"drafter='token_recycling:{argument}'; allowed: token_recycling, or token_recycling:WIDTH with 1 to "
+            f"{LIMIT} alternatives"
         )
     return TokenRecyclingDrafter(
         setup.vocab_size, int(argument or WIDTH), AcceptanceModel(PRIOR) if setup.acceptance_probs else None

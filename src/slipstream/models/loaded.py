@@ -64,12 +64,17 @@ def is_loaded(model: Any) -> bool:
 
 def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
     """Refuse loading options where nothing is left to load."""
-    if any(not is_loaded(model) and not str(model).startswith("toy") for model in models if model is not None):
+    named = [model for model in models if model is not None]
+    if any(not is_loaded(model) and not is_toy(model) for model in named):
         return
-    for name, value, default in (
-        ("dtype", options.dtype, "auto"),
-        ("device", options.device, "auto"),
-        ("load_options", options.extra, {}),
-    ):
-        if value != default:
-            raise UsageError(f"{name}={value!r}, but the models are loaded already; allowed: {default!r}")
+    toys = all(is_toy(model) for model in named)
+    why = "the toy model has no weights and runs on the CPU" if toys else "the models are loaded already"
+    checks: list[tuple[str, Any, list[Any]]] = [
+        ("dtype", options.dtype, ["auto"]),
+        ("device", options.device, ["auto", "cpu"] if toys else ["auto"]),
+        ("load_options", options.extra, [{}]),
+    ]
+    for name, value, allowed in checks:
+        if value not in allowed:
+            choices = " or ".join(repr(choice) for choice in allowed)
+            raise UsageError(f"{name}={value!r}, but {why}; allowed: {choices}")

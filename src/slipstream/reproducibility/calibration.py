@@ -3,7 +3,7 @@
 A forward of five tokens may use other kernels than a forward of one, round differently and flip a near-tie. Shapes
 that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
 Which shapes those are is a property of the machine, the kernels and the model, so it is found by trying: the same
-token at the same position through every candidate width, alone and in a ragged batch, with views of several lengths.
+token at the same position through every candidate width, alone and in a ragged batch, attending over several lengths.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Backend, set_attended_lengths
+from slipstream.reproducibility.progress import Report, Stages, silent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -26,6 +27,7 @@ from slipstream.reproducibility.shape_trials import (
 
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
+SHARES = {"units": 0.15, "alone": 0.15, "batches": 0.3, "prompts": 0.3, "totals": 0.1}  # of the time, about
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
 
 
@@ -35,7 +37,7 @@ class Calibration:
 
     together: those that do so with several rows, though not with one; kernels for a single token often are others.
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
-    the same way whatever comes after it; but if they do, memory is reused token by token instead of in whole chunks.
+    the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
     attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
     ragged forwards may have, and the milliseconds of one of as many rows as there may be.
     milliseconds: of one forward of each width, for one row, at its fastest.
@@ -76,33 +78,50 @@ def _worth_having(times: Mapping[int, float], widths: Sequence[int]) -> tuple[in
     return tuple(width for width in widths if width not in slow)
 
 
-def calibrate(backend: Backend, max_batch_size: int) -> Calibration:
-    """Try the candidate shapes on a model; takes a few dozen forwards and overwrites the memory of its slots."""
+def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) -> Calibration:
+    """Try the candidate shapes on a model; overwrites the cached tokens of its slots."""
     longest = max(CONTEXTS) + LENGTH
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
     widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
-    trials = Trials(backend, contexts, widths, max_batch_size)
+    trials, stages = Trials(backend, contexts, widths, max_batch_size), Stages(report)
     times = trials.milliseconds([width for width in TIMED if width in widths])
-    view = next((view for view in ATTENDED_UNITS if trials.unit_agrees(view)), None)
-    if view is None:
+    units = stages.over(SHARES["units"], ATTENDED_UNITS)
+    unit = next((unit for unit in units if trials.unit_agrees(unit)), None)
+    if unit is None:
         return Calibration((), ATTENDED_UNITS[-1], times)
-    trials.use_unit(view)
-    reads = trials.attended_lengths()
-    found = _found(trials, view, reads, times)
-    return found if found.prompts or not reads else _found(trials, view, (), times)
+    lengths = trials.attended_lengths()
+    found = _found(trials, Reading(unit, lengths, times), stages)
+    return found if found.prompts or not lengths else _found(trials, Reading(unit, (), times), stages)
 
 
-def _found(trials: Trials, view: int, reads: tuple[int, ...], times: dict[int, float]) -> Calibration:
-    """What agrees with the reference when the memory is read this way."""
-    set_attended_lengths(trials.backend, view, reads)
-    alone = [width for width in trials.widths if trials.agrees_alone(width)]
-    agreeing = [width for width in alone if trials.agrees_in_batches(width)]
+@dataclass(frozen=True)
+class Reading:
+    """How much of the KV cache forwards read, and what is known by then: the times of forwards of one row."""
+
+    unit: int
+    lengths: tuple[int, ...]
+    milliseconds: dict[int, float]
+
+
+def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
+    """What agrees with the reference when the KV cache is read this way."""
+    set_attended_lengths(trials.backend, reading.unit, reading.lengths)
+    alone = [width for width in stages.over(SHARES["alone"], trials.widths) if trials.agrees_alone(width)]
+    agreeing = [width for width in stages.over(SHARES["batches"], alone) if trials.agrees_in_batches(width)]
     if REFERENCE not in agreeing:
-        return Calibration(tuple(agreeing), view, times)
+        return Calibration(tuple(agreeing), reading.unit, reading.milliseconds)
     others = [width for width in trials.widths if width not in alone and trials.agrees_in_batches(width, STEPS)]
-    prompts, widths = trials.prompts_agree(), sorted((*agreeing, *others))
+    chunks = stages.over(SHARES["prompts"], trials.chunks)
+    prompts, widths = trials.prompts_agree(chunks), sorted((*agreeing, *others))
     ragged = prompts and trials.prompts_agree_together()
-    totals = [total for total in TOTALS if trials.total_agrees(total, widths)] if ragged else []
+    candidates = stages.over(SHARES["totals"], TOTALS if ragged else ())
+    totals = [total for total in candidates if trials.total_agrees(total, widths)]
     return Calibration(
-        tuple(agreeing), view, times, prompts, tuple(others), reads, trials.ragged_milliseconds(totals, widths)
+        tuple(agreeing),
+        reading.unit,
+        reading.milliseconds,
+        prompts,
+        tuple(others),
+        reading.lengths,
+        trials.ragged_milliseconds(totals, widths),
     )

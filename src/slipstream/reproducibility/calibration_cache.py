@@ -1,4 +1,4 @@
-"""Which forward shapes a decoder keeps to: calibrated once per machine, model and precision, then remembered."""
+"""Which forward shapes a decoder keeps to: calibrated once per machine, model and precision, then read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import os
 import platform
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate
+from slipstream.reproducibility.progress import progress_bar
 
 log = logging.getLogger("slipstream")
 
@@ -44,7 +47,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
 
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
-    """The calibration of this machine, model and precision from the cache, or a new one, which is then remembered."""
+    """The calibration of this machine, model and precision from the cache, or a new one, which is then saved."""
     backend = loaded.backend
     machine = (
         f"{platform.machine()} {processor().model_name} torch {torch.__version__} threads {torch.get_num_threads()}"
@@ -53,16 +56,46 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
         machine += f" {torch.cuda.get_device_name(backend.device)}"
     identity = f"v{VERSION} {machine} {loaded.fingerprint} batches to {max_batch_size}"
     file = cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-    if file.exists():
-        values = json.loads(file.read_text())
-        times = {int(width): ms for width, ms in values["milliseconds"].items()}
-        widths, together, lengths = (tuple(values[name]) for name in ("widths", "together", "attended_lengths"))
-        totals = {int(total): ms for total, ms in values["totals"].items()}
-        return Calibration(widths, values["attended_unit"], times, values["prompts"], together, lengths, totals)
-    log.info("calibrating forward shapes for %s on this machine (once) ...", loaded.name)
-    found = calibrate(backend, max_batch_size)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({**asdict(found), "identity": identity}, indent=2))
-    partial.rename(file)
+    known = _read(file, identity)
+    if known is not None:
+        return known
+    with progress_bar(f"calibrating forward shapes for {loaded.name} on this machine (once)") as progress:
+        found = calibrate(backend, max_batch_size, progress)
+    _save(file, {**asdict(found), "identity": identity})
     return found
+
+
+def _read(file: Path, identity: str) -> Calibration | None:
+    """The calibration in a file; None, with a warning where it is damaged, if it must be measured."""
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text())
+        if values["identity"] != identity:
+            raise ValueError(f"it is of {values['identity']!r}")
+        times = {int(width): float(ms) for width, ms in values["milliseconds"].items()}
+        widths, together, lengths = (
+            tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths")
+        )
+        totals = {int(total): float(ms) for total, ms in values["totals"].items()}
+        unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
+        return None
+    return Calibration(widths, unit, times, prompts, together, lengths, totals)
+
+
+def _save(file: Path, values: dict[str, Any]) -> None:
+    """Write a calibration; a cache folder that cannot be written is no reason to stop."""
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(values, indent=2))
+        partial.rename(file)
+    except OSError as error:
+        log.warning(
+            "the calibration is not saved and will be measured at every start: %s: %s; "
+            "set SLIPSTREAM_MODELS to a folder that can be written",
+            file.parent,
+            error.strerror,
+        )

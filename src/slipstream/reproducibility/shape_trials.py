@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, cycle
 from time import perf_counter
 
@@ -15,12 +15,12 @@ from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards,
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 5, 40, 2.0
+FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
 RAGGED_TIMINGS = 3
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
 FEW = 3  # rows
 ATTENDED_UNITS = (256, 512)
-CONTEXTS = (200, 520)  # one inside the first view, one beyond: a view must not matter where it pads nor where it ends
+CONTEXTS = (200, 520)  # one inside the first unit, one beyond: the unit must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
 PREFILL = 256
@@ -53,9 +53,9 @@ class Trials:
             backend.copy(0, slot, max(contexts))
         self._reference: list[Tensor] = []
 
-    def use_unit(self, view: int) -> None:
-        """Read the memory in units of `view` from now on; the reference is computed with it."""
-        self.backend.attended_unit = view
+    def use_unit(self, unit: int) -> None:
+        """Read the KV cache in units of `unit` from now on; the reference is computed with it."""
+        self.backend.attended_unit = unit
         self._reference = [
             torch.cat(list(self._trace(slot, REFERENCE, max(WIDTHS)))) for slot in range(len(self.contexts))
         ]
@@ -98,22 +98,27 @@ class Trials:
         return True
 
     def attended_lengths(self) -> tuple[int, ...]:
-        """What forwards may read of the memory where it is enough, without a difference to whole views."""
-        backend, view = self.backend, self.backend.attended_unit
+        """How much of the KV cache forwards may read where it is enough, without a difference to whole units."""
+        backend, unit = self.backend, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
         return tuple(
             read
             for read in ATTENDED_LENGTHS
-            if backend.attended_length_agrees(self.widths, read, -(-read // view) * view)
+            if backend.attended_length_agrees(self.widths, read, -(-read // unit) * unit)
         )
 
-    def prompts_agree(self) -> bool:
-        """Whether prompt chunks of every width leave the bits that forwards of the reference width leave."""
+    @property
+    def chunks(self) -> list[int]:
+        """The numbers of tokens that a chunk of a prompt may have."""
+        return list(range(PROMPT_UNIT, min(PREFILL, self.backend.max_length - self.contexts[-1]) + 1, PROMPT_UNIT))
+
+    def prompts_agree(self, chunks: Iterable[int]) -> bool:
+        """Whether prompt chunks of these widths leave the bits that forwards of the reference width leave."""
         slot = len(self.contexts) - 1
         length = min(PREFILL, self.backend.max_length - self.contexts[slot])
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
-        for width in range(PROMPT_UNIT, length + 1, PROMPT_UNIT):
+        for width in chunks:
             segment = next(self._trace(slot, width, length))
             if not torch.equal(segment, reference[:width]):
                 return False
@@ -162,19 +167,20 @@ class Trials:
         tokens = torch.cat([self._tokens[segment.start : segment.start + segment.count] for segment in segments])
         return pad(tokens, (0, total - len(tokens)))
 
-    def unit_agrees(self, view: int) -> bool:
+    def unit_agrees(self, unit: int) -> bool:
         """Whether reading two or three times as far gives the same bits."""
-        self.use_unit(view)
+        self.use_unit(unit)
         agrees = True
         for factor in (2, 3):
-            self.backend.attended_unit = view * factor
+            self.backend.attended_unit = unit * factor
             agrees = agrees and self.agrees_alone(REFERENCE)
+        self.backend.attended_unit = unit
         return agrees
 
     def milliseconds(self, widths: Sequence[int]) -> dict[int, float]:
         """Time of one forward of each width, one row.
 
-        The widths take turns and the fastest of many turns counts: whatever else the machine does only adds time.
+        The widths alternate and the fastest of many rounds counts: whatever else the machine does only adds time.
         """
         started = perf_counter()
         times: dict[int, list[float]] = {width: [] for width in widths}
@@ -186,7 +192,7 @@ class Trials:
         return {width: 1e3 * min(taken) for width, taken in times.items()}
 
     def ragged_milliseconds(self, totals: Sequence[int], widths: Sequence[int]) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be; fewer turns, as they take long."""
+        """The same of ragged forwards of as many rows as there may be; fewer rounds, as they take long."""
         backend, times = self.backend, dict[int, list[float]]()
         for total in list(totals) * RAGGED_TIMINGS:
             assert isinstance(backend, RaggedForwards)

@@ -48,7 +48,7 @@ class TextStream:
         self._done = self._read = 0  # ids before `_done` give context only, ids before `_read` have been emitted
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this token; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[self._done : self._read])
         now = self._tokenizer.decode(self._ids[self._done :])
@@ -73,7 +73,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str, *, final: bool = False) -> str:
-        """The text that may be shown: cut before the first stop string, less what may still become one."""
+        """The text that may be shown: cut before the first stop string, without an end that may still become one."""
         if self.found:
             return ""
         pending = self._pending + text
@@ -81,9 +81,9 @@ class StopStrings:
         if ends:
             self.found, self._pending = True, ""
             return pending[: min(ends)]
-        held = 0 if final else max((_overlap(pending, stop) for stop in self._stops), default=0)
-        self._pending = pending[len(pending) - held :]
-        return pending[: len(pending) - held]
+        withheld = 0 if final else max((_overlap(pending, stop) for stop in self._stops), default=0)
+        self._pending = pending[len(pending) - withheld :]
+        return pending[: len(pending) - withheld]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -40,7 +40,10 @@ class RequestReader:
             return list(prompt)
         tokenizer = self.target.tokenizer
         if tokenizer is None:
-            raise UsageError("prompt is text but there is no tokenizer; give tokenizer=... or a list of token ids")
+            raise UsageError(
+                f"prompt is text, but model {self.target.name!r} has no tokenizer; allowed: put tokenizer.json into "
+                "its folder (the command line needs it), or in Python tokenizer=... or a list of token ids"
+            )
         if isinstance(prompt, str):
             check_text("prompt", prompt)
             if chat and tokenizer.has_chat_template and prompt:

@@ -12,8 +12,9 @@ from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.conversation_summary import compare, save, totals
 from slipstream.apps.chat.typed_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
+from slipstream.config import EMBEDDED
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import EMBEDDED, list_models
+from slipstream.models.hf.model_files import list_models
 
 SWITCH = ("on", "off")
 Run = Callable[[Chat, str], None]
@@ -103,7 +104,7 @@ def _drafter(chat: Chat, text: str) -> None:
     chat.face.say(f"drafter: {chat.decoder.drafter_name}{off}")
 
 
-@_command("/filler on|off", "drafter table, filling with the target's own next best tokens", SWITCH)
+@_command("/filler on|off", "drafter ngram_table, continuing with the target's own next best tokens", SWITCH)
 def _filler(chat: Chat, text: str) -> None:
     name, _, argument = chat.decoder.drafter_name.partition(":")
     sizes = argument.removesuffix("fill").removesuffix("+") if name == "ngram_table" else ""

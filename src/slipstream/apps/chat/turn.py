@@ -15,8 +15,8 @@ from slipstream.text.figures_as_text import statistics_line
 class Turn:
     """A question, its answer, and how the answer came about.
 
-    params: as used, the seed drawn included. prefilled: prompt tokens the target had to read, its memory holding the
-    others; the last few of a prompt are read together with the first draft and not counted.
+    params: as used, with the seed that was chosen. prefilled: prompt tokens the target had to read, the others being in
+    its KV cache; the last few of a prompt are read together with the first draft and not counted.
     """
 
     user: str

@@ -21,7 +21,7 @@ from slipstream.bench.records import FILE, Arm, Header, Run, finished
 from slipstream.bench.report import require_matplotlib, write_report
 from slipstream.bench.run_header import make_header, open_folder
 from slipstream.bench.runner import Runner
-from slipstream.bench.saved_costs import Kept, read_kept
+from slipstream.bench.saved_costs import SavedCosts, read_saved
 from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms, simulated_batches
 from slipstream.bench.summary import ArmSummary, summarise, wrong_texts
 from slipstream.bench.summary_tables import tables
@@ -71,7 +71,7 @@ class _Found:
     """What the tables are made from. kept: the costs saved in the folder, None where nothing was predicted."""
 
     summaries: list[ArmSummary]
-    kept: Kept | None
+    kept: SavedCosts | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Wanted:
 
     def from_folder(self, before: Sequence[Run]) -> _Found | None:
         """All of it from the folder, or None if anything is missing."""
-        kept = read_kept(self.folder) if self.predict else None
+        kept = read_saved(self.folder) if self.predict else None
         if not finished(before) >= {one.key for one in self.planned}:
             return None
         if self.predict and (kept is None or not kept.answers(self.predict, self.simulate)):
@@ -106,7 +106,7 @@ class _Wanted:
         batches = simulated_batches(lineup.decoder.config.max_batch_size) if self.simulate else []
         costs = measured_costs(summaries, lineup, self.predict, batches)
         summaries = with_predictions(summaries, lineup, costs)
-        kept = Kept.of(summaries, costs, self.predict, self.simulate)
+        kept = SavedCosts.of(summaries, costs, self.predict, self.simulate)
         kept.save(self.folder)
         return _Found(summaries, kept)
 

@@ -116,7 +116,9 @@ def _drafters(text: str, config: DecoderConfig, draft: str | None) -> tuple[str,
         return tuple(part.strip() for part in text.split(","))
     if config.drafter != "auto":
         return (config.drafter,)
-    return ("suffix" if draft is None else "model",)
+    from slipstream.drafters import preferred
+
+    return (preferred(draft_model=draft is not None, costs=False),)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

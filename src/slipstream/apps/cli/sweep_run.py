@@ -19,7 +19,7 @@ from slipstream.bench.records import FILE
 from slipstream.bench.report import require_matplotlib, write_report
 from slipstream.bench.run_header import make_header, open_folder
 from slipstream.bench.runner import Runner
-from slipstream.bench.saved_costs import Kept
+from slipstream.bench.saved_costs import SavedCosts
 from slipstream.bench.summary import ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import Grid, series_of, summarise_by_temperature, sweep_report
 from slipstream.errors import SlipstreamError
@@ -61,7 +61,7 @@ def _predicted(summaries: Sequence[ArmSummary], lineup: Lineup, folder: Path, se
 
     costs = measured_costs(summaries, lineup, seconds)
     made = with_predictions(summaries, lineup, costs)
-    Kept.of(made, costs, seconds, simulated=False).save(folder)
+    SavedCosts.of(made, costs, seconds, simulated=False).save(folder)
     return made
 
 

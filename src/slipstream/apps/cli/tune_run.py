@@ -25,7 +25,7 @@ from slipstream.bench.run_header import make_header
 from slipstream.bench.tuning.advice import Advice, needs_draft
 from slipstream.bench.tuning.advice_files import write_files
 from slipstream.bench.tuning.advice_table import advice_table, positions
-from slipstream.bench.tuning.candidates import Ground, at_length, predictable
+from slipstream.bench.tuning.candidates import SearchSpace, at_length, predictable
 from slipstream.bench.tuning.meter import Budget, Meter, Tell
 from slipstream.bench.tuning.stages import Tuned, tune
 from slipstream.core.acceptance import load_rule
@@ -44,25 +44,25 @@ def run(request: TuneRequest, json_file: Path | None) -> None:
     _refuse_used(folder)
     with _interruptible(folder):
         models = Models(options.target, options.drafts[0] if options.drafts else None)
-        ground = Ground(load_decoder(models, config), options.drafts, request.params, chat=not options.raw)
-        header = _header(request, models, ground, prompts)
+        space = SearchSpace(load_decoder(models, config), options.drafts, request.params, chat=not options.raw)
+        header = _header(request, models, space, prompts)
         start(folder, header)
         with _watched(options.budget) as tell:
-            meter = Meter(ground.lineup, folder, Budget(options.budget), tell)
-            tuned = tune(ground, meter, prompts, request.batches, options.longest)
-    _finish(tuned, ground, folder, header, json_file)
+            meter = Meter(space.lineup, folder, Budget(options.budget), tell)
+            tuned = tune(space, meter, prompts, request.batches, options.longest)
+    _finish(tuned, space, folder, header, json_file)
 
 
-def _header(request: TuneRequest, models: Models, ground: Ground, prompts: list[BenchPrompt]) -> Header:
+def _header(request: TuneRequest, models: Models, space: SearchSpace, prompts: list[BenchPrompt]) -> Header:
     options = request.options
-    arms = [ground.plain, *(ground.arm(at_length(kind, options.longest)) for kind in predictable(options.drafts))]
+    arms = [space.plain, *(space.arm(at_length(kind, options.longest)) for kind in predictable(options.drafts))]
     settings = {"reference": PLAIN, "batch_sizes": request.batches, "chat": not options.raw}
     settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
     names = {"target": models.target, "draft": models.draft}
     return make_header(names, arms, prompts, request.config, request.params, **settings)
 
 
-def _finish(tuned: Tuned, ground: Ground, folder: Path, header: Header, json_file: Path | None) -> None:
+def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
     """Print, write, and fail where a candidate failed."""
     for advice in tuned.advice:
         out.print(advice_table(advice))
@@ -73,8 +73,8 @@ def _finish(tuned: Tuned, ground: Ground, folder: Path, header: Header, json_fil
     for batch in tuned.unmeasured:
         err.print(f"batch {batch}: the budget was over before it; give more --budget", soft_wrap=True)
     result = asdict(header) | tuned.to_dict()
-    early = [one.best is not None and ground.stops_early(one.best.candidate) for one in tuned.advice]
-    paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), ground.lineup.decoder.config, result)
+    early = [one.best is not None and space.stops_early(one.best.candidate) for one in tuned.advice]
+    paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
     out.print(escape(f"use it: {_command(tuned.advice[0], header, folder)}"), soft_wrap=True)
     err.print(escape(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}"), soft_wrap=True)
     write_json(json_file, result)

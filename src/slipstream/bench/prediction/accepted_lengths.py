@@ -50,11 +50,11 @@ class Acceptance:
         sizes = tuple(proposed) if proposed is not None else (1.0,) * len(alphas)
         if len(sizes) != len(alphas):
             raise UsageError(f"acceptance: {len(alphas)} alphas, proposed for {len(sizes)}; allowed: the same number")
-        kept, reached = [], 1.0
+        accepted, reached = [], 1.0
         for alpha, size in zip(alphas, sizes, strict=True):
             reached *= alpha
-            kept.append(reached * size)
-        return cls(tuple(kept), sizes)
+            accepted.append(reached * size)
+        return cls(tuple(accepted), sizes)
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Acceptance:

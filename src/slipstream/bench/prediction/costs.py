@@ -145,7 +145,7 @@ class Machine:
         """Milliseconds of a forward of `tokens` tokens in all: reading the weights or computing, whichever is longer.
 
         The roofline (Williams, Waterman and Patterson 2009) with 2 FLOPs per parameter and token (Kaplan et al. 2020,
-        section 2.1); attention and the reading of the key-value memory are left out.
+        section 2.1); attention and the reading of the KV cache are left out.
         """
         reading = params * self.bytes_per_param / self.memory_bandwidth
         computing = 2 * params * tokens / self.flops

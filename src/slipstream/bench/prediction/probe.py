@@ -1,7 +1,7 @@
 """Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
 
-Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds begin
-after the same prompts, which stay in the memory, so a round computes what it would compute in a long text and no more.
+Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds
+begin after the same prompts, which stay in the KV cache, so a round computes what it would in a long text and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream import drafters
 from slipstream.bench.prediction.costs import Costs
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.interfaces import Backend, Drafter, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.scheduler import Scheduler
@@ -29,7 +29,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.policies import Fixed
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.sampling.sampler import Sampler
+from slipstream.sampling.sampler import Sampler as RequestSampler
 
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
@@ -48,13 +48,13 @@ def measure_costs(
     """Measure on this machine; takes `seconds`, or as long as three turns do if that is more.
 
     widths: tokens per row of a target forward; by default 1 to 9 as the decoder pads them. In between, costs are
-    interpolated. drafter: needed where the decoder's own was given as an object. The decoder's memory is empty
+    interpolated. drafter: needed where the decoder's own was given as an object. The decoder's KV cache is empty
     afterwards.
     """
     shapes = _shapes(decoder)
     chosen = sorted({shapes.pad(width, 2) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
-    decoder.forget()  # its sessions must not believe in a memory that is about to be overwritten
+    decoder.forget()  # its sessions must not rely on a KV cache that is about to be overwritten
     decoder.forget_learned()
     return _Probe(decoder, sorted(set(batch_sizes)), chosen, drafter).measure(seconds)
 
@@ -152,7 +152,7 @@ class _Probe:
         return drafters.load(name, setup)
 
     def _make_prompts(self, rows: int) -> list[list[int]]:
-        """Random motifs, repeated: a different one for each row, so that no memory is shared between slots."""
+        """Random motifs, repeated: a different one for each row, so that no cached tokens are shared between slots."""
         backends = [session.backend for session in (self._target, self._draft) if session is not None]
         vocab, longest = min(b.vocab_size for b in backends), min(b.max_length for b in backends)
         length = min(CONTEXT, longest - max(*self._widths, 2 * MANY + 3) - 1)
@@ -166,7 +166,7 @@ class _Probe:
         """All shapes in turn, until the time is up."""
         target, overhead, drafting = _Least(), _Least(), _Least()
         started = perf_counter()
-        for turn in range(-1, MOST_TURNS):  # the turn before the first fills the memory and warms up
+        for turn in range(-1, MOST_TURNS):  # the turn before the first fills the KV cache and warms up
             if turn >= FEWEST_TURNS and perf_counter() - started > seconds:
                 break
             for batch in self._batches:
@@ -209,8 +209,8 @@ class _Probe:
         return self._round(self._drafter, batch, length, second=True).seconds.draft
 
     def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
-        """The first or second round of fresh rows, whose prompts the memory holds from the turn before."""
-        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), Sampler, "auto", self._draft), batch)
+        """The first or second round of fresh rows, whose prompts are cached since the turn before."""
+        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), RequestSampler, "auto", self._draft), batch)
         params = SamplingParams(max_tokens=(length + 1) * (1 + second) + second)
         rows = [Row(i, list(prompt), params, seed=0) for i, prompt in enumerate(self._prompts[:batch])]
         return next(islice(scheduler.run(rows), batch if second else 0, None))

@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.bench.arm_labels import label
 from slipstream.bench.arms import parse_arm
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.saved_costs import read_kept
+from slipstream.bench.saved_costs import read_saved
 from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms
 from slipstream.bench.summary import ArmSummary, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
@@ -49,11 +49,11 @@ def load(folder: Path) -> Data:
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
-    kept = read_kept(folder)
+    saved = read_saved(folder)
     summaries = summarise_by_temperature(runs, default)
-    simulations = simulate_arms(summaries, kept.costs) if kept is not None and kept.simulated else []
+    simulations = simulate_arms(summaries, saved.costs) if saved is not None and saved.simulated else []
     return Data(
-        header, runs, kept.beside(summaries) if kept else summaries, references(names, default), tuple(simulations)
+        header, runs, saved.beside(summaries) if saved else summaries, references(names, default), tuple(simulations)
     )
 
 

@@ -26,9 +26,9 @@ def advice_table(advice: Advice) -> Table:
 
 
 def positions(advice: Advice) -> str:
-    """How much of the advised drafts was kept, position by position."""
-    kept = () if advice.best is None else advice.best.acceptance_by_position
-    return f"kept at position 1, 2, ...: {' '.join(map(percent, kept))}" if kept else ""
+    """The acceptance of the advised drafts, position by position."""
+    shares = () if advice.best is None else advice.best.acceptance_by_position
+    return f"accepted at position 1, 2, ...: {' '.join(map(percent, shares))}" if shares else ""
 
 
 def _line(one: Standing, estimate: Estimate | None) -> list[str | Text]:

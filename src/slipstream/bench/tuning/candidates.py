@@ -13,7 +13,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-LOOK_UPS = ("ngram", "suffix")
+RETRIEVAL = ("ngram", "suffix")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Candidate:
 
 def predictable(drafts: Sequence[str]) -> list[Candidate]:
     """The drafters whose speed follows from costs and acceptance, the cheapest to set up first; lengths are open."""
-    return [*map(Candidate, LOOK_UPS), *(Candidate("model", draft=draft) for draft in drafts)]
+    return [*map(Candidate, RETRIEVAL), *(Candidate("model", draft=draft) for draft in drafts)]
 
 
 def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
@@ -54,7 +54,7 @@ def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
     return [Candidate(name, draft=draft) for draft in drafts for name in ("auto", "model")]
 
 
-class Ground:
+class SearchSpace:
     """One target, any number of draft models, and a lineup that arms join when they are first asked for.
 
     decoder: has the first of `drafts` as its draft model, or none.

@@ -13,7 +13,7 @@ from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.formula import Costs, longest_known, measure_costs, predicted_speed_up
 from slipstream.bench.records import Run
 from slipstream.bench.summary import total_stats
-from slipstream.bench.tuning.candidates import Candidate, Ground, at_length, predictable, unpredictable
+from slipstream.bench.tuning.candidates import Candidate, SearchSpace, at_length, predictable, unpredictable
 from slipstream.bench.tuning.meter import SCREENING, Meter
 from slipstream.errors import UsageError
 
@@ -80,14 +80,14 @@ class Screened:
 
 
 def screen(
-    ground: Ground, meter: Meter, groups: Sequence[Group], batches: Sequence[int], longest: int
+    space: SearchSpace, meter: Meter, groups: Sequence[Group], batches: Sequence[int], longest: int
 ) -> list[Screened]:
     """Every predictable drafter: run at the longest length on some groups (of the first batch size), then its costs.
 
     Too small a budget for a single group is refused.
     """
-    kinds = predictable(ground.drafts)
-    arms = [ground.plain, *(ground.arm(at_length(kind, longest)) for kind in kinds)]
+    kinds = predictable(space.drafts)
+    arms = [space.plain, *(space.arm(at_length(kind, longest)) for kind in kinds)]
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
         until = meter.budget.seconds * (RUNS_SHARE if number else 1)
@@ -100,7 +100,7 @@ def screen(
     found = [
         _accepted(kind, [run for run in runs if run.arm == arm.name]) for kind, arm in zip(kinds, arms[1:], strict=True)
     ]
-    return _with_costs(found, ground, meter, batches, longest, _step_seconds(runs))
+    return _with_costs(found, space, meter, batches, longest, _step_seconds(runs))
 
 
 def shortlist(screened: Sequence[Screened], drafts: Sequence[str], batch: int, longest: int) -> list[Entry]:
@@ -131,7 +131,7 @@ def _step_seconds(runs: Sequence[Run]) -> float:
 
 
 def _with_costs(
-    found: Sequence[Screened], ground: Ground, meter: Meter, batches: Sequence[int], longest: int, step: float
+    found: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
 ) -> list[Screened]:
     """Target forwards are timed with the first drafter only: for the others they are the same."""
     widths = sorted({*range(1, min(longest, 5) + 1), *range(7, longest + 1, 2), longest + 1})
@@ -142,11 +142,11 @@ def _with_costs(
         least = TURNS * (len(own) + DRAFTING) * step * sum(batches)
         left = meter.budget.seconds * COSTS_SHARE - meter.budget.now
         if one.failed is None and least < left:
-            meter.tell("costs of a round", ground.name(one.candidate))
+            meter.tell("costs of a round", space.name(one.candidate))
             try:
-                costs = measure_costs(ground.decoder(one.candidate), batches, own, seconds=left / (len(found) - number))
+                costs = measure_costs(space.decoder(one.candidate), batches, own, seconds=left / (len(found) - number))
             except UsageError as error:  # a context too short for the probe: the drafter is measured unpredicted
-                log.warning("no prediction for %s: %s", ground.name(one.candidate), error)
+                log.warning("no prediction for %s: %s", space.name(one.candidate), error)
             else:
                 first = first or costs
                 one = replace(one, costs=replace(costs, target=first.target, overhead=first.overhead))

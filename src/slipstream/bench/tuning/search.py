@@ -47,10 +47,10 @@ def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch:
         failed = {run.arm for run in made if run.error is not None}
         active = [arm for arm in active if arm.name not in failed or arm.name == PLAIN]
         if units == rung and PLAIN not in failed:
-            kept = survivors(runs, [arm.name for arm in active])
-            active = [arm for arm in active if arm.name in kept]
+            staying = survivors(runs, [arm.name for arm in active])
+            active = [arm for arm in active if arm.name in staying]
             rung = ceil(NEXT_RUNG * rung)
-            if units >= len(groups) and settled(runs, kept):
+            if units >= len(groups) and settled(runs, staying):
                 return runs
         if len(active) == 1 or PLAIN in failed:
             return runs

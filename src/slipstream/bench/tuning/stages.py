@@ -1,8 +1,8 @@
 """Both stages for every batch size within one budget.
 
-ground = Ground(decoder, drafts, params)
-meter = Meter(ground.lineup, folder, Budget(300), print)
-result = tune(ground, meter, prompts, batches=[1, 4], longest=8)
+space = SearchSpace(decoder, drafts, params)
+meter = Meter(space.lineup, folder, Budget(300), print)
+result = tune(space, meter, prompts, batches=[1, 4], longest=8)
 [advice.sentence for advice in result.advice]
 """
 
@@ -16,7 +16,7 @@ from slipstream.bench.arms import PLAIN
 from slipstream.bench.plan import BenchPrompt, Group, groups
 from slipstream.bench.records import Run
 from slipstream.bench.tuning.advice import Advice, Standing, advise
-from slipstream.bench.tuning.candidates import Ground
+from slipstream.bench.tuning.candidates import SearchSpace
 from slipstream.bench.tuning.meter import Meter
 from slipstream.bench.tuning.screen import Entry, Screened, screen, shortlist, too_little
 from slipstream.bench.tuning.search import in_turn, search
@@ -47,17 +47,19 @@ class Tuned:
         }
 
 
-def tune(ground: Ground, meter: Meter, prompts: Sequence[BenchPrompt], batches: Sequence[int], longest: int) -> Tuned:
+def tune(
+    space: SearchSpace, meter: Meter, prompts: Sequence[BenchPrompt], batches: Sequence[int], longest: int
+) -> Tuned:
     """longest: the longest draft considered. What a batch size leaves of its share of the budget, the next one gets.
 
     A budget that is too small for any of them is refused.
     """
     work = {batch: in_turn(groups(prompts, batch)) for batch in batches}
-    screened = screen(ground, meter, work[batches[0]], batches, longest)
+    screened = screen(space, meter, work[batches[0]], batches, longest)
     made: dict[int, Advice | None] = {}
     for number, batch in enumerate(batches):
         until = meter.budget.now + meter.budget.left / (len(batches) - number)
-        made[batch] = _batch(ground, meter, shortlist(screened, ground.drafts, batch, longest), work[batch], until)
+        made[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], until)
     advice = tuple(one for one in made.values() if one is not None)
     if not advice:
         raise too_little(meter)
@@ -65,11 +67,11 @@ def tune(ground: Ground, meter: Meter, prompts: Sequence[BenchPrompt], batches: 
 
 
 def _batch(
-    ground: Ground, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], until: float
+    space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], until: float
 ) -> Advice | None:
     """None where there was no time for the two units that an interval needs."""
-    named, batch = {ground.name(one.candidate): one for one in entries}, len(work[0].prompts)
-    arms = [ground.plain, *(ground.arm(one.candidate) for one in entries if one.out is None)]
+    named, batch = {space.name(one.candidate): one for one in entries}, len(work[0].prompts)
+    arms = [space.plain, *(space.arm(one.candidate) for one in entries if one.out is None)]
     runs: list[Run] = search(meter, arms, work, batch, until)
     if sum(run.arm == PLAIN for run in runs) < LEAST_UNITS and all(run.error is None for run in runs):
         return None

@@ -1,7 +1,7 @@
 """The target's own first layers, or a choice of them, with its final norm and its head: a draft model for nothing.
 
 Skipping layers of the target to draft: Zhang et al. 2023, "Draft & Verify" (arXiv:2309.08168); leaving after the first
-ones: Elhoushi et al. 2024, "LayerSkip" (arXiv:2404.16710). Weights and key-value memory are the target's; see
+ones: Elhoushi et al. 2024, "LayerSkip" (arXiv:2404.16710). Weights and KV cache are the target's; see
 `slipstream.drafters.layer_skip.shared_cache`.
 """
 
@@ -23,7 +23,7 @@ TRAITS = Traits(knows_probs=True, default_length=4)
 
 
 def build(setup: Setup, argument: str) -> ModelDrafter:
-    """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" behind them, or "layer_skip:p=PERCENT", stops early.
+    """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" after them stops early.
 
     Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
     stop is as with `model`.
@@ -31,8 +31,8 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     given = ARGUMENT.fullmatch(argument)
     if given is None:
         raise UsageError(
-            f"drafter='layer_skip:{argument}'; allowed: layer_skip, layer_skip:LAYERS (the first ones), a list like layer_skip:0-7,12, each "
-            "with +p=PERCENT from 0 to 99, or layer_skip:p=PERCENT"
+            f"drafter='layer_skip:{argument}'; allowed: layer_skip, layer_skip:LAYERS (the first ones), "
+            "a list like layer_skip:0-7,12, each with +p=PERCENT from 0 to 99, or layer_skip:p=PERCENT"
         )
     if setup.target is None:
         raise UsageError(

@@ -108,5 +108,5 @@ def remember_layers(backend: Backend, layers: Sequence[int], note: str) -> Path:
 
 
 def layers_file(backend: Backend) -> Path:
-    """Where the choice of layers for a model is kept."""
+    """Where the choice of layers for a model is saved."""
     return cache_folder() / "layers" / f"{identity(backend)}.json"

@@ -2,4 +2,4 @@
 
 from slipstream.drafters.suffix.suffix_drafter import TRAITS, USAGE, SuffixDrafter, build
 
-__all__ = ["SuffixDrafter", "TRAITS", "USAGE", "build"]
+__all__ = ["TRAITS", "USAGE", "SuffixDrafter", "build"]

@@ -3,7 +3,7 @@
 Built online as by Blumer, Blumer, Haussler, Ehrenfeucht, Chen and Seiferas, "The smallest automaton recognizing the
 subwords of a text" (1985): a state stands for the substrings that end at the same places of the text, its link leads
 to the longest of their suffixes that also ends elsewhere. Added here: how often the substrings of a state occur, and
-which token followed them most often, kept for contexts of up to `LIMIT` tokens so that a token costs a bounded number
+which token followed them most often, saved for contexts of up to `LIMIT` tokens so that a token costs a bounded number
 of steps however the text repeats itself. This module knows neither rows nor drafts.
 """
 
@@ -135,7 +135,7 @@ class SuffixAutomaton:
         return path
 
     def memory_bytes(self) -> int:
-        """Bytes held, counted in full (time grows with the number of states)."""
+        """Bytes taken, counted in full (time grows with the number of states)."""
         arrays = (self._link, self._length, self._count, self._token, self._target)
         dicts = sum(sys.getsizeof(branch) + 2 * INT_BYTES * len(branch) for branch in self._branches.values())
         keys = sys.getsizeof(self._branches) + INT_BYTES * len(self._branches)

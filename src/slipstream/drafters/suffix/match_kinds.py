@@ -1,4 +1,4 @@
-"""Kinds of looked-up tokens, and how often tokens of each kind come true."""
+"""Kinds of retrieved tokens, and how often tokens of each kind are accepted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from slipstream.drafters.suffix.automaton import Step
 
 SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, from 1 to these
 AGREED = 7  # and by how far its occurrences agree, see `kind_of`
-# log-odds of a token by both, fitted to texts of a 135M chat model and of a 1.5B one for code
+# log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model; no script kept the fit.
+# benchmarks/policy_replay.py measures on recorded texts what drafts gain with them
 BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
 BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
-HOPELESS = 0.01  # a path less likely than this is not followed
+UNLIKELY = 0.01  # a path less likely than this is not followed
 
 
 def prior() -> list[float]:
@@ -37,15 +38,15 @@ def kind_of(step: Step) -> int:
 def likely_path(
     acceptance_model: AcceptanceModel, row: Row, steps: Iterator[Step], length: int, acceptance_prob: float
 ) -> tuple[list[int], list[int], list[float]]:
-    """Up to `length` tokens of a walk, their kinds, and the chances that all up to each come true.
+    """Up to `length` tokens of a walk, their kinds, and the probabilities that all up to each are accepted.
 
-    hope: the chance that what comes before them does.
+    acceptance_prob: that of what comes before them.
     """
     tokens, kinds, acceptance_probs = list[int](), list[int](), list[float]()
     for step in islice(steps, length):
         kind = kind_of(step)
         acceptance_prob *= acceptance_model.chance(row, kind)
-        if acceptance_prob < HOPELESS:
+        if acceptance_prob < UNLIKELY:
             break
         tokens.append(step.token)
         kinds.append(kind)

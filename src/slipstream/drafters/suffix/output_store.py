@@ -1,4 +1,4 @@
-"""Past outputs as token ids: bounded, searched through suffix automata, kept in a file if wanted.
+"""Past outputs as token ids: bounded, searched through suffix automata, saved to a file if wanted.
 
 This module knows neither rows nor models.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, first_line
 
 FORMAT = "slipstream suffix store 1"
 FIELDS = ("format", "vocab_size", "tokenizer", "lengths", "tokens")
@@ -43,13 +43,13 @@ class SuffixStore:
     """The newest of the texts it was given: at most `budget` tokens, and at least half of it once it has been full.
 
     An automaton cannot forget, so there are two: when the newer one has no room for a text within half of the budget,
-    the older is dropped with its texts. A longer text is cut to its end. budget=0: nothing is kept.
+    the older is dropped with its texts. A longer text is cut to its end. budget=0: nothing is stored.
     tokenizer: any name of the tokenizer; files of another one are refused, unless either name is empty.
     """
 
     def __init__(self, vocab_size: int, budget: int, tokenizer: str = "") -> None:
         if budget != 0 and not 2 * LIMIT <= budget <= LARGEST:
-            raise UsageError(f"suffix outputs={budget} (tokens kept); allowed: 0, or {2 * LIMIT} to {LARGEST}")
+            raise UsageError(f"suffix outputs={budget} (tokens stored); allowed: 0, or {2 * LIMIT} to {LARGEST}")
         self.vocab_size, self.budget, self.tokenizer = vocab_size, budget, tokenizer
         self._given: deque[array[int]] = deque()
         self._older, self._newer = _Half(), _Half()
@@ -61,16 +61,16 @@ class SuffixStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens kept."""
+        """Tokens stored."""
         return self._newer.automaton.num_tokens + self._older.automaton.num_tokens
 
     def texts(self) -> Iterator[list[int]]:
-        """What is kept, oldest first."""
+        """What is stored, oldest first."""
         for half in (self._older, self._newer):
             yield from (text.tolist() for text in half.texts)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text; where there is no room, the older half of what was kept goes."""
+        """Keep a text; where there is no room, the older half of what was stored goes."""
         self._add(self._cut(tokens))
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
@@ -112,14 +112,14 @@ class SuffixStore:
         except FileNotFoundError as error:
             raise UsageError(f"store {str(path)!r} does not exist; allowed: a file that save has written") from error
         except (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first = first_line(error)
             raise UsageError(f"store {str(path)!r} cannot be read, so it is no store or damaged: {first}") from error
         self._check(f"store {str(path)!r}", parts)
         lengths, tokens = parts["lengths"].tolist(), iter(parts["tokens"].tolist())
         self.seed([list(islice(tokens, length)) for length in lengths])
 
     def memory_bytes(self) -> int:
-        """Bytes held: the automata, and 4 per token for the texts."""
+        """Bytes taken: the automata, and 4 per token for the texts."""
         texts = self.num_tokens + sum(map(len, self._given))
         return 4 * texts + sum(half.automaton.memory_bytes() for half in (self._older, self._newer))
 

@@ -28,8 +28,8 @@ from slipstream.errors import UsageError
 
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
-OUTPUTS = 1 << 17  # tokens of past outputs that are kept
-OPENING = 16  # last tokens of the prompt, kept with the output so that its first words are found
+OUTPUTS = 1 << 17  # tokens of past outputs that are saved
+OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
 
 
@@ -56,7 +56,7 @@ class _Output:
     tokens: list[int]
     prompt_length: int
 
-    def kept(self) -> list[int]:
+    def saved(self) -> list[int]:
         """What the store keeps: the output behind the end of the prompt; nothing if there is no output."""
         return self.tokens[max(0, self.prompt_length - OPENING) :] if len(self.tokens) > self.prompt_length else []
 
@@ -106,14 +106,15 @@ class SuffixDrafter:
     It is looked for in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
     `shortest` tokens do not count. A draft follows the most frequent continuation, of equals the latest of the output,
     then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
-    outputs: how many tokens of past outputs are kept, with the last 16 tokens of their prompts; 0 for none.
+    outputs: how many tokens of past outputs are saved, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
-    odds: given instead of a threshold; a draft then goes on, and says how likely it is to come true, by how often such
-    tokens came true before. Whatever is drafted is compared with what the text became, verified or not.
+    acceptance_model: given instead of a threshold; a draft is then as long as it can be and has acceptance
+    probabilities, by how often such tokens were accepted before. Whatever is drafted is compared with what the text
+    became, verified or not.
 
-    An output is kept from the first call on after its row has finished or was dropped. Drafts, never the law of the
-    text, depend on it. Memory: about 150 bytes per token of unfinished rows and of kept outputs were measured (20 for
-    periodic text, 280 for random ids of a vocabulary of four).
+    An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
+    of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
+    (20 for periodic text, 280 for random ids of a vocabulary of four).
     """
 
     vocab_size: int
@@ -147,7 +148,7 @@ class SuffixDrafter:
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after a draft by another drafter, and what to hope for; see `Extender`."""
+        """Up to `length` tokens after a draft by another drafter, with acceptance probabilities; see `Extender`."""
         text = self._texts.get(row)
         if text is None or self.acceptance_model is None:
             return [], []
@@ -164,7 +165,7 @@ class SuffixDrafter:
         self._store.seed(texts)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Write the kept outputs to an .npz file: `path`, or the file the drafter was built with."""
+        """Write the saved outputs to an .npz file: `path`, or the file the drafter was built with."""
         if path is None and self.path is None:
             raise UsageError("suffix save: no path; allowed: save(path), or a drafter built with store=FILE")
         self._keep_outputs()
@@ -183,17 +184,17 @@ class SuffixDrafter:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens of past outputs that are kept now."""
+        """Tokens of past outputs that are saved now."""
         self._keep_outputs()
         return self._store.num_tokens
 
     def memory_bytes(self) -> int:
-        """Bytes held for unfinished rows and past outputs; an upper bound, counted in full."""
+        """Bytes taken for unfinished rows and past outputs; an upper bound, counted in full."""
         self._keep_outputs()
         return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
 
     def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
-        """The row's tokens and, with odds, what to hope for."""
+        """The row's tokens and, with an acceptance model, their acceptance probabilities."""
         text = self._texts.get(row)
         if text is None:
             text = self._texts[row] = _Text(row, self._ended)
@@ -230,7 +231,7 @@ class SuffixDrafter:
         for row in [row for row in self._texts if row.finish_reason is not None]:
             self._texts.pop(row).leave()
         while self._ended:
-            self._store.add(self._ended.popleft().kept())
+            self._store.add(self._ended.popleft().saved())
 
 
 USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"

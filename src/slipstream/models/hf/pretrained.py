@@ -100,7 +100,7 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     """Load a folder, a .gguf file, the embedded model or a hub id."""
-    from slipstream.models.hf.model_files import load_model
+    from slipstream.models.hf.weights import load_model
 
     folder, model = load_model(source, options)
     if model.device.type == "cpu":

@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import UsageError
+from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
-from slipstream.models.loaded import Loaded
+from slipstream.models.hf.model_files import not_loaded, resolve
+from slipstream.models.hf.weights import READER_ERRORS, quietly
+from slipstream.models.loaded import Loaded, is_toy
 from slipstream.models.toy import load_toy
 from slipstream.text.detokenizer import Tokenizer
 
@@ -95,32 +98,29 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     Only the embedded model is fetched if it is not at hand. End ids are those of a folder's generation config, else
     those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
     """
-    if source == "toy" or source.startswith("toy:"):
+    if is_toy(source):
         return VocabularyInfo.of(load_toy(source))
-    from slipstream.models.hf import model_files as files  # imports transformers, which takes seconds
+    from transformers import AutoConfig  # takes seconds
 
     is_gguf, path = source.endswith(".gguf"), Path(source).expanduser()
     if is_gguf and not path.is_file():
         raise UsageError(f"model {source!r} does not exist; allowed: a readable .gguf file")
-    place = str(path.parent) if is_gguf else files.resolve(source)
+    place = str(path.parent) if is_gguf else resolve(source)
     options = {"gguf_file": path.name} if is_gguf else {}
     try:
-        config = files.AutoConfig.from_pretrained(place, **options).get_text_config()
-        tokenizer = HFTokenizer(files.AutoTokenizer.from_pretrained(place, **options)) if is_gguf else None
+        with quietly():
+            config = AutoConfig.from_pretrained(place, **options).get_text_config()
         generation = Path(place) / "generation_config.json"
         ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() and not is_gguf else None
-    except ImportError as error:
-        raise SlipstreamError("reading GGUF files needs two packages: pip install 'slipstream-lm[gguf]'") from error
-    except Exception as error:  # the readers raise many kinds on a damaged file
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SlipstreamError(f"the configuration of model {source!r} could not be read: {first}") from error
+    except READER_ERRORS as error:
+        raise unreadable_gguf(path, error) if is_gguf else not_loaded(source, place, error) from error
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
     ends = getattr(config, "eos_token_id", None) if ends is None else ends
     ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
     known = tuple(i for i in ids if 0 <= i < head_size)
-    return VocabularyInfo(source, head_size, known, tokenizer if is_gguf else load_tokenizer(source, place))
+    return VocabularyInfo(source, head_size, known, load_tokenizer(source, place, **options))
 
 
 def compare_vocabularies(target: Loaded | VocabularyInfo, draft: Loaded | VocabularyInfo) -> VocabularyReport:
@@ -246,5 +246,5 @@ def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
 def _same_ids(target: Callable[[T], list[int]], draft: Callable[[T], list[int]], probe: T) -> bool:
     try:
         return target(probe) == draft(probe)
-    except Exception:  # tokenizers and templates raise many kinds on what they cannot encode
+    except ValueError:  # one of them cannot encode it
         return False

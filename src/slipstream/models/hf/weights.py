@@ -1,0 +1,117 @@
+"""Loading the weights of a Hugging Face model, and refusing those that do not fit its configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.hf.model_files import not_loaded, resolve
+from slipstream.models.loaded import LoadOptions
+
+log = logging.getLogger("slipstream")
+
+DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHOWN = 3
+# what transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another version
+READER_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+    EOFError,
+    struct.error,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
+    """The folder or hub id to take the tokenizer from, and the loaded model."""
+    folder = resolve(source)
+    _read_ahead(Path(folder))
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    try:
+        with quietly():
+            arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, **(arguments | options.extra), output_loading_info=True
+            )
+    except READER_ERRORS as error:
+        raise not_loaded(source, folder, error) from error
+    check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
+    if "device_map" not in options.extra and not getattr(model, "is_quantized", False):
+        model = model.to(_device(options.device))
+    return folder, model
+
+
+def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = False) -> None:
+    """Refuse weights that do not fit the configuration: transformers fills what is missing with random numbers.
+
+    report: what `from_pretrained` returns with output_loading_info=True; tied weights are not missing.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise SlipstreamError(
+            f"model {source!r}: the weights do not fit config.json: {len(missing)} are missing, "
+            f"first {_some(missing)}; allowed: weights of the architecture and sizes that config.json names"
+        )
+    other = [
+        f"{key} is {tuple(saved)} in the file and {tuple(wanted)} by config.json"
+        for key, saved, wanted in sorted(report["mismatched_keys"])
+    ]
+    if other and not allow_mismatches:
+        raise SlipstreamError(f"model {source!r}: {len(other)} weights have another shape, first {_some(other, '; ')}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        log.warning("model %s: %d weights of the file are not used, first %s", source, len(unexpected), unexpected[0])
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(items[:SHOWN])
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """No progress bars and no reports of transformers inside the block; its settings are as before afterwards."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _read_ahead(folder: Path) -> None:
+    """Have the system read the weights from the disk while Python imports what loads them."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError), file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # a C++ stack follows
+        raise UsageError(f"device={device!r}: {reason}; allowed: auto, cpu, cuda, cuda:N") from error
