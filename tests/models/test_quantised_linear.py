@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.cpu import quantised_linear as quantised
 from slipstream.models.cpu.packed_linear import PackedLinear
-from slipstream.models.cpu.quantised_linear import GROUP, IntegerLinear, QuantisedLinear, quantise
+from slipstream.models.cpu.processor import parse
+from slipstream.models.cpu.quantised_linear import GROUP, IntegerLinear, QuantisedLinear, is_faster, quantise
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
 
 PROMPT = prompts([9])[0]
 WIDER = {"hidden_size": 64, "intermediate_size": 96}
@@ -138,12 +141,25 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
 
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.hf.pretrained.is_faster", lambda dtype: True)
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path))
     assert decoder.draft is not None
     counts = [sum(type(m) is QuantisedLinear for m in one.model.modules()) for one in (decoder.target, decoder.draft)]
     assert counts[0] == 0 and counts[1] > 0  # "auto" quantises the draft alone
     assert decoder.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids == reference(shared("llama"), PROMPT, 12)
+
+
+@pytest.mark.parametrize("flags", ["fpu avx2", "fpu avx2 avx512f"])
+def test_auto_packs_float32_drafts_where_quantised_ones_are_slower(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.cpu.quantised_linear.processor", lambda: parse(f"flags: {flags}"))
+    assert is_faster(torch.bfloat16) and is_faster(torch.float32) == ("avx512f" in flags)
+    shared("llama").save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), LoadOptions(dtype="float32", quantise="auto"))
+    assert any(type(m) is QuantisedLinear for m in loaded.model.modules()) == ("avx512f" in flags)
 
 
 @pytest.mark.parametrize("fast", [False, "auto"])

@@ -20,6 +20,7 @@ from slipstream.models.cpu.c_structs import GROUP
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.kernel_build import kernels
 from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear
+from slipstream.models.cpu.processor import processor
 
 BITS = ("int4", "int8")
 OWN = 16  # tokens up to which our own kernel for few is the fastest
@@ -140,6 +141,14 @@ def multiplies_integers() -> bool:
 def fits(linear: nn.Linear) -> bool:
     """Whether the kernels take a layer of this shape."""
     return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
+
+
+def is_faster(dtype: torch.dtype) -> bool:
+    """Whether few tokens go through quantised weights faster than through packed ones of this type.
+
+    Without AVX-512, PyTorch's kernels multiply float32 inputs number by number, many times slower than packed weights.
+    """
+    return dtype == torch.bfloat16 or "avx512f" in processor().flags
 
 
 def num_weights(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.kernel_build import version
 from slipstream.models.cpu.packed_linear import pack, unsupported
-from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, num_weights, quantise, rounded
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, quantise, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
@@ -71,7 +71,7 @@ def _pack(backend: HFBackend | GraphedBackend, fast: bool | str) -> bool:
 def _quantise(backend: HFBackend | GraphedBackend, options: LoadOptions) -> bool:
     """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
     model, bits, asked = backend.model, options.quantise, options.quantise in BITS
-    if not asked and (options.fast is False or num_weights(model) < SMALLEST):
+    if not asked and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
         return _pack(backend, options.fast)
     reason = unsupported(model)
     if reason is None and num_weights(model) == 0:
