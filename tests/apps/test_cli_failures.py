@@ -16,6 +16,8 @@ from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.prompts import NamedPrompt
 
+pytestmark = pytest.mark.slow
+
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
