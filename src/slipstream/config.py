@@ -62,13 +62,14 @@ class DecoderConfig:
         if not isinstance(self.load_options, dict):
             raise UsageError(f"load_options={self.load_options!r}; allowed: a mapping of from_pretrained arguments")
 
-    def refuse_contradictions(self) -> None:
-        """Refuse a setting that another one makes useless; `using("none")` may keep a draft length."""
+    def contradiction(self) -> str | None:
+        """What to say of a setting that another one makes useless; None if there is none."""
         if self.drafter == "none" and self.num_draft_tokens not in ("auto", 0):
-            raise UsageError(
+            return (
                 f"num_draft_tokens={self.num_draft_tokens!r} with drafter='none', which drafts nothing; "
                 "allowed: 'auto' or 0, or another drafter"
             )
+        return None
 
     def to_json(self) -> str:
         """The settings as JSON."""

@@ -83,7 +83,8 @@ class SpeculativeDecoder:
             max_batch_size=max_batch_size,
             load_options=load_options or {},
         )
-        self.config.refuse_contradictions()
+        if (useless := self.config.contradiction()) is not None:
+            log.warning(useless)
         if acceptance != "auto":
             load_rule(acceptance)
         self._drafter: str | Drafter = drafter

@@ -108,7 +108,7 @@ WRONG_USE = [
     (("generate", *TOY, *PROMPT, "--load-options", "{"), "is not JSON"),
     (("generate", *TOY, *PROMPT, "--logit-bias", "x=1"), "TOKEN_ID=NUMBER"),
     (("generate", *TOY, *PROMPT, "--drafter", "model"), "needs a draft model"),
-    (("generate", *TOY, *PROMPT, "--dtype", "float32"), "loaded already"),
+    (("generate", *TOY, *PROMPT, "--dtype", "float32"), "the toy model has no weights"),
     (("generate", "--target", "/no/such/folder", *PROMPT), "'/no/such/folder' is not a folder"),
     (("generate", "--target", "missing.gguf", *PROMPT), "'missing.gguf' does not exist"),
     (("generate", *TOY, "--prompt-file", "missing.txt"), "'missing.txt' cannot be read"),

@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "an end is overlooked inside a block": (Row, "commit", ends_with_its_last_token),
     "penalties do not see the draft": (
         history.Penalties,
-        "_said",
+        "_occurrences",
         staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1])),
     ),
     "dice go by the place in the batch": (Sampler, "_keys", dice(lambda i, row, at: (i, at))),

@@ -246,5 +246,5 @@ def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch
 
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
-    monkeypatch.setattr(history.Penalties, "_said", blind)
+    monkeypatch.setattr(history.Penalties, "_occurrences", blind)
     assert observe(decoder("gpt2", "close", "auto"), "gpt2").p_value < SUSPICIOUS

@@ -64,7 +64,8 @@ def quiet_libraries() -> None:
 
 def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
     """The decoder of these models under these settings; a lossy rule is announced."""
-    config.refuse_contradictions()
+    if (useless := config.contradiction()) is not None:
+        raise UsageError(useless)
     quiet_libraries()
     from slipstream.decoder import SpeculativeDecoder
 
