@@ -61,7 +61,12 @@ def plain_texts(name: str) -> list[list[int]]:
 def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDecoder:
     """A decoder on the target `name`; "other" has another model as its draft, the rest of WITH_MODEL a similar one."""
     draft = None if drafter not in WITH_MODEL else model(name, 1) if drafter == "other" else close(name)
-    options = {"num_draft_tokens": 2, "max_batch_size": 64, "reproducible": False, **options}
+    options = {
+        "num_draft_tokens": 2 if drafter != "none" else 0,
+        "max_batch_size": 64,
+        "reproducible": False,
+        **options,
+    }
     chosen = WITH_MODEL.get(drafter, drafter)
     return SpeculativeDecoder(model(name), draft, drafter=chosen, acceptance=rule, **options)
 
@@ -246,5 +251,5 @@ def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch
 
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
-    monkeypatch.setattr(history.Penalties, "_said", blind)
+    monkeypatch.setattr(history.Penalties, "_occurrences", blind)
     assert observe(decoder("gpt2", "close", "auto"), "gpt2").p_value < SUSPICIOUS
