@@ -61,7 +61,12 @@ def plain_texts(name: str) -> list[list[int]]:
 def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDecoder:
     """A decoder on the target `name`; "other" has another model as its draft, the rest of WITH_MODEL a similar one."""
     draft = None if drafter not in WITH_MODEL else model(name, 1) if drafter == "other" else close(name)
-    options = {"num_draft_tokens": 2, "max_batch_size": 64, "reproducible": False, **options}
+    options = {
+        "num_draft_tokens": 2 if drafter != "none" else 0,
+        "max_batch_size": 64,
+        "reproducible": False,
+        **options,
+    }
     chosen = WITH_MODEL.get(drafter, drafter)
     return SpeculativeDecoder(model(name), draft, drafter=chosen, acceptance=rule, **options)
 

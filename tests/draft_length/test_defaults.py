@@ -85,7 +85,7 @@ def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distr
     assert isinstance(decoder.drafter, HybridDrafter) and decoder.drafter.samples is samples
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "ngram", "none", "model:p=25"])
+@pytest.mark.parametrize("drafter", ["suffix", "ngram", "model:p=25"])
 def test_confidence_needs_a_drafter_that_knows_its_own(drafter: str) -> None:
     with pytest.raises(
         UsageError, match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters hybrid, l"

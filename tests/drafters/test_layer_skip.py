@@ -160,10 +160,10 @@ def test_drafting_touches_no_position_the_target_has_read_and_leaves_no_trace(
 
 @pytest.mark.usefixtures("cache_audit")
 def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedCacheSession, "_begin", lambda *_: None)  # never asks the target's cache again
+    monkeypatch.setattr(SharedCacheSession, "_begin", lambda self, rows: None)  # never asks the target's cache again
     target = Session(HFBackend(llama))
     session = SharedCacheSession(target, (0,))
-    session._own.table.states = target.slot_states  # and claims as the target's what some layers have read
+    session._own.table.states = target.table.states  # and claims as the target's what some layers have read
     with pytest.raises((SlipstreamError, AssertionError)):
         for _ in run(engine(target, Watched(ModelDrafter(session, VOCAB), target), Fixed(4)), ragged()):
             pass

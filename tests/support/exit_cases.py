@@ -16,6 +16,8 @@ from slipstream import SpeculativeDecoder
 def decoder_of(model: Any, drafter: str = "none", **settings: Any) -> SpeculativeDecoder:
     """Three rows at a time, four draft tokens, forwards of any shape."""
     chosen = {"max_batch_size": 3, "num_draft_tokens": 4, "acceptance": "match", "reproducible": False} | settings
+    if drafter == "none":  # a length is only kept for drafters that come with `using`
+        return SpeculativeDecoder(model, drafter="ngram", **chosen).using("none")
     return SpeculativeDecoder(model, drafter=drafter, **chosen)
 
 
