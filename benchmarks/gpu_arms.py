@@ -106,7 +106,6 @@ class Mistaken:
         return torch.where(wrong, (tokens + 1) % self.vocab_size, tokens)
 
 
-@dataclass
 class WaitingSession(Session):
     """A session whose scores are there when it returns, for times by stage."""
 

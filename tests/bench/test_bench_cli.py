@@ -54,7 +54,7 @@ def test_it_goes_on_where_it_was_and_refuses_other_settings(capsys, monkeypatch,
     lines = whole.splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:4]) + lines[4][:30])
     code, _, err = run(capsys, monkeypatch, *toy)
-    assert code == 0 and "3 of 8 measurements are there already" in err
+    assert code == 0 and "3 of 8 measurements are in the folder already" in err
     again = file.read_bytes()
     assert again.startswith(b"".join(lines[:4])) and len(again.splitlines()) == len(lines)
     code, _, err = run(capsys, monkeypatch, *toy, "--temperature", "0.5")
@@ -154,7 +154,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> N
     last = err.splitlines()[-1]
     assert code == 130 and out == "" and last.startswith("error: interrupted") and f"--out {tmp_path / 'runs'}" in last
     code, out, err = run(capsys, monkeypatch, *toy)
-    assert code == 0 and "3 of 8 measurements are there already" in err
+    assert code == 0 and "3 of 8 measurements are in the folder already" in err
 
 
 def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp
 
 WRONG_USE = [
     (("--simulate",), "--simulate beside --predict 0"),
-    (("--arms", "magic"), "drafter='magic'; allowed: auto, exit, hybrid, lookup, model, ngram"),
+    (("--arms", "magic"), "drafter='magic'; allowed: auto, hybrid, layer_skip, model, ngram"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),
     (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is none"),

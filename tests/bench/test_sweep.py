@@ -73,7 +73,7 @@ def test_the_best_length_is_named_with_its_speed_up() -> None:
     assert best is not None and best.length == 2 and best.certain
     assert (
         best.sentence
-        == "ngram~0, batch 1: draft 2, 2.00x plain decoding (2.00 to 2.00), 20.0 tok/s, texts: 4 identical"
+        == "ngram, greedy, batch 1: draft 2, 2.00x plain decoding (2.00 to 2.00), 20.0 tok/s, texts: 4 identical"
     )
 
 

@@ -11,7 +11,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.cpu import quantised_linear as quantised
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.processor import parse
-from slipstream.models.cpu.quantised_linear import GROUP, IntegerLinear, QuantisedLinear, is_faster, quantise
+from slipstream.models.cpu.quantised_linear import GROUP, IntegerLinear, QuantisedLinear, is_faster, multiplies_integers, quantise
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 
@@ -71,6 +71,7 @@ def test_many_tokens_go_through_packed_weights_without_integer_products(monkeypa
     assert torch.equal(made(x), PackedLinear(layer, 4 * made.narrow)(x))
 
 
+@pytest.mark.skipif(not multiplies_integers(), reason="needs instructions for products of 8-bit integers (VNNI)")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_integer_products_are_those_of_the_layer_with_both_sides_rounded(dtype: torch.dtype, bias: bool) -> None:

@@ -89,11 +89,8 @@ def sweep_command(
     _refuse_single_settings(config, params)
     if options.batch_size > config.max_batch_size:
         raise UsageError(f"--batch-size {options.batch_size}; allowed: up to max_batch_size ({config.max_batch_size})")
-    swept = Swept(
-        _drafters(options.drafters, config, models.draft),
-        _lengths(options.lengths),
-        _temperatures(options.temperatures),
-    )
+    lengths, temperatures = _lengths(options.lengths), _temperatures(options.temperatures)
+    swept = Swept(_drafters(options.drafters, config, models.draft), lengths, temperatures)
     request = SweepRequest(models, config, params, prompt_set(choice), options, swept)
     from slipstream.apps.cli.sweep_run import run
 

@@ -92,9 +92,9 @@ class FewLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> [tokens, out_features]."""
         if self._is_int4:
-            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self._weight, GROUP, self._scales)
         else:
-            out = torch.ops.aten._weight_int8pack_mm(x, self._weight, self._scales)
+            out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)
         if self.bias is not None:
             out += self.bias
         return out
