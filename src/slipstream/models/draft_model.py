@@ -6,7 +6,6 @@ from typing import Any
 
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.hf.vocabulary import check_same
 from slipstream.models.loaded import Loaded, LoadOptions, is_loaded, is_toy
 from slipstream.models.loading import load
 
@@ -26,6 +25,8 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
             raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
     if draft is None:
         return None
+    from slipstream.models.hf.vocabulary import check_same  # transformers takes seconds to import
+
     loaded = load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)
     check_same(target, loaded)
     return loaded
