@@ -11,7 +11,14 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.cpu import quantised_linear as quantised
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.processor import parse
-from slipstream.models.cpu.quantised_linear import GROUP, IntegerLinear, QuantisedLinear, is_faster, multiplies_integers, quantise
+from slipstream.models.cpu.quantised_linear import (
+    GROUP,
+    IntegerLinear,
+    QuantisedLinear,
+    is_faster,
+    multiplies_integers,
+    quantise,
+)
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 
