@@ -204,7 +204,7 @@ def test_a_drafter_that_breaks_is_left_out_and_fails_the_command(capsys, monkeyp
     assert next(one["units"] for one in advice["others"] if one["name"] == "ngram@7") == 0
 
 
-def test_an_interruption_says_what_is_kept(capsys, monkeypatch, tmp_path: Path, small) -> None:
+def test_an_interruption_says_what_is_saved(capsys, monkeypatch, tmp_path: Path, small) -> None:
     whole, calls = Meter.unit, iter(range(100))
 
     def interrupted(self: Meter, *arguments: Any) -> Any:
@@ -215,7 +215,7 @@ def test_an_interruption_says_what_is_kept(capsys, monkeypatch, tmp_path: Path, 
     monkeypatch.setattr(Meter, "unit", interrupted)
     code, out, err = run(capsys, monkeypatch, *small)
     folder = tmp_path / "runs" / "t"
-    assert code == 130 and out == "" and f"finished runs are kept in {folder / 'runs.jsonl'}" in err
+    assert code == 130 and out == "" and f"finished runs are saved in {folder / 'runs.jsonl'}" in err
     assert "start anew with another --out" in err and read_records(folder)[1]
     code, _, err = run(capsys, monkeypatch, *small)
     assert code == 2 and "holds runs already; allowed: a new folder" in err
