@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from slipstream.models.paused_collection import paused_collection
+
 if TYPE_CHECKING:
     from slipstream.core.interfaces import Drafter, Policy
     from slipstream.core.stats import Stats
@@ -51,7 +53,8 @@ def __getattr__(name: str) -> object:
     """Everything is imported when it is first used: PyTorch and transformers take seconds."""
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"slipstream.{home}"), name)
+            with paused_collection():
+                return getattr(import_module(f"slipstream.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

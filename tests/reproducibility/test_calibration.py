@@ -15,8 +15,10 @@ from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
+from slipstream.reproducibility import shape_trials
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, REFERENCE, WIDTHS
+from slipstream.reproducibility.trial_layers import first_of_each, trial_backend
 
 
 def test_all_shapes_of_a_backend_without_rounding_agree() -> None:
@@ -192,3 +194,26 @@ def test_progress_is_reported_in_order_up_to_the_end() -> None:
     told: list[float] = []
     calibrate(RoundingBackend(), BATCH, told.append)
     assert told == sorted(told) and len(told) > 2 * len(WIDTHS) and told[0] > 0 and told[-1] <= 1
+
+
+@pytest.mark.parametrize(("kinds", "chosen"), [("aaaa", [0, 1]), ("abab", [0, 1, 2, 3]), ("aabaab", [0, 1, 2, 5])])
+def test_two_layers_of_every_kind_are_tried(kinds: str, chosen: list[int]) -> None:
+    assert first_of_each(kinds) == chosen
+
+
+@pytest.mark.slow
+def test_a_few_layers_find_what_all_of_them_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = HFBackend(
+        fresh(
+            "gemma3",
+            num_hidden_layers=7,
+            layer_types=["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+        )
+    )
+    few = trial_backend(backend)
+    assert few is not backend
+    found = calibrate(backend, BATCH)
+    monkeypatch.setattr(shape_trials, "trial_backend", lambda whole: whole)
+    everything = calibrate(backend, BATCH)
+    assert found.agrees and list(found.totals) == list(everything.totals)
+    assert replace(found, milliseconds={}, totals={}) == replace(everything, milliseconds={}, totals={})

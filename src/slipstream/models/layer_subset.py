@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
 from slipstream.core.interfaces import Backend
@@ -17,6 +17,9 @@ class LayerSubsets(Protocol):
     """
 
     num_layers: int
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
 
     def weights_digest(self) -> str:
         """A name that no other model has: a digest of the weights."""

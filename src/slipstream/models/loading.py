@@ -8,6 +8,7 @@ import torch
 
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded, LoadOptions, is_toy
+from slipstream.models.paused_collection import paused_collection
 
 
 def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
@@ -21,13 +22,14 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
 
         return load_toy(source)
     if isinstance(source, torch.nn.Module):
-        from slipstream.models.hf.pretrained import wrap_model
-
+        with paused_collection():
+            from slipstream.models.hf.pretrained import wrap_model
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
-        from slipstream.models.hf.pretrained import load_pretrained
+        with paused_collection():
+            from slipstream.models.hf.pretrained import load_pretrained
 
-        return load_pretrained(str(source), options, tokenizer)
+            return load_pretrained(str(source), options, tokenizer)
     raise UsageError(
         f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
         "or a loaded Hugging Face model"

@@ -23,7 +23,7 @@ from slipstream.reproducibility.progress import progress_bar
 
 log = logging.getLogger("slipstream")
 
-VERSION = 12  # of what calibration tries; what an earlier one found is not used
+VERSION = 13  # of what calibration tries; what an earlier one found is not used
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 

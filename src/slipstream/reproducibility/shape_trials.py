@@ -12,11 +12,12 @@ from torch.nn.functional import pad
 
 from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards, RowSegment, set_attended_lengths
+from slipstream.reproducibility.trial_layers import trial_backend
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
-RAGGED_TIMINGS = 3
+FEWEST_RAGGED_TIMINGS, MOST_RAGGED_TIMINGS = 2, 3
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
 FEW = 3  # rows
 ATTENDED_UNITS = (256, 512)
@@ -29,14 +30,15 @@ STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 
 
 class Trials:
-    """Runs the same tokens through different shapes.
+    """Runs the same tokens through different shapes of a few layers, and times forwards of the whole model.
 
     All slots hold the same tokens. Slot i is only ever written from contexts[i] on and read from there by nobody
     else, so that no trial changes what another one reads.
     """
 
-    def __init__(self, backend: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
-        self.backend, self.contexts, self.widths = backend, contexts, widths
+    def __init__(self, whole: Backend, contexts: Sequence[int], widths: list[int], max_batch_size: int) -> None:
+        self._whole, self.contexts, self.widths = whole, contexts, widths
+        self.backend = backend = trial_backend(whole)
         mates = [mate for mate in MATES if mate < max(contexts)] or [0]
         others = max(0, max_batch_size - len(contexts))
         self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
@@ -193,8 +195,11 @@ class Trials:
 
     def ragged_milliseconds(self, totals: Sequence[int], widths: Sequence[int]) -> dict[int, float]:
         """The same of ragged forwards of as many rows as there may be; fewer rounds, as they take long."""
-        backend, times = self.backend, dict[int, list[float]]()
-        for total in list(totals) * RAGGED_TIMINGS:
+        backend, times = self._whole, dict[int, list[float]]()
+        started = perf_counter()
+        for turn, total in ((turn, total) for turn in range(MOST_RAGGED_TIMINGS) for total in totals):
+            if turn >= FEWEST_RAGGED_TIMINGS and perf_counter() - started > TIMING_SECONDS:
+                break
             assert isinstance(backend, RaggedForwards)
             counts = _shared_out(total, min(total, len(self._starts)), 0)
             segments = [RowSegment(i, self._starts[i], count) for i, count in enumerate(counts)]
@@ -207,7 +212,7 @@ class Trials:
         start = self.contexts[0]
         begun = perf_counter()
         tokens = self._tokens[None, start : start + width]
-        self.backend.forward(tokens, [start], first_slot=0, logits=True).sum().item()
+        self._whole.forward(tokens, [start], first_slot=0, logits=True).sum().item()
         return perf_counter() - begun
 
 

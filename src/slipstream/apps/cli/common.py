@@ -17,6 +17,7 @@ from slipstream.apps.cli.options import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import write_text
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from slipstream.models.paused_collection import paused_collection
 from slipstream.text.prompts import NamedPrompt, builtin_prompts, named_prompt, read_prompts
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
     if (useless := config.contradiction()) is not None:
         raise UsageError(useless)
     quiet_libraries()
-    from slipstream.decoder import SpeculativeDecoder
-
+    with paused_collection():
+        from slipstream.decoder import SpeculativeDecoder
     decoder = SpeculativeDecoder(models.target, models.draft, **vars(config))
     if not decoder.lossless:
         warn_lossy(config.acceptance)

@@ -6,7 +6,7 @@ The model's own forward is used as it is. `slipstream.models.hf.fast_forwards` m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,10 @@ class HFBackend:
             for key_heads, size in shapes
             for width in (*widths, *blocks)
         )
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """See `LayerSubsets.layer_kinds`."""
+        return decoder_layers.kinds(self.model, self.masks.windows)
 
     def weights_digest(self) -> str:
         """See `LayerSubsets.weights_digest`."""

@@ -9,7 +9,7 @@ their children; everything else is shared, and the model itself stays as it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -28,6 +28,27 @@ def digest(model: Any) -> str:
     for weight in (model.get_input_embeddings().weight[:DIGEST_ROWS], *norms):
         digested.update(weight.detach().float().cpu().numpy().tobytes())
     return digested.hexdigest()[:20]
+
+
+def kinds(model: Any, windows: Sequence[int | None]) -> list[Hashable]:
+    """A description of each layer: its modules' classes and sizes, and the window of its attention.
+
+    Raises `UsageError` where the layers cannot be told.
+    """
+    _, layers = _decoder_layers(model, len(windows))
+    return [(window, _modules(layer)) for layer, window in zip(layers, windows, strict=True)]
+
+
+def _modules(layer: nn.Module) -> Hashable:
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple(getattr(module, size, None) for size in ("in_features", "out_features")),
+            tuple((tuple(p.shape), p.dtype) for p in module.parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
 
 
 class Skip(nn.Module):

@@ -37,8 +37,15 @@ class Trial:
         return expected
 
 
-def group_queries(backend: HFBackend) -> None:
-    """Use grouped attention if it gives this model's own logits."""
+def make_faster(backend: HFBackend) -> None:
+    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits."""
+    expected = a_few_logits(backend)
+    group_queries(backend, expected)
+    fuse_layers(backend, expected)
+
+
+def group_queries(backend: HFBackend, expected: Tensor | None = None) -> None:
+    """Use grouped attention if it gives this model's own logits, `a_few_logits`."""
     config = backend.model.config.get_text_config()
     if config._attn_implementation == grouped.NAME:
         return
@@ -48,14 +55,14 @@ def group_queries(backend: HFBackend) -> None:
     elif repeats is None:
         reason = "its heads are not laid out in groups"
     else:
-        reason = _try_grouped(backend, repeats)
+        reason = _try_grouped(backend, repeats, a_few_logits(backend) if expected is None else expected)
     if reason is not None:
         warn_slower(f"{type(backend.model).__name__} keeps its own attention: {reason}")
 
 
-def _try_grouped(backend: HFBackend, repeats: int) -> str | None:
+def _try_grouped(backend: HFBackend, repeats: int, expected: Tensor) -> str | None:
     """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
-    expected, config, reason = a_few_logits(backend), backend.model.config, "the grouped one gives other logits"
+    config, reason = backend.model.config, "the grouped one gives other logits"
     config._attn_implementation, backend.masks.repeats = grouped.NAME, repeats
     try:
         if not _differs(backend, expected):
@@ -66,8 +73,8 @@ def _try_grouped(backend: HFBackend, repeats: int) -> str | None:
     return reason
 
 
-def fuse_layers(backend: HFBackend) -> None:
-    """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
+def fuse_layers(backend: HFBackend, expected: Tensor | None = None) -> None:
+    """Give decoder layers a forward of fewer operators if it gives this model's own logits, `a_few_logits`."""
     if backend.masks.repeats is None:
         return  # said by `group_queries`
     name = type(backend.model).__name__
@@ -76,7 +83,8 @@ def fuse_layers(backend: HFBackend) -> None:
     except UnknownLayerError as error:
         warn_slower(f"{name} keeps its layers' own forward: {error}")
         return
-    expected = a_few_logits(backend)
+    if expected is None:
+        expected = a_few_logits(backend)
     for layer, forward in layers:
         layer.forward = forward
     if _differs(backend, expected):

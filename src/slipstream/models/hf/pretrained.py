@@ -15,7 +15,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from slipstream.models.hf.fast_forwards import make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
@@ -59,8 +59,7 @@ def _pack(backend: HFBackend | GraphedBackend, fast: bool | str) -> bool:
     if reason is None:
         fuse(model, compressed_or_packed)
         pack(model, compressed_or_packed)
-        group_queries(backend)
-        fuse_layers(backend)
+        make_faster(backend)
     elif fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
     else:
@@ -84,8 +83,7 @@ def _quantise(backend: HFBackend | GraphedBackend, options: LoadOptions) -> bool
     bits = bits if bits in BITS else BITS[0]
     fuse(model, lambda linear: rounded(linear, bits))
     quantise(model, bits)
-    group_queries(backend)
-    fuse_layers(backend)
+    make_faster(backend)
     return True
 
 
@@ -117,7 +115,7 @@ def _fingerprint(backend: HFBackend | GraphedBackend, packed: bool) -> str:
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
-    fused = "lean " if any(is_fused(module) for module in model.modules()) else ""
+    fused = "fused " if any(is_fused(module) for module in model.modules()) else ""
     layers = f"{type(model).__name__} {config.num_hidden_layers} {fused}layers {config._attn_implementation}"
     sizes = f"{config.hidden_size} {config.num_attention_heads} {getattr(config, 'intermediate_size', '')}"
     return f"{layers} {sizes} {config.vocab_size} {model.dtype} {exact}{kind} {' '.join(shapes)}"

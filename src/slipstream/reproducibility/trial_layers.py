@@ -1,0 +1,44 @@
+"""The layers that trials of forward shapes run: two of every kind instead of all.
+
+How a forward rounds depends on the kernels that the sizes of its tensors select, and layers of one kind have the same
+sizes. A kernel that rounds differently does so in a good part of the thousands of numbers that one layer computes, so
+a further layer of the same kind shows nothing that two of them and the head do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from slipstream.core.interfaces import Backend, RaggedForwards
+from slipstream.errors import UsageError
+from slipstream.models.layer_subset import LayerSubsets
+
+OF_EACH_KIND = 2
+
+
+def trial_backend(backend: Backend) -> Backend:
+    """The layers to try as a backend on the same KV cache; the model itself where that saves nothing."""
+    if not isinstance(backend, LayerSubsets) or backend.device.type != "cpu":  # elsewhere graphs would be captured
+        return backend
+    try:
+        chosen = first_of_each(backend.layer_kinds())
+        if len(chosen) == backend.num_layers:
+            return backend
+        subset = backend.layer_subset(chosen)
+    except UsageError:  # the layers cannot be told
+        return backend
+    if isinstance(subset, RaggedForwards) and isinstance(backend, RaggedForwards):
+        subset.ragged = backend.ragged
+    return subset
+
+
+def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
+    """The numbers of the first layers of every kind, ascending."""
+    seen: Counter[Hashable] = Counter()
+    chosen = []
+    for layer, kind in enumerate(kinds):
+        if seen[kind] < OF_EACH_KIND:
+            chosen.append(layer)
+        seen[kind] += 1
+    return chosen
