@@ -190,6 +190,18 @@ class AttendedLengths(Protocol):
         """Whether attention of these widths, and of prompts, gives the same bits over `length` positions as `whole`."""
 
 
+@runtime_checkable
+class Checkpoints(Protocol):
+    """Optional capability of a backend whose state is known at some positions only, as that of recurrent layers is.
+
+    A forward starts at such a position, forgets those behind it, and makes the one where it ends another. It has no
+    padding: forwards of several rows are `RaggedForwards`.
+    """
+
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
+
+
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
     """Make attention read the cache up to one of `lengths` if it can and one is enough, else a multiple of `unit`."""
     backend.attended_unit = unit

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes, common_beginning
 from slipstream.core.input_batch import InputBatch
-from slipstream.core.interfaces import Backend, RaggedForwards, RowSegment
+from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
 from slipstream.core.session import Session
 from slipstream.core.slot_table import CATCH_UP, SlotTable, in_order
 from slipstream.core.types import Row
@@ -23,6 +23,8 @@ from slipstream.core.types import Row
 
 def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
     """The session that makes the most of a backend."""
+    if isinstance(backend, Checkpoints):
+        return Session(backend, shapes, CheckpointLayout())
     ragged = isinstance(backend, RaggedForwards) and backend.ragged
     return Session(backend, shapes, RaggedLayout() if ragged else None)
 
@@ -72,6 +74,31 @@ class RaggedLayout:
         return last_of_each(logits, [len(text) for text in texts], [keep - width + n for n in lengths], keep)
 
 
+class CheckpointLayout:
+    """The layout of sessions whose backend has `Checkpoints`: nothing is ever padded."""
+
+    def __init__(self) -> None:
+        self._rectangle = Rectangle()
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """As many tokens as there are."""
+        return rows + drafted if rows > 1 else None
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+        """See `Session.prefill`; prompts are read one by one, without padding where no shapes are asked for."""
+        return self._rectangle.prefill(table, rows, answer=answer)
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """One forward of all rows' real tokens."""
+        width = draft.shape[1]
+        real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
+        texts = without_padding(batch, draft, real)
+        segments = [RowSegment(slot, start, len(texts[slot])) for slot, start in enumerate(batch.starts)]
+        counts = [len(text) for text in texts]
+        logits = _forward(table, end_to_end(texts, sum(counts)), segments, texts, None)
+        return last_of_each(logits, counts, [keep - width + n for n in real], keep)
+
+
 def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
     """Rows that are read together, by slot; those that would copy what others read come after them."""
     waiting = list(enumerate(rows))
@@ -91,7 +118,7 @@ def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
 def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) -> bool:
     if table.states[slot].row is row:
         return False
-    cached, most = max(table.usable(state, row) for state in table.states), len(row.tokens) - 1
+    cached, most = max(table.usable(i, row) for i in range(len(table.states))), len(row.tokens) - 1
     return any(common_beginning(row.tokens, other.tokens, most) > cached + CATCH_UP for other in others)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.core.cache_audit import CacheAudit
 from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
-from slipstream.core.interfaces import Backend, PromptLogits, set_attended_lengths
+from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_attended_lengths
 from slipstream.core.types import Row
 
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
@@ -91,9 +91,9 @@ class SlotTable:
         state = self.states[slot]
         if state.row is row:
             if state.round != len(row.rounds):
-                state.base = state.written = state.valid(row)
+                state.base = state.written = self.checkpoint(slot, state.valid(row))
             return
-        cached = [self.usable(state, row) for state in self.states]
+        cached = [self.usable(i, row) for i in range(len(self.states))]
         most = max(cached)
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
@@ -104,9 +104,14 @@ class SlotTable:
             self.audit.copy(source, slot, most)
         self.states[slot] = SlotState(row, most, most, len(row.rounds), self.shapes)
 
-    def usable(self, state: SlotState, row: Row) -> int:
-        """How many leading tokens of a row that enters may be copied from where `state` says."""
-        other, known = state.row, state.valid(row)
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """The last position, at most `limit`, from which a slot can go on."""
+        return self.backend.checkpoint(slot, limit) if isinstance(self.backend, Checkpoints) else limit
+
+    def usable(self, slot: int, row: Row) -> int:
+        """How many leading tokens of a row that enters may be copied from a slot."""
+        state = self.states[slot]
+        other, known = state.row, self.checkpoint(slot, state.valid(row))
         if other is row or other is None:
             return known
         if state.shapes != self.shapes:
@@ -126,8 +131,8 @@ class SlotTable:
         state = self.states[slot]
         this_round = state.round == len(row.rounds) and state.base == len(row.tokens)
         if this_round and state.written < state.base + width:
-            return state.written  # the columns written earlier in this round stand
-        return min(state.base, len(row.tokens) - 1)
+            return self.checkpoint(slot, state.written)  # the columns written earlier in this round stand
+        return self.checkpoint(slot, min(state.base, len(row.tokens) - 1))
 
     def remember(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them."""

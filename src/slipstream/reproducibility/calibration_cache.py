@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.interfaces import Checkpoints
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
@@ -30,6 +31,13 @@ AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at mo
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
     """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
     if reproducible is False:
+        return EXACT_FIT, None
+    if isinstance(loaded.backend, Checkpoints):  # its own code, whose forwards of several tokens round in their own way
+        if reproducible is True:
+            raise UsageError(
+                f"reproducible=True, but {loaded.name!r} goes on from states, which no set of forward shapes leaves "
+                "alike; allowed: 'auto' or False"
+            )
         return EXACT_FIT, None
     found = remembered(loaded, max_batch_size)
     if not found.agrees:

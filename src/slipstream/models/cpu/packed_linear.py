@@ -10,7 +10,7 @@ weights and sums of higher precision, at twice the memory. PyTorch's own bfloat1
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,13 @@ def packed(linear: nn.Linear) -> nn.Module:
     return PackedLinear(linear, WIDTH)
 
 
-def pack(model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = packed) -> None:
+def pack(model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = packed, leave: Sequence[nn.Linear] = ()) -> None:
     """Replace every `nn.Linear` of a model in place by what `convert` makes of it, freeing each weight at once.
 
-    A weight shared with an embedding stays for the embedding and is packed as a copy.
+    A weight shared with an embedding stays for the embedding and is packed as a copy. leave: layers that stay.
     """
+    kept = set(leave)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child not in kept:
                 setattr(parent, name, convert(child))

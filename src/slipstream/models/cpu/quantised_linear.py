@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.models.cpu.c_structs import GROUP
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.kernel_build import kernels
-from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear
+from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, pack
 from slipstream.models.cpu.processor import processor
 
 BITS = ("int4", "int8")
@@ -158,10 +158,7 @@ def num_weights(model: nn.Module) -> int:
 
 def quantise(model: Any, bits: str) -> None:
     """Replace every `nn.Linear` of a model in place: quantised where the kernels take its shape, else packed."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, rounded(child, bits))
+    pack(model, lambda linear: rounded(linear, bits))
 
 
 def rounded(linear: nn.Linear, bits: str) -> nn.Module:

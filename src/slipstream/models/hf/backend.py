@@ -153,12 +153,16 @@ class HFBackend:
 
 def check_supported(model: Any) -> None:
     """Refuse, by name and with the reason, models whose state cannot be addressed by position."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    if (reason := not_by_position(model)) is not None:
+        raise UsageError(f"model {type(model).__name__} is not supported: {reason}")
+
+
+def not_by_position(model: Any) -> str | None:
+    """Why a model's state cannot be written at explicit positions, behind an explicit mask; None if it can."""
+    config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
     reason = None
-    if model.config.is_encoder_decoder:
-        reason = "it is an encoder-decoder model; allowed: decoder-only models"
-    elif getattr(model, "_is_stateful", False) or not _only_attention(config):
+    if getattr(model, "_is_stateful", False) or not _only_attention(config):
         reason = "it carries recurrent state or compressed attention, which cannot be rolled back to an earlier token"
     elif missing := [p for p in ("position_ids", "past_key_values", "logits_to_keep") if p not in parameters]:
         reason = f"its forward takes no {missing[0]}"
@@ -166,8 +170,7 @@ def check_supported(model: Any) -> None:
         reason = "it has no language-modelling head"
     elif config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
-    if reason:
-        raise UsageError(f"model {name} is not supported: {reason}")
+    return reason
 
 
 def _only_attention(config: Any) -> bool:

@@ -6,7 +6,8 @@ The model's own code stays as it is; each layer returns its part of the common p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +56,16 @@ class FusedOutput(nn.Module):
         return self._source[0].output(x, self.index)
 
 
-def fuse(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None) -> int:
+Calls = Sequence[tuple[nn.Linear, Tensor]]  # linear layers in the order in which they ran, each with its input
+
+
+def fuse(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None, calls: Calls | None = None) -> int:
     """Fuse layers of a model in place; their weights are freed. Returns how many groups there were.
 
     convert: makes the module that computes a group's product, at once, so that there are never two copies of all
-    weights.
+    weights. calls: `linear_calls` of the model.
     """
-    groups = _same_input(model)
+    groups = _same_input(model, linear_calls(model) if calls is None else calls)
     for parent, names in groups:
         fused = FusedLinear([getattr(parent, name) for name in names])
         if convert is not None:
@@ -75,7 +79,17 @@ def _joined(parts: list[Any]) -> nn.Parameter:
     return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
 
 
-def _same_input(model: Any) -> list[tuple[nn.Module, list[str]]]:
+def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
+    """Linear layers that do not run as modules: their weights are used directly, so they must stay as they are.
+
+    Layers whose names differ in numbers only count as one, since of many experts two tokens choose a few.
+    """
+    names = {module: re.sub(r"\d+", "#", name) for name, module in model.named_modules() if type(module) is nn.Linear}
+    called = {names[linear] for linear, _ in calls}
+    return [linear for linear, name in names.items() if name not in called]
+
+
+def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
     """Names of sibling layers that were called one after the other with one tensor, and once each."""
     parents = {
         child: (parent, name)
@@ -83,7 +97,6 @@ def _same_input(model: Any) -> list[tuple[nn.Module, list[str]]]:
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     }
-    calls = _calls(model, list(parents))
     groups: list[tuple[Tensor, nn.Module, list[nn.Linear]]] = []
     for linear, x in calls:
         parent = parents[linear][0]
@@ -104,11 +117,13 @@ def _alike(one: nn.Linear, other: nn.Linear) -> bool:
 
 
 @torch.inference_mode()
-def _calls(model: Any, linears: list[nn.Linear]) -> list[tuple[nn.Linear, Tensor]]:
+def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
     """Every call of a linear layer and its input, in a forward of two tokens."""
     seen: list[tuple[nn.Linear, Tensor]] = []
     hooks = [
-        linear.register_forward_pre_hook(lambda module, inputs: seen.append((module, inputs[0]))) for linear in linears
+        module.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0])))
+        for module in model.modules()
+        if type(module) is nn.Linear
     ]
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)

@@ -1,0 +1,213 @@
+"""A Hugging Face model as `generate` runs it: its own cache, its own masks and positions, one row at a time.
+
+This is how models run whose state cannot be written at explicit positions: recurrent layers, compressed or relative
+attention, caches of another form, or none. The model's cache object is one opaque state, known at the positions where
+a forward ended; going on from an earlier one starts from a copy that was kept there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from slipstream.core.interfaces import RowSegment
+
+CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # of `forward`'s arguments
+TO_PREPARE = {"past_buckets_states": "past_key_values"}  # what `prepare_inputs_for_generation` calls it instead
+NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many in all
+
+
+@dataclass
+class State:
+    """What a forward goes on from. cache: the model's own, if it has one; in_modules: see `ModuleState`."""
+
+    cache: Any
+    in_modules: list[Tensor]
+
+    def duplicate(self) -> State:
+        """A copy that a forward may change. Layers that only ever replace their tensors share them with this one."""
+        cache = self.cache
+        if type(cache) is not DynamicCache:  # subclasses keep more than layers
+            return State(deepcopy(cache), self.in_modules)
+        twin = copy(cache)
+        twin.layers = [copy(layer) if type(layer) is DynamicLayer else deepcopy(layer) for layer in cache.layers]
+        return State(twin, self.in_modules)
+
+
+class ModuleState:
+    """Tensors that a model's modules keep between forwards as attributes, instead of in a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[tuple[nn.Module, str], Tensor | None] = dict(self._attributes())
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def find(self) -> None:
+        """Note which attributes a first forward has changed."""
+        after = self._attributes()
+        self._places = [place for place, value in after.items() if value is not self._before.get(place)]
+        self._before = {place: self._before.get(place) for place in self._places}
+
+    def restore(self, tensors: Sequence[Tensor] | None) -> None:
+        """Put kept tensors back; None: as they were before the first forward."""
+        for i, (module, name) in enumerate(self._places):
+            setattr(module, name, self._before[module, name] if tensors is None else tensors[i].clone())
+
+    def saved(self) -> list[Tensor]:
+        """Copies of what the modules keep now."""
+        return [getattr(module, name).clone() for module, name in self._places]
+
+    def _attributes(self) -> dict[tuple[nn.Module, str], Tensor]:
+        items = ((module, name, value) for module in self._model.modules() for name, value in vars(module).items())
+        return {(module, name): value for module, name, value in items if isinstance(value, Tensor)}
+
+
+class OwnCaches:
+    """The states of every row: position -> what the model's `forward` is given to go on from there."""
+
+    def __init__(self) -> None:
+        self._states: list[dict[int, State]] = []
+
+    def reserve(self, rows: int) -> None:
+        """Hold at least `rows` slots."""
+        self._states.extend({} for _ in range(rows - len(self._states)))
+
+    def last(self, slot: int, limit: int) -> int:
+        """The last position, at most `limit`, with a known state; 0 is always known."""
+        return max((position for position in self._states[slot] if position <= limit), default=0)
+
+    def at(self, slot: int, position: int) -> State | None:
+        """A state that may be changed; None at the beginning. What is known behind `position` is dropped."""
+        states = self._states[slot]
+        for later in [other for other in states if other > position]:
+            del states[later]
+        return states[position].duplicate() if position else None
+
+    def put(self, slot: int, position: int, state: State) -> None:
+        """Keep a state; of too many, one between others goes."""
+        states = self._states[slot]
+        states[position] = state
+        while len(states) > MOST:
+            del states[_dispensable(sorted(states))]
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Let a slot know what another one knows up to `length`; kept states are never changed, so they are shared."""
+        self._states[destination] = {at: state for at, state in self._states[source].items() if at <= length}
+
+
+def _dispensable(positions: Sequence[int]) -> int:
+    """The position, not among the newest, whose loss leaves the smallest gap."""
+    older = range(len(positions) - NEWEST)
+    gaps = {i: positions[i + 1] - (positions[i - 1] if i else 0) for i in older}
+    return positions[min(gaps, key=lambda i: gaps[i])]
+
+
+class OwnCacheBackend:
+    """See the module. Optional capabilities: `Checkpoints`, `RaggedForwards`.
+
+    stepwise: whether the tokens after a known state are fed one at a time, because this model's forward of several
+    gives other logits.
+    """
+
+    attended_unit = 1
+    ragged = True
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.stepwise = False
+        self._accepts = inspect.signature(model.forward).parameters
+        self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), None)
+        self._has_dynamic_cache = self._cache_name == "past_key_values" and model._supports_default_dynamic_cache()
+        self.module_state = ModuleState(model)
+        self._caches = OwnCaches()
+        self._ids: list[list[int]] = []
+        self.vocab_size = self._vocab_size()
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make slots; their states grow by themselves."""
+        self._caches.reserve(rows)
+        self._ids.extend([] for _ in range(rows - len(self._ids)))
+
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """See `Checkpoints.checkpoint`."""
+        return self._caches.last(slot, limit)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """See `Backend.forward`; every column counts as a token, padding too."""
+        rows = [self._feed(first_slot + i, start, tokens[i].tolist()) for i, start in enumerate(starts)]
+        return torch.stack(rows) if logits else torch.empty(0, device=self.device)
+
+    @torch.inference_mode()
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        """See `RaggedForwards.forward_ragged`; row after row."""
+        parts = tokens.tolist()
+        found, begin = [], 0
+        for segment in segments:
+            found.append(self._feed(segment.slot, segment.start, parts[begin : begin + segment.count]))
+            begin += segment.count
+        logits = torch.cat(found)
+        return logits if columns is None else logits[columns.to(self.device)]
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """See `Backend.copy`."""
+        self._caches.copy(source, destination, length)
+        self._ids[destination] = self._ids[source][:length]
+
+    def _feed(self, slot: int, start: int, ids: list[int]) -> Tensor:
+        """Logits [len(ids), V] after each of these tokens, written from position `start` on."""
+        if start and self.stepwise and len(ids) > 1:
+            return torch.cat([self._feed(slot, start + i, [token]) for i, token in enumerate(ids)])
+        state = self._caches.at(slot, start)
+        known = self._ids[slot] = [*self._ids[slot][:start], *ids]
+        logits, state = self._run(known, len(ids), state)
+        self._caches.put(slot, len(known), state)
+        return logits
+
+    def _run(self, ids: list[int], count: int, state: State | None) -> tuple[Tensor, State]:
+        """Logits of the last `count` of these tokens and the state after them. state: that before them."""
+        everything, caches = torch.tensor([ids], device=self.device), self._cache_name is not None
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(everything), "use_cache": caches}
+        if "position_ids" in self._accepts:
+            given["position_ids"] = torch.arange(len(ids), device=self.device)[None]
+        cache = None if state is None else state.cache
+        if cache is None and self._has_dynamic_cache:
+            cache = DynamicCache(config=self.model.config)
+        if self._cache_name is not None and cache is not None:
+            given[TO_PREPARE.get(self._cache_name, self._cache_name)] = cache
+        width = count if caches else len(ids)
+        inputs = self.model.prepare_inputs_for_generation(
+            everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given
+        )
+        if "logits_to_keep" in self._accepts:
+            inputs["logits_to_keep"] = 0  # all
+        self.module_state.restore(None if state is None else state.in_modules)
+        out = self.model(**inputs, return_dict=True)
+        if out.logits.shape[1] != width:
+            raise ValueError(f"for {width} tokens it returns the logits of {out.logits.shape[1]}")
+        returned = None if self._cache_name is None else out.get(self._cache_name)
+        after = State(cache if returned is None else returned, self.module_state.saved())  # None: changed in place
+        return out.logits[0, -count:], after
+
+    def _vocab_size(self) -> int:
+        head = self.model.get_output_embeddings()
+        size = getattr(head, "out_features", None) or self.model.config.get_text_config(decoder=True).vocab_size
+        return int(size)

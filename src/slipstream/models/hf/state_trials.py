@@ -1,0 +1,99 @@
+"""What a model does with its state, tried when it is loaded; never assumed from its name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend
+from slipstream.errors import UsageError
+from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf.own_caches import OwnCacheBackend
+
+log = logging.getLogger("slipstream")
+
+SWITCHES = ("is_decoder", "causal")  # fields of configurations that make an encoder a decoder
+TOKENS, FIRST = 11, 6  # of a trial, and how many of them are read before the state is kept
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # differences of logits, relative to the largest
+CLOSE_ELSE = 0.05  # in half precision
+# what a model's own code raises on inputs that it does not take
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+
+
+def own_cache_backend(model: Any) -> OwnCacheBackend:
+    """A model on caches of its own, once it is known how it goes on from a state.
+
+    Raises `UsageError`, with the reason, for models that cannot be gone on with, or attend to later tokens.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UsageError(f"model {name} is not supported: it is an encoder-decoder model; allowed: decoder-only models")
+    backend = OwnCacheBackend(model)
+    try:
+        backend.reserve(1, TOKENS)
+        ids = _ids(backend)
+        whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
+        backend.module_state.find()
+        check_causal(backend, model)
+        steps, several = _steps(backend, ids), _several(backend, ids)
+        if several is None and not _agree(whole, steps):
+            raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
+        backend.stepwise = not _agree(steps, several)
+        if backend.stepwise:
+            warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
+        again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
+        if not _agree(again, steps if backend.stepwise else several):
+            raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
+    except UsageError:
+        raise
+    except MODEL_ERRORS as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"model {name} is not supported: a forward of a few tokens fails: {reason}") from error
+    return backend
+
+
+def check_causal(backend: Backend, model: Any) -> None:
+    """Refuse models whose configuration makes them attend to later tokens, as encoders do."""
+    switches = [name for name in SWITCHES if getattr(model.config, name, None) is False]
+    if not switches:
+        return
+    backend.reserve(1, TOKENS)
+    ids = _ids(backend)
+    whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
+    if not _agree(whole, backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=True)):
+        raise UsageError(
+            f"model {type(model).__name__} attends to later tokens: {switches[0]}=False in its config; allowed: True"
+        )
+
+
+def _ids(backend: Backend) -> Tensor:
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(0, backend.vocab_size, (1, TOKENS), generator=generator).to(backend.device)
+
+
+def _several(backend: OwnCacheBackend, ids: Tensor) -> Tensor | None:
+    """Logits of the tokens after the first ones, read at once from the state; None if the model refuses to."""
+    backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
+    try:
+        return backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
+    except MODEL_ERRORS as error:
+        log.info("%s takes one token after a state, not several: %s", type(backend.model).__name__, error)
+        return None
+
+
+def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
+    """The same logits, one token at a time."""
+    backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
+    steps = [backend.forward(ids[:, i : i + 1], [i], first_slot=0, logits=True) for i in range(FIRST, TOKENS)]
+    return torch.cat(steps, 1)
+
+
+def _agree(one: Tensor, other: Tensor | None) -> bool:
+    """Whether logits are equal but for rounding; NaN differs from everything."""
+    if other is None:
+        return False
+    error = (one.float() - other.float()).abs().max()
+    return bool(error <= CLOSE.get(one.dtype, CLOSE_ELSE) * one.float().abs().max())
