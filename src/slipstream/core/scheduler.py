@@ -19,8 +19,8 @@ PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 class Scheduler:
     """Decodes any number of rows, at most `max_batch_size` at a time; a row that ends makes room for the next.
 
-    prompt_budget: tokens of new prompts that are read in a step while other rows are being decoded, rounded up to a
-    whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
+    prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
+    to a whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
     turn: entered by every call; a lock, where several threads use the scheduler or its models.
     """
 
@@ -96,7 +96,7 @@ class Scheduler:
                 self._running.pop()
             else:
                 self._running[place] = self._running.pop()
-        while self._reading and self.engine.target.has_read(self._reading[0]):
+        while self._reading and self.engine.has_read(self._reading[0], self._running):
             self._running.append(self._reading.pop(0))
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
@@ -109,7 +109,7 @@ class Scheduler:
         return row.prompt_length <= self.prompt_budget
 
     def _read_ahead(self) -> None:
-        self.engine.target.read_ahead(self._reading, len(self._running), self.prompt_budget)
+        self.engine.read_ahead(self._running, self._reading, self.prompt_budget)
 
     def _reserve(self) -> None:
         """The caches grow with the rows that are admitted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from slipstream import drafters
 from slipstream.config import DecoderConfig
@@ -14,7 +15,7 @@ from slipstream.core.types import Draft
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.controller import LONGEST, DraftController
 from slipstream.draft_length.cost_model import CostModel
-from slipstream.draft_length.policies import check_confidence, make_policy
+from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.model_pair import ModelPair
@@ -56,7 +57,10 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     if not isinstance(drafter, Drafter):
         raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
-    return EngineChoice(Engine(target, drafter, policy, Sampler, acceptance, models.draft_session), name, traits)
+    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_session)
+    if traits.reads_prompt:
+        engine.drafts_for = partial(drafts_for, policy)
+    return EngineChoice(engine, name, traits)
 
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:
@@ -71,7 +75,10 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
         timed=target.backend.device.type == "cpu",
     )
     longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
-    return DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
+    controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
+    if models.draft_session is not None:
+        controller.has_cached = models.draft_session.holds
+    return controller
 
 
 def name_of(choice: object) -> str:
