@@ -168,7 +168,7 @@ class SuffixDrafter:
 
 
 USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1)
+TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str) -> SuffixDrafter:
