@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -71,12 +71,8 @@ class SuffixDrafter:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
         self._keep_outputs()
         drafts = [self._draft(*one) for one in zip(rows, lengths, strict=True)]
-        draft = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
-        return (
-            draft
-            if self.acceptance_model is None
-            else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in drafts))
-        )
+        known = None if self.acceptance_model is None else [acceptance_probs for _, acceptance_probs in drafts]
+        return Draft.from_lists([tokens for tokens, _ in drafts], sampler.device, known)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
