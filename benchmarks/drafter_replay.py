@@ -131,7 +131,7 @@ def main(
     quiet()
     try:
         _report(
-            _read(inputs, _tokenizer(tokenizer), prompt_file, prompt_share, max_tokens),
+            read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens),
             drafter,
             num_draft_tokens,
             row_length,
@@ -184,16 +184,18 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _tokenizer(source: str) -> Tokenizer:
+def tokenizer_of(source: str) -> Tokenizer:
+    """The tokenizer of a model by its name."""
     found = ToyTokenizer() if source == "toy" else load_tokenizer(source, resolve(source))
     if found is None:
         raise UsageError(f"model {source!r} has no tokenizer; allowed: a model with one, or toy")
     return found
 
 
-def _read(
+def read_texts(
     inputs: Sequence[Path], tokenizer: Tokenizer, prompt_file: Path | None, share: float, max_tokens: int
 ) -> list[Recorded]:
+    """The texts of the inputs, see above."""
     found: list[Recorded] = []
     for path in inputs:
         if path.name == FILE:

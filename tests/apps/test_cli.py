@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import __version__
+from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare
 
@@ -47,6 +47,36 @@ def test_generate_runs_several_prompts_as_a_batch_in_order(capsys, monkeypatch, 
     assert code == 0 and batch == alone
 
 
+def test_generate_writes_n_texts_with_the_seeds_that_repeat_them(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--max-tokens", "12", "--temperature", "1.5", "--json", str(file))
+    more = ("-p", "A sparrow", "--n", "3", "--seed", "5")
+    code, out, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *flags)
+    results = json.loads(file.read_text())["results"]
+    texts = [text for one in results for text in (one, *one["alternatives"])]
+    assert code == 0 and len(texts) == 6 and len({tuple(text["token_ids"]) for text in texts[:3]}) == 3
+    assert "6 texts" in err
+    for number, text in zip(("1.1", "1.2", "1.3", "2.1", "2.2", "2.3"), texts, strict=True):
+        assert f"--- {number}, seed {text['seed']}: " in out and text["text"].strip() in out
+    params = SamplingParams(max_tokens=12, temperature=1.5, n=3, seed=5)
+    expected = SpeculativeDecoder("toy").generate("The heron", params)
+    assert [text["token_ids"] for text in texts[:3]] == [one.token_ids for one in (expected, *expected.alternatives)]
+    assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "--seed", str(texts[2]["seed"]), *flags)[0] == 0
+    assert json.loads(file.read_text())["results"][0]["token_ids"] == texts[2]["token_ids"]
+
+
+@pytest.mark.parametrize("more", [(), ("-p", "A sparrow")])
+def test_generate_reports_logprobs(capsys, monkeypatch, more: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--max-tokens", "5", "--logprobs", "2", "--json", str(file))
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *flags)
+    result = json.loads(file.read_text())["results"][0]
+    expected = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=5, logprobs=2)).to_dict()
+    assert code == 0 and result["token_ids"] == expected["token_ids"]
+    assert result["logprobs"] == json.loads(json.dumps(expected["logprobs"]))
+    assert f"{result['logprobs'][0]['logprob']:.3f}" in err
+
+
 def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = ("compare", *TOY, "--draft", "toy:3", *LENGTH, *PROMPT, "-p", "A fish", "--batch", "--json", str(file))
@@ -55,6 +85,18 @@ def test_compare_reports_parity_and_statistics(capsys, monkeypatch, tmp_path: Pa
     assert code == 0 and "identical" in out
     assert report["summary"]["arms"]["speculative"]["identical"] == 2 == report["summary"]["batch"]["identical"]
     assert report["summary"]["stats"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--frequency-penalty", "1"), "frequency_penalty=1.0; allowed"), (TOY, "needs a Hugging Face model")],
+)
+def test_compare_refuses_what_hugging_face_would_not_do_before_loading(
+    capsys, monkeypatch, flags: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(compare, "load_decoder", lambda *_: pytest.fail("models were loaded"))
+    code, _, err = run(capsys, monkeypatch, "compare", *PROMPT, "--hf", *flags)
+    assert code == 2 and message in " ".join(err.split())
 
 
 def test_compare_fails_on_a_lossless_rule_that_changes_the_text(capsys, monkeypatch) -> None:

@@ -30,6 +30,8 @@ WRONG = [
     ("generate", *TOY, "--stop", ""),
     ("generate", *TOY, "--json", "/no/such/folder/x.json"),
     ("generate", *TOY, "--drafter", "none", "--num-draft-tokens", "3"),
+    ("generate", *TOY, "--drafter", "nonsense"),
+    ("generate", *TOY, "--acceptance", "nonsense"),
     ("generate", "--target", "toy", "--prompt-file", "/nowhere.txt"),
     ("compare", *TOY, "--repeats", "0"),
     ("verify", "--category", "stories"),

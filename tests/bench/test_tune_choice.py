@@ -13,7 +13,7 @@ from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.costs import Costs
 from slipstream.bench.records import Arm, Run
 from slipstream.bench.tuning.advice import advise
-from slipstream.bench.tuning.candidates import Candidate, at_length, unpredictable
+from slipstream.bench.tuning.candidates import Candidate, at_length, predictable, unpredictable
 from slipstream.bench.tuning.screen import Entry, Screened, shortlist
 from slipstream.bench.tuning.search import FIRST_RUNG, in_turn, search, settled, survivors
 from slipstream.bench.tuning.selection_bias import log_speed_ups, optimism
@@ -191,6 +191,9 @@ def test_what_cannot_be_predicted_is_measured_all_the_same() -> None:
     assert [one.candidate.setting for one in shortlist([unknown], [], 1, 4)] == ["ngram@4", "auto"]
     assert nothing.entry(1, 8).out == "drafts too rarely found (never)"
     assert [one.setting for one in unpredictable(["a", "b"])] == ["auto", "model"] * 2
+    found = [(one.drafter, one.draft) for one in predictable(["a", "b"])]
+    assert found == [("ngram", None), ("suffix", None), ("model", "a"), ("model", "b")]
+    assert (Candidate("auto").kind, Candidate("auto", draft="a").kind) == ("suffix", "hybrid")
     assert Screened(Candidate("model"), failed="X").entry(1, 8).failed
 
 

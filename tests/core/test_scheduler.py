@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from slipstream.core.ragged_layout import make_session
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.policies import Fixed
+from slipstream.draft_length.policies import Fixed, drafts_for
+from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.toy import FABLE, ToyBackend
 
@@ -166,6 +168,53 @@ def test_a_long_prompt_delays_running_rows_by_a_bounded_number_of_tokens(budget:
     while made.unfinished:
         made.step()
     assert short.output == alone(short) and long.output == alone(long)
+
+
+def drafting_scheduler(budget: int) -> tuple[Scheduler, Session, tuple[Reads, Reads]]:
+    """A scheduler with a draft model, its session, and both models."""
+    backends = Reads(), Reads()
+    target, draft = (Session(backend, SHAPES) for backend in backends)
+    made = engine(target, ModelDrafter(draft, backends[0].vocab_size), Fixed(3), "match", draft)
+    made.drafts_for = partial(drafts_for, made.policy)
+    return Scheduler(made, 3, budget), draft, backends
+
+
+@pytest.mark.parametrize("own", [None, 0])
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("budget", [CHUNK, 2 * CHUNK])
+def test_a_long_prompt_delays_running_rows_by_few_tokens_of_either_model(
+    budget: int, seed: int, own: int | None
+) -> None:
+    made, draft, backends = drafting_scheduler(budget)
+    first, short, long = row(0, 4, 5), row(1, 4, 60, seed), row(2, 150, 9, seed)
+    long.params = replace(long.params, num_draft_tokens=own)
+    for one in (first, short):
+        made.add(one)
+    made.step()
+    made.add(long)
+    rounds = 0
+    while len(long.rounds) < 3:
+        for backend in backends:
+            backend.widths.clear()
+        made.step()
+        rounds += 1
+        for backend in backends:  # the budget, and forwards of a few tokens of all rows
+            assert sum(backend.widths) <= budget + 3 * (2 + 3)
+    assert first.finish_reason and rounds >= 150 // budget and len(short.rounds) >= rounds
+    assert draft.prefill_tokens <= 4 + 4 + 150  # it moved to the place of `first` without being read again
+    while made.unfinished:
+        made.step()
+    assert short.output == alone(short) and long.output == alone(long)
+
+
+def test_rows_that_ask_for_no_drafts_are_not_read_by_the_draft_model() -> None:
+    made, draft, _ = drafting_scheduler(CHUNK)
+    for length in (4, 150):
+        made.add(Row(length, TEXT[:length], SamplingParams(max_tokens=30, num_draft_tokens=0), 0))
+        made.step()
+    while made.unfinished:
+        made.step()
+    assert draft.prefill_tokens == 0
 
 
 def test_without_running_rows_all_prompts_are_read_at_once() -> None:

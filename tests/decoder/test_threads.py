@@ -102,6 +102,46 @@ def test_no_two_threads_are_inside_a_model_at_once() -> None:
     assert most == [1]
 
 
+def test_threads_add_cancel_and_step_one_scheduler_while_others_generate() -> None:
+    params = SamplingParams(max_tokens=40)
+    decoder = SpeculativeDecoder("toy", drafter="ngram", num_draft_tokens=3)
+    alone = [decoder.generate(text, params).token_ids for text in TEXTS]
+    made, rows = decoder.scheduler(), decoder.rows(TEXTS, params)
+
+    def submit(row: Row) -> None:
+        made.add(row)
+        if row is rows[1]:
+            made.cancel(row)
+
+    def step() -> None:
+        while any(row.finish_reason is None for row in rows):
+            made.step()
+
+    work: list[Callable[[], Any]] = [lambda row=row: submit(row) for row in rows]  # type: ignore[misc]
+    others = [lambda: decoder.using("none").generate(TEXTS[0], params).token_ids] * 2
+    assert together([*work, step, step, *others])[-2:] == [alone[0]] * 2
+    assert [row.output for row in rows[:1] + rows[2:]] == alone[:1] + alone[2:]
+    assert rows[1].output == alone[1][: len(rows[1].output)]
+
+
+def test_a_step_of_a_scheduler_waits_for_its_turn() -> None:
+    decoder = SpeculativeDecoder("toy", drafter="none")
+    made = decoder.scheduler()
+    made.add(decoder.rows(TEXTS[:1], SamplingParams(max_tokens=3))[0])
+    stepped = threading.Event()
+
+    def step() -> None:
+        made.step()
+        stepped.set()
+
+    with decoder._use:
+        thread = threading.Thread(target=step, daemon=True)
+        thread.start()
+        assert not stepped.wait(0.2)
+    assert stepped.wait(60)
+    thread.join()
+
+
 def test_streams_interleave_in_one_thread() -> None:
     decoder, params = SpeculativeDecoder("toy"), SamplingParams(max_tokens=40)
     alone = [decoder.generate(text, params).token_ids for text in TEXTS[:3]]
@@ -203,6 +243,7 @@ USES: dict[str, Callable[[SpeculativeDecoder], Any]] = {
     "using": lambda decoder: decoder.using("none"),
     "with_draft": lambda decoder: decoder.with_draft(None),
     "forget": lambda decoder: decoder.forget(),
+    "scheduler": lambda decoder: decoder.scheduler(),
     "next_logits": lambda decoder: decoder.next_logits([1]),
     "tokenizer": lambda decoder: decoder.tokenizer,
     "with": lambda decoder: decoder.__enter__(),

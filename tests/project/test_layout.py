@@ -8,7 +8,7 @@ import pytest
 from house import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
 
 CORE = {name for name in FILES if name.startswith("slipstream.core")}
-LIMIT = 250  # lines of a file of the core
+LIMIT = 250  # lines of a file
 EVERYTHING = {name.split(".")[1] for name in FILES if name.count(".")}
 # what each package may import of the others, functions included
 MAY_IMPORT = {
@@ -18,9 +18,10 @@ MAY_IMPORT = {
     "drafters": {"core", "draft_length", "errors", "models"},
     "config": {"core", "draft_length", "drafters", "errors"},
     "sampling": {"core", "config", "errors"},
-    "text": EVERYTHING - {"apps", "bench", "integrations", "decoder"},
+    "text": EVERYTHING - {"apps", "bench", "integrations", "decoder", "wiring"},
     "models": {"core", "config", "drafters", "draft_length", "errors", "text", "reproducibility"},
     "reproducibility": {"core", "errors", "models"},
+    "wiring": EVERYTHING - {"apps", "bench", "certificate", "integrations", "decoder"},
     "decoder": EVERYTHING - {"apps", "bench", "certificate", "integrations"},
     "certificate": EVERYTHING - {"apps", "integrations"},
     "bench": EVERYTHING - {"apps", "integrations"},
@@ -52,8 +53,8 @@ def test_the_core_is_closed_under_imports_and_read_in_one_sitting() -> None:
     assert lines < 1500
 
 
-@pytest.mark.parametrize("name", sorted(CORE))
-def test_a_file_of_the_core_is_short(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_file_is_short(name: str) -> None:
     assert len(FILES[name].read_text().splitlines()) <= LIMIT
 
 
@@ -75,7 +76,7 @@ def test_imports_point_one_way(package: str) -> None:
 
 def test_no_module_imports_one_that_imports_it() -> None:
     graph = {name: {m for m in imports(name, top_level=True) if m in FILES} for name in FILES}
-    assert graph["slipstream.decoder"] >= {"slipstream.core.loop", "slipstream.drafters"}  # the graph is not empty
+    assert graph["slipstream.decoder"] >= {"slipstream.core.scheduler", "slipstream.drafters"}  # the graph is not empty
     finished: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

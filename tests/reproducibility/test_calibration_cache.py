@@ -66,7 +66,7 @@ def shaky(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RoundingBackend:
     """The model of every decoder of the test: it depends on the batch."""
     backend = RoundingBackend(lambda rows, width, columns, length: rows > 1)
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
-    monkeypatch.setattr("slipstream.decoder.load", lambda *given: _loaded(backend))
+    monkeypatch.setattr("slipstream.wiring.model_pair.load", lambda *given: _loaded(backend))
     return backend
 
 

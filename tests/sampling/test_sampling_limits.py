@@ -13,7 +13,7 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.sampling.logits_processors import check_stateless
+from slipstream.sampling.request_processors import check_stateless
 from slipstream.sampling.sampler import Sampler
 
 VOCAB, TOY_VOCAB = 11, 257

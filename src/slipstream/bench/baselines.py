@@ -142,6 +142,11 @@ def check_params(arm: Arm, params: SamplingParams) -> None:
             raise UsageError(f"arm {arm.name!r} with {f.name}={getattr(params, f.name)!r}; allowed: {allowed}")
 
 
+def no_hf_model(arm: Arm, target: str) -> UsageError:
+    """What is said of an arm that needs what the target is not."""
+    return UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {target!r} is none")
+
+
 def _cut(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """Up to and including the first end token; what follows is padding."""
     at = next((i for i, token in enumerate(tokens) if token in ends), None)

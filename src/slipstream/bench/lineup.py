@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
-from slipstream.bench.baselines import Baseline, check_params, plain_model
+from slipstream.bench.baselines import Baseline, check_params, no_hf_model, plain_model
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
 from slipstream.certificate.tie_judge import coupled
@@ -133,7 +133,7 @@ class Lineup:
         check_params(arm, self.params)
         loaded = self.decoder.target
         if loaded.model is None:
-            raise UsageError(f"arm {arm.name!r} needs a Hugging Face model; target {loaded.name!r} is none")
+            raise no_hf_model(arm, loaded.name)
         assisted = arm.baseline in (ASSISTED, TUNED)
         if assisted and self.decoder.draft is None:
             raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")

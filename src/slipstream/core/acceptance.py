@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream, uniform
+from slipstream.core.rule_names import COUPLED, WITH_COUNT, check_rule
 from slipstream.core.types import Draft, Verdict
-from slipstream.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rule:
 
 
 RuleFunction = Callable[..., Distributions]
-_RULES: dict[str, tuple[RuleFunction | None, bool]] = {"match": (None, True), "gumbel": (None, True)}
+_RULES: dict[str, tuple[RuleFunction | None, bool]] = dict.fromkeys(COUPLED, (None, True))
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
@@ -68,14 +68,10 @@ def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]
 @cache
 def load_rule(text: str) -> Rule:
     """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
+    check_rule(text, _RULES)
     name, _, argument = text.partition(":")
-    known = ", ".join(["auto", *(f"{n}:K" if n in _WITH_COUNT else n for n in sorted(_RULES))])
-    if name not in _RULES or (":" in text) != (name in _WITH_COUNT):
-        raise UsageError(f"acceptance={text!r}; allowed: {known}")
     function, lossless = _RULES[name]
-    if name in _WITH_COUNT:
-        if not argument.isdecimal() or int(argument) < 1:
-            raise UsageError(f"acceptance={text!r}; allowed: {name}:K with a whole number K >= 1")
+    if name in WITH_COUNT:
         function = partial(function or _unreachable, k=int(argument))
     return Rule(text, lossless, function)
 
@@ -184,9 +180,6 @@ def typical(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     accepted = kept.long().cumprod(-1).sum(-1)
     keep = torch.nn.functional.one_hot(accepted, draft.width + 1).double()
     return Distributions(keep, partial(_distribution_at, p))
-
-
-_WITH_COUNT = frozenset({"topk"})
 
 
 def _proposed(draft: Draft) -> Tensor:

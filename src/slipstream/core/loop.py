@@ -116,7 +116,8 @@ class Batch:
 class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
-    draft_session: the draft model's, which grows with the target's.
+    draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
+    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for.
     """
 
     target: Session
@@ -125,6 +126,7 @@ class Engine:
     make_sampler: MakeSampler
     acceptance: str | Rule = "auto"
     draft_session: Session | None = None
+    drafts_for: Callable[[Row], bool] = lambda row: False
 
     def __post_init__(self) -> None:
         backend = self.target.backend
@@ -135,6 +137,27 @@ class Engine:
         """Rows that are decoded together, row i in slot i."""
         backend = self.target.backend
         return Batch(list(rows), self.make_sampler(rows, self._race, backend.vocab_size, backend.device))
+
+    def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
+        """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""
+        slots = dict(enumerate(new, len(running)))
+        self.target.read_ahead(slots, budget)
+        if self.draft_session is not None and (
+            drafted := {i: row for i, row in slots.items() if self._drafts(row, running)}
+        ):
+            self.draft_session.settle(running)
+            self.draft_session.read_ahead(drafted, budget)
+
+    def has_read(self, row: Row, running: Sequence[Row]) -> bool:
+        """Whether every model that needs a new row's prompt has read it but for its last token."""
+        draft = self.draft_session
+        drafted = draft is None or not self._drafts(row, running) or draft.has_read(row)
+        return drafted and self.target.has_read(row)
+
+    def _drafts(self, row: Row, running: Sequence[Row]) -> bool:
+        """Whether the draft model will read a new row, as it reads all rows of a batch; what it begins it ends."""
+        begun = self.draft_session is not None and self.draft_session.holds(row)
+        return begun or any(map(self.drafts_for, (row, *running)))
 
     @torch.inference_mode()
     def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:

@@ -7,7 +7,8 @@ only ever move to lower slots, which sessions rely on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.core.loop import Batch, Clock, Engine
 from slipstream.core.types import Round, Row
@@ -18,12 +19,20 @@ PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 class Scheduler:
     """Decodes any number of rows, at most `max_batch_size` at a time; a row that ends makes room for the next.
 
-    prompt_budget: tokens of new prompts that are read in a step while other rows are being decoded, rounded up to a
-    whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
+    prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
+    to a whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
+    turn: entered by every call; a lock, where several threads use the scheduler or its models.
     """
 
-    def __init__(self, engine: Engine, max_batch_size: int = 8, prompt_budget: int = PROMPT_BUDGET) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_batch_size: int = 8,
+        prompt_budget: int = PROMPT_BUDGET,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
+        self._turn = turn
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
@@ -32,20 +41,28 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """Queue a row; it is decoded as soon as there is a place."""
-        self._waiting.append(row)
+        with self._turn():
+            self._waiting.append(row)
 
     def cancel(self, row: Row) -> None:
         """End a row before its next round, wherever it is; what it has committed stays. Ended rows stay as they are."""
-        if row.finish_reason is None:
-            row.finish_reason = "cancelled"
+        with self._turn():
+            if row.finish_reason is None:
+                row.finish_reason = "cancelled"
 
     @property
     def unfinished(self) -> bool:
         """Whether a row is waiting or under way."""
-        return any(row.finish_reason is None for rows in (self._waiting, self._reading, self._running) for row in rows)
+        with self._turn():
+            places = (self._waiting, self._reading, self._running)
+            return any(row.finish_reason is None for rows in places for row in rows)
 
     def step(self) -> list[Round]:
         """One round of every running row, in the order of their places; nothing if no row is left."""
+        with self._turn():
+            return self._step()
+
+    def _step(self) -> list[Round]:
         self._admit()
         if not self._running:
             return []
@@ -79,7 +96,7 @@ class Scheduler:
                 self._running.pop()
             else:
                 self._running[place] = self._running.pop()
-        while self._reading and self.engine.target.has_read(self._reading[0]):
+        while self._reading and self.engine.has_read(self._reading[0], self._running):
             self._running.append(self._reading.pop(0))
         while self._waiting and len(self._running) + len(self._reading) < self.max_batch_size:
             row = self._waiting.popleft()
@@ -92,7 +109,7 @@ class Scheduler:
         return row.prompt_length <= self.prompt_budget
 
     def _read_ahead(self) -> None:
-        self.engine.target.read_ahead(self._reading, len(self._running), self.prompt_budget)
+        self.engine.read_ahead(self._running, self._reading, self.prompt_budget)
 
     def _reserve(self) -> None:
         """The caches grow with the rows that are admitted."""

@@ -7,7 +7,7 @@ begins like another one are all this one mechanism. This module knows neither ac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -87,10 +87,10 @@ class Session:
         """
         return self.layout.prefill(self.table, rows, answer=answer and self.answers)
 
-    def read_ahead(self, rows: Sequence[Row], first_slot: int, budget: int) -> None:
-        """Read about `budget` prompt tokens of rows that are not in a batch yet, in order, in whole chunks."""
+    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
+        """Read about `budget` prompt tokens of rows that are not in a batch yet, by slot, in order, in whole chunks."""
         table = self.table
-        for slot, row in enumerate(rows, first_slot):
+        for slot, row in rows.items():
             table.seat(slot, row)
             while budget > 0 and not self.has_read(row, slot):
                 before = table.prefill_tokens
@@ -101,6 +101,16 @@ class Session:
         """Whether a row's prompt is cached but for its last token. slot: where; None for anywhere."""
         states = self.slot_states if slot is None else [self.slot_states[slot]]
         return any(state.row is row and state.base >= len(row.tokens) - 1 for state in states)
+
+    def holds(self, row: Row) -> bool:
+        """Whether some of a row is cached in its name."""
+        return any(state.row is row and state.base > 0 for state in self.slot_states)
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Move what is cached of rows of a batch to their slots, before other rows take the slots they had."""
+        for slot, row in enumerate(rows):
+            if self.holds(row):
+                self.table.seat(slot, row)
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.

@@ -91,12 +91,17 @@ class Draft:
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), (0,) * rows)
 
     @staticmethod
-    def from_lists(proposals: Sequence[Sequence[int]], device: torch.device) -> Draft:
-        """A one-hot draft from one list of token ids per row."""
+    def from_lists(
+        proposals: Sequence[Sequence[int]],
+        device: torch.device,
+        acceptance_probs: Sequence[Sequence[float]] | None = None,
+    ) -> Draft:
+        """A one-hot draft from one list of token ids per row, and their acceptance probabilities where known."""
         width = max(map(len, proposals), default=0)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
         tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device, non_blocking=True)
-        return Draft(tokens, tuple(map(len, proposals)))
+        known = None if acceptance_probs is None else tuple(acceptance_probs)
+        return Draft(tokens, tuple(map(len, proposals)), acceptance_probs=known)
 
 
 @dataclass(frozen=True)

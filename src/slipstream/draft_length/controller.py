@@ -9,7 +9,7 @@ possible here. Choices between tokens are never made: a sampled draft is not cut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakSet
@@ -39,12 +39,14 @@ class DraftController:
     """What is known about costs and drafts, shared by the policy and the drafters of one decoder.
 
     reads: the drafter must read a text before its first draft, as a draft model with a KV cache of its own does.
+    has_cached: whether it has a row's text in its cache from reading ahead.
     """
 
     cost_model: CostModel
     longest: int = LONGEST
     steps: int = STEPS
     reads: bool = True
+    has_cached: Callable[[Row], bool] = lambda row: False
     draft_yields: DraftYields = field(init=False)
     confidence: AcceptanceModel = field(init=False)
     backoff: Backoff = field(default_factory=Backoff)
@@ -157,6 +159,11 @@ class DraftController:
         more = self.cost_model.step(batch) + longer
         return brought > more * self._rate([self.draft_yields.of(row) for row in rows], len(rows), [])
 
+    def pays_for(self, row: Row) -> bool:
+        """Whether a draft model promises to save a row, by itself, more time than it takes to read its text."""
+        rate = self._rate([self.draft_yields.of(row)], 1, [])
+        return self._pays([row], [row], rate, 1 / self.cost_model.verify(1, 0))[0]
+
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2, ... tokens are all accepted, by the draft model's own of each."""
         path, probs = 1.0, []
@@ -188,7 +195,7 @@ class DraftController:
         return notes
 
     def _has_read(self, row: Row) -> bool:
-        return not self.reads or row in self._read
+        return not self.reads or row in self._read or self.has_cached(row)
 
     def _with_trials(
         self, rows: Sequence[Row], draft: Draft, probs: Sequence[Sequence[float] | None], lengths: Sequence[int]

@@ -107,6 +107,10 @@ class Auto:
             return draft
         return self.controller.cut(rows, draft)
 
+    def drafts_for(self, row: Row) -> bool:
+        """Whether a draft model will draft for a row, as far as costs tell."""
+        return self._is_fixed(row) or self.controller.pays_for(row)
+
     def _is_fixed(self, row: Row) -> bool:
         return self.samples and row.params.temperature > 0
 
@@ -133,6 +137,14 @@ def make_policy(
         said = f"heuristic:{length}" if choice.kind == "heuristic" else length
         raise UsageError(f"num_draft_tokens={said}; allowed: at most {most}{why}")
     return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
+
+
+def drafts_for(policy: Policy, row: Row) -> bool:
+    """Whether a draft model will draft for a row, as far as is known beforehand."""
+    own = row.params.num_draft_tokens
+    if own is not None:
+        return own > 0
+    return policy.drafts_for(row) if isinstance(policy, Auto) else policy.lengths([row])[0] > 0
 
 
 def check_confidence(choice: LengthChoice, spelled: object, drafter: str, traits: Traits) -> None:

@@ -90,7 +90,14 @@ def annotated(
 
 
 USAGE = "model[:p=PERCENT]"
-TRAITS = Traits(reads_prompt=True, knows_probs=True, default_length=6, preference=2, needs_draft_model=True)
+TRAITS = Traits(
+    reads_prompt=True,
+    knows_probs=True,
+    default_length=6,
+    preference=2,
+    needs_draft_model=True,
+    in_other_engines=True,
+)
 
 
 def build(setup: Setup, argument: str) -> ModelDrafter:

@@ -69,7 +69,7 @@ class NgramDrafter:
 
 
 USAGE = "ngram[:N]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7)
+TRAITS = Traits(samples=False, costs_time=False, default_length=7, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str) -> NgramDrafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,12 +34,8 @@ class RetrievalDrafter:
             self._draft(row, length, *both)
             for row, length, *both in zip(rows, lengths, _read(first), _read(second), strict=True)
         ]
-        draft = Draft.from_lists([tokens for tokens, _ in choices], sampler.device)
-        return (
-            draft
-            if first.acceptance_probs is None
-            else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in choices))
-        )
+        known = None if first.acceptance_probs is None else [acceptance_probs for _, acceptance_probs in choices]
+        return Draft.from_lists([tokens for tokens, _ in choices], sampler.device, known)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """See `TokenRecyclingDrafter`."""

@@ -9,7 +9,7 @@ teaches too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
@@ -101,12 +101,8 @@ class TokenRecyclingDrafter:
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the chain of likeliest followers; it ends where nothing is known."""
         drafts = [self._draft(row, length) if length else ([], []) for row, length in zip(rows, lengths, strict=True)]
-        draft = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
-        return (
-            draft
-            if self.acceptance_model is None
-            else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in drafts))
-        )
+        known = None if self.acceptance_model is None else [acceptance_probs for _, acceptance_probs in drafts]
+        return Draft.from_lists([tokens for tokens, _ in drafts], sampler.device, known)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float

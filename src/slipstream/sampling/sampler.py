@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, Words, absorb, key, words
 from slipstream.core.types import Row
-from slipstream.sampling.logits_processors import KINDS, params_of
+from slipstream.sampling.batch_processor import params_of
+from slipstream.sampling.logits_processors import KINDS
 from slipstream.sampling.warpers import Options, Warp
 
 NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed

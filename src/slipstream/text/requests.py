@@ -61,7 +61,7 @@ class RequestReader:
         for prompt, own in zip(prompts, given, strict=True):
             one = replace(own, n=1) if isinstance(own, SamplingParams) and own.n > 1 else own
             first = self._row(len(groups), _single(prompt), one, chat)
-            seeds = [key(first.seed, at) >> 1 for at in range(1, own.n)]
+            seeds = further_seeds(first.seed, own.n)
             others = [self._row(len(groups), first.tokens, replace(one, seed=seed), chat) for seed in seeds]
             groups.append([first, *others])
         return groups
@@ -115,6 +115,11 @@ class RequestReader:
         if self.target.tokenizer is None:
             raise UsageError(f"stop={list(params.stop_strings)!r} needs a tokenizer; allowed: stop_token_ids")
         return VisibleText(self.target.tokenizer, params)
+
+
+def further_seeds(seed: int, n: int) -> list[int]:
+    """Of the second to n-th text of a request with this seed."""
+    return [key(seed, at) >> 1 for at in range(1, n)]
 
 
 def _one_each(params: Any, count: int) -> list[Any]:

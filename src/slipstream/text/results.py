@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.text import Text
 
 from slipstream.core.stats import Stats
-from slipstream.core.types import FinishReason, Origin, Round, TokenLogprobs
-from slipstream.text.detokenizer import Tokenizer
+from slipstream.core.types import FinishReason, Origin, Round, Row, TokenLogprobs
+from slipstream.sampling.batch_processor import params_of
+from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
 from slipstream.text.round_view import round_lines, to_html
 
 
@@ -55,6 +57,23 @@ class Result:
         return to_html(self.rounds, self.tokenizer)
 
 
+def result_of(row: Row, tokenizer: Tokenizer | None, *, lossless: bool) -> Result:
+    """What a finished row became. lossless: whether it keeps the target's distribution."""
+    assert row.finish_reason is not None
+    text = "" if tokenizer is None else visible_text(tokenizer, params_of(row), row.output)
+    return Result(
+        text=text,
+        token_ids=row.output,
+        finish_reason=row.finish_reason,
+        stats=Stats.of(row.rounds, lossless=lossless),
+        rounds=row.rounds,
+        seed=row.seed,
+        prompt_token_ids=row.tokens[: row.prompt_length],
+        error=None if row.error is None else str(row.error),
+        tokenizer=tokenizer,
+    )
+
+
 def _round(done: Round) -> dict[str, Any]:
     told = asdict(replace(done, note=None, logprobs=None))
     return {name: value for name, value in told.items() if name not in ("note", "logprobs")}
@@ -68,3 +87,16 @@ class Chunk:
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     round: Round
+
+
+def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) -> Iterator[Chunk]:
+    """A row's rounds as they come, with their text; raises what the row failed with."""
+    text = None if tokenizer is None else VisibleText(tokenizer, params_of(row))
+    for done in rounds:
+        piece = ""
+        if text is not None:
+            piece = "".join(map(text.push, done.tokens))
+            piece += text.flush() if done.finish_reason is not None else ""
+        yield Chunk(piece, done.tokens, done.origins, done)
+    if row.error is not None:
+        raise row.error

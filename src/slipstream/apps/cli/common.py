@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 
+from slipstream import drafters
 from slipstream.apps.cli.command import SETTINGS, Command, Group
 from slipstream.apps.cli.options import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import write_text
 from slipstream.config import DecoderConfig
+from slipstream.core.rule_names import check_rule, rule_names
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
 from slipstream.text.prompts import NamedPrompt, builtin_prompts, named_prompt, read_prompts
@@ -67,6 +69,9 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
     """The decoder of these models under these settings; a lossy rule is announced."""
     if (useless := config.contradiction()) is not None:
         raise UsageError(useless)
+    drafters.check_name(config.drafter)
+    if config.acceptance != "auto":
+        check_rule(config.acceptance, rule_names())
     quiet_libraries()
     with paused_collection():
         from slipstream.decoder import SpeculativeDecoder

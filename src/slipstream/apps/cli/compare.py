@@ -52,6 +52,8 @@ def compare_command(
     """
     config = config_from(config, models.config_file)
     prompts = gather_prompts(source)
+    if arms.hf:
+        _check_hf(models, params)
     decoder = load_decoder(models, config)
     from slipstream.apps.cli import comparison_report as report
     from slipstream.apps.cli import tables
@@ -70,6 +72,17 @@ def compare_command(
     out.print(tables.comparison_table(done), tables.summary_table(summary), time_split(summary["stats"]))
     write_json(json_file, report.to_dict(decoder, models, params, done, summary))
     report.fail_on_difference(decoder, summary)
+
+
+def _check_hf(models: Models, params: SamplingParams) -> None:
+    """Refuse what Hugging Face `generate` would not do as we do, before models are loaded."""
+    from slipstream.bench.baselines import check_params, no_hf_model
+    from slipstream.bench.comparison import ARMS, HF
+    from slipstream.models.loaded import is_toy
+
+    check_params(ARMS[HF], params)
+    if is_toy(models.target):
+        raise no_hf_model(ARMS[HF], models.target)
 
 
 def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: str, *, debug: bool) -> None:

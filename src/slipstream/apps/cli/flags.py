@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -16,7 +16,7 @@ from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling"}
-NOT_FLAGS = {"logits_processors", "n", "logprobs"}
+NOT_FLAGS = {"logits_processors", "n", "logprobs"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
 
@@ -69,14 +69,18 @@ WRITTEN = {
     "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "seed": Written(int | None, lambda value: value, "N"),
+    "logprobs": Written(int | None, lambda value: value, "K"),
 }
 
 
-def flags(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def flags(
+    *classes: type, also: Collection[str] = (), **defaults: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace parameters annotated with a dataclass by one flag per field.
 
     A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. defaults: other defaults
-    than the dataclass's, for commands that need them. A field that two classes share becomes one flag, of the first.
+    than the dataclass's, for commands that need them. also: fields that are flags of few commands. A field that two
+    classes share becomes one flag, of the first.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +89,7 @@ def flags(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
         options: dict[str, inspect.Parameter] = {}
         owners: dict[str, type] = {}
         for cls in classes:
-            for option in _options(cls, defaults):
+            for option in _options(cls, defaults, NOT_FLAGS.difference(also)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
         parameters = [*options.values(), *others]
@@ -108,10 +112,10 @@ def flags(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-def _options(cls: type, defaults: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+def _options(cls: type, defaults: Mapping[str, Any], left_out: Collection[str]) -> Iterator[inspect.Parameter]:
     hints = {} if cls in SECTIONS else get_type_hints(cls, include_extras=True)
     for f in fields(cls):
-        if "help" in f.metadata and f.name not in NOT_FLAGS:
+        if "help" in f.metadata and f.name not in left_out:
             yield _setting_option(f, cls, defaults)
         elif f.name in hints:
             default = list(f.default) if isinstance(f.default, tuple) else f.default

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.apps.cli.common import (
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @command("generate")
-@flags(Models, PromptSource, DecoderConfig, SamplingParams)
+@flags(Models, PromptSource, DecoderConfig, SamplingParams, also=("n", "logprobs"))
 def generate_command(
     models: Models,
     source: PromptSource,
@@ -39,7 +41,7 @@ def generate_command(
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
-    """Generate text; one prompt streams, several run as a batch."""
+    """Generate text; a single text streams, several run as a batch."""
     config = config_from(config, models.config_file)
     prompts = gather_prompts(source)
     if system and source.raw:
@@ -47,7 +49,7 @@ def generate_command(
     check_text("--system", system)
     decoder = load_decoder(models, config)
     requests = [as_request(decoder, prompt, system) for prompt in prompts]
-    if len(prompts) == 1:
+    if len(prompts) == params.n == 1:
         results = [_stream(decoder, requests[0], params, chat=not source.raw, debug=debug)]
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
@@ -68,8 +70,10 @@ def _stream(
     except KeyboardInterrupt:
         interrupted = True
     out.print()
-    _show_rounds(decoder, [c.round for c in chunks], debug)
-    stats = Stats.of([c.round for c in chunks], lossless=decoder.lossless)
+    rounds = [c.round for c in chunks]
+    _show_rounds(decoder, rounds, debug)
+    told = _told_logprobs(decoder, rounds)
+    stats = Stats.of(rounds, lossless=decoder.lossless)
     reason = "interrupted" if interrupted or not chunks else chunks[-1].round.finish_reason
     _print_stats(decoder, stats, f"ended by {reason}")
     return {
@@ -77,7 +81,7 @@ def _stream(
         "token_ids": [token for c in chunks for token in c.token_ids],
         "finish_reason": reason,
         "stats": stats.to_dict(),
-    }
+    } | told
 
 
 def _batch(
@@ -89,35 +93,68 @@ def _batch(
     chat: bool,
     debug: bool,
 ) -> list[dict[str, Any]]:
-    """All prompts together; Ctrl-C ends the run, not the report."""
+    """All texts together; Ctrl-C ends the run, not the report."""
+    from slipstream.core.stats import Stats
+
+    texts, each = _n_times(decoder, requests, params, chat)
+    rounds = _run(decoder, texts, each, chat)
+    results: list[dict[str, Any]] = []
+    for i, own in enumerate(rounds):
+        (number, k), seed = divmod(i, params.n), {"seed": each[i].seed} if params.n > 1 else {}
+        name = f"{number + 1}.{k + 1}, seed {each[i].seed}" if seed else f"{number + 1}"
+        out.print(f"[bold]--- {name}: {prompts[number].category}[/]")
+        report = _report(decoder, own, params, debug) | seed
+        if k:
+            results[-1]["alternatives"].append(report)
+        else:
+            results.append(report | ({"alternatives": []} if seed else {}))
+    _print_stats(decoder, Stats.of([done for own in rounds for done in own]), f"{len(rounds)} texts")
+    return results
+
+
+def _report(
+    decoder: SpeculativeDecoder, rounds: Sequence[Round], params: SamplingParams, debug: bool
+) -> dict[str, Any]:
+    """Print a text, whole or not."""
     from slipstream.core.stats import Stats
     from slipstream.text.detokenizer import visible_text
 
     assert decoder.tokenizer is not None
-    rounds = _run(decoder, requests, params, chat)
-    results = []
-    for i, (prompt, own) in enumerate(zip(prompts, rounds, strict=True)):
-        ids = [token for done in own for token in done.tokens]
-        text = visible_text(decoder.tokenizer, params, ids)
-        reason = own[-1].finish_reason if own and own[-1].finish_reason else "interrupted"
-        results.append({"text": text, "token_ids": ids, "finish_reason": reason, "stats": Stats.of(own).to_dict()})
-        out.print(f"[bold]--- {i + 1}: {prompt.category}[/]")
-        out.print(text, markup=False, soft_wrap=True)
-        _show_rounds(decoder, own, debug)
-    _print_stats(decoder, Stats.of([done for own in rounds for done in own]), f"{len(prompts)} texts")
-    return results
+    ids = [token for done in rounds for token in done.tokens]
+    text = visible_text(decoder.tokenizer, params, ids)
+    out.print(text, markup=False, soft_wrap=True)
+    _show_rounds(decoder, rounds, debug)
+    reason = rounds[-1].finish_reason if rounds and rounds[-1].finish_reason else "interrupted"
+    told = _told_logprobs(decoder, rounds)
+    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": Stats.of(rounds).to_dict()} | told
 
 
-def _run(decoder: SpeculativeDecoder, requests: list[Prompt], params: SamplingParams, chat: bool) -> list[list[Round]]:
-    """The rounds of every prompt, with a progress bar over the texts; Ctrl-C ends the run."""
+def _n_times(
+    decoder: SpeculativeDecoder, requests: list[Prompt], params: SamplingParams, chat: bool
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Every prompt `params.n` times, with the seeds that `SpeculativeDecoder.generate` would give its texts."""
+    from slipstream.text.requests import further_seeds
+
+    if params.n == 1:
+        return requests, [params] * len(requests)
+    one = replace(params, n=1)
+    rows = decoder.rows(requests, one, chat=chat)
+    seeds = [seed for row in rows for seed in (row.seed, *further_seeds(row.seed, params.n))]
+    return [row.tokens for row in rows for _ in range(params.n)], [replace(one, seed=seed) for seed in seeds]
+
+
+def _run(
+    decoder: SpeculativeDecoder, prompts: list[Prompt], params: list[SamplingParams], chat: bool
+) -> list[list[Round]]:
+    """The rounds of every text, with a progress bar over the texts; Ctrl-C ends the run."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    rounds: list[list[Round]] = [[] for _ in requests]
+    rounds: list[list[Round]] = [[] for _ in prompts]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        task = progress.add_task("texts", total=len(requests))
+        task = progress.add_task("texts", total=len(prompts))
         try:
-            for done in decoder.rounds(requests, params, chat=chat):
+            for done in decoder.rounds(prompts, params, chat=chat):
                 rounds[done.row].append(done)
                 progress.update(task, advance=done.finish_reason is not None)
         except KeyboardInterrupt:
@@ -125,7 +162,21 @@ def _run(decoder: SpeculativeDecoder, requests: list[Prompt], params: SamplingPa
     return rounds
 
 
-def _show_rounds(decoder: SpeculativeDecoder, rounds: list[Round], debug: bool) -> None:
+def _told_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
+    found = [one for done in rounds for one in done.logprobs or ()]
+    if all(done.logprobs is None for done in rounds):
+        return {}
+    assert decoder.tokenizer is not None
+    for one in found:
+        (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (one.token_id, *(i for i, _ in one.top)))
+        likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, one.top, strict=True))
+        line = f"{one.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
+        err.print(line, markup=False, soft_wrap=True)
+    return {"logprobs": [asdict(one) for one in found]}
+
+
+def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bool) -> None:
     if debug:
         from slipstream.text.round_view import round_lines
 

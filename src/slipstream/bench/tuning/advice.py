@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slipstream import drafters
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import Run
@@ -78,7 +79,7 @@ class Advice:
 
 def needs_draft(candidate: Candidate) -> bool:
     """Whether the candidate uses a draft model."""
-    return candidate.kind in ("model", "hybrid")
+    return drafters.traits(candidate.kind).needs_draft_model
 
 
 def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Advice:

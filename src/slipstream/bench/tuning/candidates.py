@@ -13,8 +13,6 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-RETRIEVAL = ("ngram", "suffix")
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -29,7 +27,7 @@ class Candidate:
         """The drafter, with "auto" resolved."""
         if self.drafter != "auto":
             return self.drafter
-        return "suffix" if self.draft is None else "hybrid"
+        return drafters.preferred(draft_model=self.draft is not None, costs=True)
 
     @property
     def tokens(self) -> int:
@@ -44,7 +42,10 @@ class Candidate:
 
 def predictable(drafts: Sequence[str]) -> list[Candidate]:
     """The drafters whose speed follows from costs and acceptance, the cheapest to set up first; lengths are open."""
-    return [*map(Candidate, RETRIEVAL), *(Candidate("model", draft=draft) for draft in drafts)]
+    known = {name: drafters.traits(name) for name in drafters.names()}
+    names = [name for name, traits in known.items() if traits.in_other_engines]
+    alone = [Candidate(name) for name in names if not known[name].needs_draft_model]
+    return alone + [Candidate(name, draft=draft) for draft in drafts for name in names if known[name].needs_draft_model]
 
 
 def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
@@ -91,7 +92,7 @@ class SearchSpace:
     def stops_early(self, candidate: Candidate) -> bool:
         """Whether the candidate's draft model ends drafts where it is unsure."""
         on_cpu = self.lineup.decoder.target.backend.device.type == "cpu"
-        return on_cpu and candidate.length is None and candidate.kind in ("model", "hybrid")
+        return on_cpu and candidate.length is None and drafters.traits(candidate.kind).needs_draft_model
 
 
 def at_length(candidate: Candidate, length: int) -> Candidate:

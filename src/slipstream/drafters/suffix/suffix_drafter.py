@@ -11,92 +11,25 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters import Setup
-from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, SuffixAutomaton
+from slipstream.drafters.suffix.automaton import LIMIT
 from slipstream.drafters.suffix.match_kinds import likely_path, prior
 from slipstream.drafters.suffix.output_store import SuffixStore
+from slipstream.drafters.suffix.row_text import EndedOutput, Guess, RowText, Source
 from slipstream.errors import UsageError
 
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
-OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
-
-
-class _Guess(NamedTuple):
-    """A draft that can be compared with what the text became: where it should stand, its tokens and their kinds."""
-
-    start: int
-    tokens: list[int]
-    kinds: list[int]
-
-
-class _Source(NamedTuple):
-    """Where a draft comes from. occurrences: of the match, counting one more that went on in some other way."""
-
-    automaton: SuffixAutomaton
-    match: Match
-    occurrences: int
-
-
-@dataclass(frozen=True)
-class _Output:
-    """A row's list of tokens without the row, which may be gone by the time they are wanted."""
-
-    tokens: list[int]
-    prompt_length: int
-
-    def saved(self) -> list[int]:
-        """What the store keeps: the output behind the end of the prompt; nothing if there is no output."""
-        return self.tokens[max(0, self.prompt_length - OPENING) :] if len(self.tokens) > self.prompt_length else []
-
-
-class _Text:
-    """A row's text as far as it has been read: its automaton, and where its end stands in those of the store."""
-
-    def __init__(self, row: Row, ended: deque[_Output]) -> None:
-        output = _Output(row.tokens, row.prompt_length)
-        self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
-        self.leave.atexit = False
-        self.own = SuffixAutomaton()
-        self._prompt_length = row.prompt_length
-        self._read = 0
-        self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
-        self.guess = _Guess(0, [], [])
-
-    def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
-        """Take in the tokens that came since the last call."""
-        new = tokens[self._read :]
-        prompt = max(0, self._prompt_length - self._read)
-        self._read = len(tokens)
-        self.own.learn(new[:prompt], newest=False)  # what is copied is copied from its beginning on
-        self.own.learn(new[prompt:])  # what goes on as it did lately may do so again
-        before, self._found = self._found, {}
-        for automaton in stored:
-            size, match = before.get(automaton, (-1, NOTHING))
-            extend = size == automaton.num_tokens and len(new) < LIMIT
-            match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
-            self._found[automaton] = automaton.num_tokens, match
-
-    def source(self) -> _Source:
-        """The longest match that goes on somewhere: of equals the row's own, then that in newer outputs."""
-        match = self.own.followed(self.own.end)
-        best = _Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
-        for automaton, (_, found) in self._found.items():
-            match = automaton.followed(found)
-            if match.length > best.match.length:
-                best = _Source(automaton, match, automaton.count(match) + 1)
-        return best
 
 
 @dataclass
@@ -124,8 +57,8 @@ class SuffixDrafter:
     tokenizer: str = ""
     path: Path | None = None
     acceptance_model: AcceptanceModel | None = None
-    _texts: WeakKeyDictionary[Row, _Text] = field(default_factory=WeakKeyDictionary, repr=False)
-    _ended: deque[_Output] = field(default_factory=deque, repr=False)
+    _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
+    _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= LIMIT:
@@ -138,12 +71,8 @@ class SuffixDrafter:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
         self._keep_outputs()
         drafts = [self._draft(*one) for one in zip(rows, lengths, strict=True)]
-        draft = Draft.from_lists([tokens for tokens, _ in drafts], sampler.device)
-        return (
-            draft
-            if self.acceptance_model is None
-            else replace(draft, acceptance_probs=tuple(acceptance_probs for _, acceptance_probs in drafts))
-        )
+        known = None if self.acceptance_model is None else [acceptance_probs for _, acceptance_probs in drafts]
+        return Draft.from_lists([tokens for tokens, _ in drafts], sampler.device, known)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -197,7 +126,7 @@ class SuffixDrafter:
         """The row's tokens and, with an acceptance model, their acceptance probabilities."""
         text = self._texts.get(row)
         if text is None:
-            text = self._texts[row] = _Text(row, self._ended)
+            text = self._texts[row] = RowText(row, self._ended)
         if not length:
             return [], []
         text.read(row.tokens, self._store.automata)
@@ -210,7 +139,7 @@ class SuffixDrafter:
         return automaton.follow(match, occurrences, length, self.threshold), []
 
     def _likely(
-        self, acceptance_model: AcceptanceModel, row: Row, text: _Text, source: _Source, length: int
+        self, acceptance_model: AcceptanceModel, row: Row, text: RowText, source: Source, length: int
     ) -> tuple[list[int], list[float]]:
         guess = text.guess
         acceptance_model.learn(
@@ -223,7 +152,7 @@ class SuffixDrafter:
             tokens, kinds, acceptance_probs = likely_path(
                 acceptance_model, row, automaton.walk(match, occurrences - 1), length, 1.0
             )
-        text.guess = _Guess(len(row.tokens), tokens, kinds)
+        text.guess = Guess(len(row.tokens), tokens, kinds)
         return tokens, acceptance_probs
 
     def _keep_outputs(self) -> None:
@@ -235,7 +164,7 @@ class SuffixDrafter:
 
 
 USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1)
+TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str) -> SuffixDrafter:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from slipstream.sampling.logits_processors import NEVER, ask, check_stateless
 from slipstream.sampling.params import LARGEST, Processor
+from slipstream.sampling.request_processors import ask, check_stateless
+from slipstream.sampling.warpers import NEVER
 
 # temperature, top-k, top-p and min-p in the order in which both sides apply them: class, field, attribute
 WARPERS: tuple[tuple[type[Any], str, str], ...] = (

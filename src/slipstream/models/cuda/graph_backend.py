@@ -27,6 +27,7 @@ from slipstream.models.cuda.graph_store import (
     unsupported,
 )
 from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, Bucket, IndexedCache
+from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.hf.backend import HFBackend
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
@@ -151,7 +152,7 @@ class GraphedBackend:
                 return out[: len(starts)].clone()
         chosen = self.eager.forward(self._known(tokens), starts, first_slot=0, logits=True).argmax(-1)
         table = self._table(starts, counts, lengths).to(self.device)
-        return compare(tokens, chosen, table[:, 1], table[:, 2], width)
+        return matching_prefix(tokens, chosen, table[:, 1], table[:, 2], width)
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
@@ -206,7 +207,9 @@ class GraphedBackend:
     def _verify(self, bucket: Bucket, width: int) -> Tensor:
         """[R, 2] how many draft tokens are accepted and the next token."""
         table = self._row_table[: bucket.rows]
-        return compare(self._tokens_of(bucket), self._logits(bucket).argmax(-1), table[:, 1], table[:, 2], width)
+        return matching_prefix(
+            self._tokens_of(bucket), self._logits(bucket).argmax(-1), table[:, 1], table[:, 2], width
+        )
 
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
@@ -246,17 +249,3 @@ class GraphedBackend:
             logits = self.eager.forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
-
-
-def compare(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """Longest matching prefix; the specification is `acceptance.match`.
-
-    tokens: [B, W], of which row i ends at counts[i] with a draft of `width` columns, lengths[i] of them proposed;
-    chosen: [B, W], the model's own token after each. Returns [B, 2]: draft tokens accepted, and the token after them.
-    """
-    steps = torch.arange(width + 1, device=tokens.device)
-    index = (counts - width - 1).clamp(min=0)[:, None] + steps
-    own, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
-    agree = (own[:, :width] == draft) & (steps[:width] < lengths[:, None])
-    accepted = agree.long().cumprod(1).sum(1)
-    return torch.stack([accepted, own.gather(1, accepted[:, None])[:, 0]], dim=1)

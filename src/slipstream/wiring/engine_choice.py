@@ -1,0 +1,88 @@
+"""From a decoder's settings to its engine: which drafter, how much it drafts and by which rule drafts are accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from slipstream import drafters
+from slipstream.config import DecoderConfig
+from slipstream.core.acceptance import Rule, rule_for
+from slipstream.core.interfaces import Drafter
+from slipstream.core.loop import Engine
+from slipstream.core.traits import Traits
+from slipstream.core.types import Draft
+from slipstream.draft_length.choice import LengthChoice
+from slipstream.draft_length.controller import LONGEST, DraftController
+from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
+from slipstream.wiring.model_pair import ModelPair
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """What settings come to, with "auto" resolved. name, traits: the drafter's."""
+
+    engine: Engine
+    name: str
+    traits: Traits
+
+
+def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafter, rule: Rule | None) -> EngineChoice:
+    """The loop of these settings. wanted: the drafter; rule: an acceptance rule given as an object."""
+    target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
+    if wanted == "auto":
+        costs = choice.kind == "auto"
+        wanted = drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
+    name, traits = name_of(wanted), drafters.traits_of(wanted)
+    check_confidence(choice, config.num_draft_tokens, name, traits)
+    acceptance, device = rule or config.acceptance, target.backend.device
+    coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
+    controller = None
+    if choice.kind == "auto" and name != "none":
+        controller = make_controller(models, config.max_batch_size, traits)
+    setup = drafters.Setup(
+        device,
+        target.backend.vocab_size,
+        models.draft_session,
+        coupled,
+        controller,
+        choice.confidence,
+        acceptance_probs=controller is not None,
+        target=target,
+    )
+    drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
+    if not isinstance(drafter, Drafter):
+        raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
+    policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
+    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_session)
+    if traits.reads_prompt:
+        engine.drafts_for = partial(drafts_for, policy)
+    return EngineChoice(engine, name, traits)
+
+
+def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:
+    """What decides how much to draft, with the costs that calibration has measured."""
+    target, found = models.target_session, models.calibration
+    cost_model = CostModel(
+        target.shapes.pad,
+        target.num_tokens,
+        {} if found is None else found.milliseconds,
+        {} if found is None else found.totals,
+        max_batch_size,
+        timed=target.backend.device.type == "cpu",
+    )
+    longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
+    controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
+    if models.draft_session is not None:
+        controller.has_cached = models.draft_session.holds
+    return controller
+
+
+def name_of(choice: object) -> str:
+    """The name of a drafter or rule, whichever way it was given."""
+    if isinstance(choice, Rule):
+        return choice.name
+    return choice if isinstance(choice, str) else type(choice).__name__

@@ -1,0 +1,112 @@
+"""Whoever holds loaded models takes turns at them with others, and can be closed: it then gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
+
+from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
+from slipstream.models.loaded import Loaded
+from slipstream.reproducibility.calibration import Calibration
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.wiring.model_pair import ModelPair
+
+T = TypeVar("T")
+
+
+class ModelHolder:
+    """The base class of a decoder: its models and their memory.
+
+    calibration: what was measured of the target's forward shapes. KEPT: attributes that are left after closing.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]]
+    target: Loaded
+    draft: Loaded | None
+    calibration: Calibration | None
+    _models: ModelPair
+    _use: ExclusiveUse
+    _user: object  # marks whose turn it is
+
+    def _take(self, models: ModelPair) -> None:
+        self._models, self._use = models, models.exclusive_use()
+        self.target, self.draft, self.calibration = models.target, models.draft, models.calibration
+        self._target_session, self._draft_session = models.target_session, models.draft_session
+
+    def _clone(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether forwards keep to shapes that agree to the bit."""
+        return bool(self._target_session.shapes.widths)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer, if there is one."""
+        return self.target.tokenizer
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
+        return self._target_session.prefill_tokens
+
+    def tokens_in_memory(self) -> tuple[int, int]:
+        """How many tokens the memories hold in all their slots: the target's and the draft model's."""
+        return self._models.tokens_in_memory()
+
+    def forget(self) -> None:
+        """Empty the memory, so that the next prompt is computed from its first token."""
+        with self._use:
+            self._models.forget()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclusive use of the models, with the attended lengths of this decoder."""
+        with self._use:
+            if self._use.changes_to(self._user):  # another decoder may have set its own since
+                self._models.set_attended_lengths()
+            yield
+
+    def _in_turns(self, facts: Iterator[T]) -> Iterator[T]:
+        """The same facts; the models are in exclusive use while one is awaited and free while the caller has it."""
+        while True:
+            with self._use:
+                fact = next(facts, None)
+            if fact is None:
+                return
+            yield fact
+
+    def close(self) -> None:
+        """Give back what this decoder holds; a decoder that is closed refuses every call.
+
+        Decoders made from it by `using` and `with_draft` stay open: models and memory are freed with the last of them.
+        A stream under way ends with an error at its next round. Closing twice is allowed.
+        """
+        if not self._closed:
+            with self._use:  # waits for another thread's round
+                kept = {name: vars(self)[name] for name in self.KEPT}
+                vars(self).clear()
+                vars(self).update(kept, _use=ClosedUse())
+
+    @property
+    def _closed(self) -> bool:
+        return isinstance(vars(self).get("_use"), ClosedUse)
+
+    def __enter__(self) -> Self:
+        with self._use:  # refused once closed
+            return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Asked for attributes that are missing only: those that `close` has dropped, and misspelt ones."""
+            if self._closed:
+                raise closed_error()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

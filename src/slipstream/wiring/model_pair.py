@@ -1,0 +1,92 @@
+"""A target and perhaps a draft model, with their KV caches and the lock that comes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import DecoderConfig
+from slipstream.core.cache_state import Shapes
+from slipstream.core.interfaces import set_attended_lengths
+from slipstream.core.ragged_layout import make_session
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.models.draft_model import load_draft, load_options_of
+from slipstream.models.exclusive_use import ExclusiveUse
+from slipstream.models.loaded import Loaded, refuse_unused
+from slipstream.models.loading import load
+from slipstream.reproducibility.calibration import Calibration
+from slipstream.reproducibility.calibration_cache import choose_shapes
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Loaded models and their sessions. calibration: what was measured of the target's forward shapes, if anything."""
+
+    target: Loaded
+    draft: Loaded | None
+    target_session: Session
+    draft_session: Session | None
+    calibration: Calibration | None
+
+    @classmethod
+    def load(cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any) -> ModelPair:
+        """Load both and choose the target's forward shapes."""
+        refuse_unused(load_options_of(config), (target, draft))
+        given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
+        with ExclusiveUse(given):  # they may be packed and calibrated now
+            loaded = load(target, load_options_of(config), tokenizer)
+            drafting = load_draft(draft, config, loaded, tokenizer)
+            shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
+            session = make_session(loaded.backend, shapes)
+            return cls(loaded, drafting, session, _session_of(drafting), calibration)
+
+    def with_draft(self, draft: Any, config: DecoderConfig) -> ModelPair:
+        """The same target and cache with another draft model, or none."""
+        loaded = load_draft(draft, config, self.target)
+        return replace(self, draft=loaded, draft_session=_session_of(loaded))
+
+    def with_shapes(self, config: DecoderConfig) -> ModelPair:
+        """The same models and caches under the forward shapes of other settings."""
+        shapes, calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
+        return replace(self, target_session=self.target_session.with_shapes(shapes), calibration=calibration)
+
+    def exclusive_use(self) -> ExclusiveUse:
+        """The lock of these models."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        return ExclusiveUse([model.backend if model.model is None else model.model for model in models])
+
+    @property
+    def shapes(self) -> Shapes:
+        """The target's forward shapes."""
+        return self.target_session.shapes
+
+    def set_attended_lengths(self) -> None:
+        """Make the target attend to lengths as its shapes say; a decoder of other shapes may have changed that."""
+        set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
+
+    def forget(self) -> None:
+        """Drop what is cached."""
+        for session in (self.target_session, self.draft_session):
+            if session is not None:
+                session.forget()
+
+    def tokens_in_memory(self) -> tuple[int, int]:
+        """How many tokens the caches hold in all their slots: the target's and the draft model's."""
+        sessions = (self.target_session, self.draft_session)
+        target, draft = (sum(m.valid(m.row) for m in s.slot_states if m.row is not None) if s else 0 for s in sessions)
+        return target, draft
+
+    @torch.inference_mode()
+    def next_logits(self, row: Row) -> Tensor:
+        """[V] logits of the target after a row's tokens."""
+        self.target_session.reserve(1, len(row.tokens) + 1)
+        nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
+        return self.target_session.score([row], nothing, [0])[0, 0]
+
+
+def _session_of(draft: Loaded | None) -> Session | None:
+    return None if draft is None else make_session(draft.backend)

@@ -1,0 +1,37 @@
+"""The fit of the match kinds finds the numbers that drafts were accepted by."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_constants_in_use_are_found_again_in_tokens_accepted_by_them() -> None:
+    import fit_match_kinds as fitting
+
+    chances, draws = fitting.prior(), random.Random(0)
+    seen = [(kind, draws.random() < chance) for kind, chance in enumerate(chances) for _ in range(4000)]
+    found = fitting.fit([seen])
+    assert list(found.by_length) == pytest.approx(fitting.BY_LENGTH, abs=0.15)
+    assert list(found.by_agreement) == pytest.approx(fitting.BY_AGREEMENT, abs=0.15)
+
+
+def test_a_text_that_repeats_its_prompt_is_seen_to_be_accepted() -> None:
+    import fit_match_kinds as fitting
+    from drafter_replay import Recorded
+
+    seen = fitting.observe(Recorded("text", [*range(20)], [*range(20)]), 20, 4)
+    assert len(seen) >= 15 and all(came for _, came in seen)
+    assert fitting.log_loss(fitting.prior(), [seen]) < 0.4
