@@ -7,20 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import run
 
 from slipstream import __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare
-
-
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    captured = capsys.readouterr()
-    code = done.value.code
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
-
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")

@@ -16,10 +16,10 @@ EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 
 def experiment(seed: int, repeats: int, jitter: float) -> tuple[list[list[float]], list[list[float]]]:
     """Seconds of two arms: log-normal speed-ups with geometric mean TRUTH, and jitter that repeats bring."""
-    dice = np.random.default_rng(seed)
-    ratio = np.exp(np.log(TRUTH) + SPREAD * dice.standard_normal(GROUPS))
-    base = np.exp(dice.standard_normal(GROUPS))  # prompts take very different times, which pairing takes out
-    noise = np.exp(jitter * dice.standard_normal((2, GROUPS, repeats)))
+    rng = np.random.default_rng(seed)
+    ratio = np.exp(np.log(TRUTH) + SPREAD * rng.standard_normal(GROUPS))
+    base = np.exp(rng.standard_normal(GROUPS))  # prompts take very different times, which pairing takes out
+    noise = np.exp(jitter * rng.standard_normal((2, GROUPS, repeats)))
     return (base[:, None] / ratio[:, None] * noise[0]).tolist(), (base[:, None] * noise[1]).tolist()
 
 

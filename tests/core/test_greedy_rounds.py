@@ -90,7 +90,7 @@ def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any])
     assert target.calls["verified"] == 0
 
 
-def test_a_rule_that_looks_at_laws_takes_the_plain_path() -> None:
+def test_a_rule_that_looks_at_distributions_takes_the_plain_path() -> None:
     _, target, draft = run("llama", Counting, acceptance="rejection")
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
 
@@ -110,7 +110,7 @@ def test_a_drafter_that_observes_gets_logits() -> None:
     assert Watching.seen > 0
 
 
-def test_only_backends_with_both_methods_are_unrolled() -> None:
+def test_only_backends_with_both_methods_have_greedy_rounds() -> None:
     assert isinstance(GraphedBackend(shared("llama"), Tape()), GreedyRounds)
     assert not isinstance(HFBackend(shared("llama")), GreedyRounds)
 

@@ -20,7 +20,7 @@ from slipstream.models.hf.backend import HFBackend
 AGREEING = Shapes((2, 4, 8, 16, 32, 64, 128, 256), 256, 512)
 PROMPTS = [prompts((count,), seed=count)[0] for count in (3, 40, 9, 300)]
 GREEDY = SamplingParams(max_tokens=12)
-DICE = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=5)
 
 
 def rows_of(texts: list[list[int]]) -> list[Row]:
@@ -126,11 +126,11 @@ def test_a_seed_says_the_same_with_an_empty_memory_a_full_one_and_in_a_batch(acc
     made = SpeculativeDecoder(
         shared("llama"), perturbed("llama"), drafter="model", num_draft_tokens=3, acceptance=acceptance
     )
-    first = made.generate(PROMPTS[1], DICE).token_ids
-    assert made.generate(PROMPTS[1], DICE).token_ids == first
-    assert made.generate([PROMPTS[0], PROMPTS[1]], DICE)[1].token_ids == first
+    first = made.generate(PROMPTS[1], SAMPLED).token_ids
+    assert made.generate(PROMPTS[1], SAMPLED).token_ids == first
+    assert made.generate([PROMPTS[0], PROMPTS[1]], SAMPLED)[1].token_ids == first
     made.forget()
-    assert made.generate([PROMPTS[1], PROMPTS[3]], [DICE, GREEDY])[0].token_ids == first
+    assert made.generate([PROMPTS[1], PROMPTS[3]], [SAMPLED, GREEDY])[0].token_ids == first
 
 
 def test_one_token_and_end_tokens_are_kept_to() -> None:

@@ -1,7 +1,7 @@
-"""The law of the whole loop: joint frequencies of generated tokens against the target's law, and what must be caught.
+"""The whole loop: joint frequencies of tokens against the target's distribution, and what must be caught.
 
-A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and die found in real
-projects fails the same test with the same number of runs.
+A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found in
+real projects fails the same test with the same number of runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chi_square import (
     Runs,
     close,
     counts,
-    exact_law,
+    exact_distribution,
     model,
     observe,
     p_value,
@@ -72,7 +72,7 @@ def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDe
 
 
 def seeds(drafter: str, rule: str) -> range:
-    """Each way of decoding has dice of its own, so that their texts are independent."""
+    """Each way of decoding has random draws of its own, so that their texts are independent."""
     first = WAYS.index((drafter, rule)) * RUNS
     return range(first, first + RUNS)
 
@@ -92,7 +92,7 @@ def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule
 def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
     texts = [text for way in WAYS for text in runs(name, *way).texts]
     assert len(texts) == len(WAYS) * RUNS
-    assert p_value(counts(texts), exact_law(name)) > SUSPICIOUS
+    assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
 @over_models
@@ -152,7 +152,7 @@ Draw = Callable[[Sampler, Tensor, int], Tensor]
 
 
 @dataclass
-class Dice:
+class OtherDraws:
     """A sampler that draws draft tokens in another way than it is told to."""
 
     sampler: Sampler
@@ -167,13 +167,13 @@ class Dice:
 
 @dataclass
 class DrawsOtherwise:
-    """Drafts of another drafter, drawn otherwise than their law says."""
+    """Drafts of another drafter, drawn otherwise than their distribution says."""
 
     inner: Drafter
     how: Draw
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        return self.inner.propose(rows, lengths, Dice(sampler, self.how))  # type: ignore[arg-type]
+        return self.inner.propose(rows, lengths, OtherDraws(sampler, self.how))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -224,18 +224,18 @@ def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_ending_a_draft_after_an_unlikely_token_keeps_the_law(rule: str) -> None:
+def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
     assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
     assert seen.p_value > SUSPICIOUS
 
 
-def test_the_same_wrapper_with_the_right_draw_keeps_the_law() -> None:
+def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
     assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
-def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
         return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
 
@@ -244,7 +244,7 @@ def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
 

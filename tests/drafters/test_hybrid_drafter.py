@@ -93,7 +93,7 @@ def test_nothing_is_asked_where_nothing_is_wanted() -> None:
     assert second.asked == []
 
 
-def test_drawn_drafts_keep_their_law_and_looked_up_ones_are_certain() -> None:
+def test_sampled_drafts_keep_their_distribution_and_retrieved_ones_are_certain() -> None:
     drafter = HybridDrafter(Says([[5, 6, 7, 8], []]), Says([[], [9, 9, 9]], probs=True))
     draft = propose(drafter, rows(2), [7, 3])
     assert draft.probs is not None and draft.probs.shape == (2, 4, 256)

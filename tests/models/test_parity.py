@@ -114,7 +114,7 @@ def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "match", "auto"])
 @pytest.mark.parametrize("drafter", ["ngram", "close"])
-def test_each_row_keeps_its_options_and_dice_in_a_batch(drafter: str, acceptance: str) -> None:
+def test_each_row_keeps_its_options_and_random_draws_in_a_batch(drafter: str, acceptance: str) -> None:
     made = decoder("llama", drafter, acceptance=acceptance, num_draft_tokens=3)
     batch = made.generate(PROMPTS, SAMPLED)
     alone = [made.generate(prompt, params) for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]

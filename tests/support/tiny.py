@@ -138,7 +138,7 @@ def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -
 
 
 class HashBackend:
-    """Logits that depend on every token of the prefix, read from the memory alone: any wrong memo shows."""
+    """Logits that depend on every token of the prefix, read from the memory alone: any wrong cached token shows."""
 
     def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
         self.vocab_size, self.max_length, self.device = vocab_size, max_length, torch.device("cpu")
