@@ -74,6 +74,7 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
     assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
 
 
+@pytest.mark.slow
 def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))

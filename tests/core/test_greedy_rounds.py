@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import engine
 from engines import run as run_engine
+from fast_part import mostly_slow
 from tape import Tape
 from tiny import fresh, perturbed, prompts, shared
 
@@ -61,7 +62,7 @@ def run(
 
 
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen2", "gpt2", "gemma3"], "gpt2"))
 def test_greedy_text_and_rounds_are_those_of_the_plain_loop(name: str) -> None:
     (plain, _, _), (fast, target, draft) = run(name, HFBackend), run(name, Counting)
     assert [row.tokens for row in plain] == [row.tokens for row in fast]
@@ -82,6 +83,7 @@ def test_sampled_rows_take_the_plain_path() -> None:
     assert target.calls["verified"] == draft.calls["drafted"] == 0 < target.calls["scored"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.3}, {"logit_bias": {9: 2.0}}])
 def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=20, **changes)
@@ -144,6 +146,7 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal(monkeypatch: pytest.Mo
         loading._backend(OnCuda(model), True)
 
 
+@pytest.mark.slow
 def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):

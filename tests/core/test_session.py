@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import HashBackend, RaggedHash, fresh, prompts
@@ -208,7 +209,7 @@ def test_the_toy_model_scores_as_a_fresh_session_whatever_came_before(edits: lis
 
 
 @pytest.mark.parametrize("shapes", [EXACT_FIT, AGREEING, Shapes((), 5)], ids=["exact", "agreeing", "chunks"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2", "mistral"], "gemma3"))
 @torch.inference_mode()
 def test_transformers_score_as_a_fresh_session_whatever_came_before(name: str, shapes: Shapes) -> None:
     model = fresh(name)

@@ -5,6 +5,7 @@ from typing import Any
 import chi_square
 import pytest
 import torch
+from fast_part import mostly_slow
 from hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
 from tiny import VOCAB, shared
 from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
@@ -170,7 +171,7 @@ def pair_distribution(temperature: float) -> chi_square.Array:
     return (first[:, None] * second).flatten().numpy()
 
 
-@pytest.mark.parametrize("acceptance", ["block", "match"])
+@pytest.mark.parametrize("acceptance", mostly_slow(["block", "match"], "block"))
 def test_sampled_tokens_have_the_distribution_of_the_processed_logits(acceptance: str) -> None:
     counts = sampled_counts(temperature=1.3, top_p=0.9, acceptance=acceptance)
     assert chi_square.p_value(counts, pair_distribution(1.3)) > chi_square.SUSPICIOUS

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import fresh, prompts, reference, shared
 from torch import Tensor, nn
 
@@ -131,9 +132,9 @@ def test_layers_of_other_shapes_are_packed() -> None:
     )
 
 
-@pytest.mark.parametrize("bits", ["int4", "int8"])
+@pytest.mark.parametrize("bits", mostly_slow(["int4", "int8"], "int8"))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "gemma3"], "qwen3"))
 def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: float) -> None:
     target, draft = shared(name), fresh(name, **WIDER) if name == "llama" else fresh(name)
     decoder = SpeculativeDecoder(target, draft, draft_dtype=bits, acceptance="match", num_draft_tokens=3)

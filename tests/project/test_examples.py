@@ -106,12 +106,14 @@ def test_the_script_prints_its_text_and_its_acceptance_rate(draft: str) -> None:
     assert not draft or rate.group(1) == "1.000", "a model that drafts for itself is always right"
 
 
+@pytest.mark.slow
 def test_draft_lengths_of_a_draft_model_and_the_check_of_its_vocabulary() -> None:
     said = executed("draft_length", {"SLIPSTREAM_TARGET": "toy", "SLIPSTREAM_DRAFT": "toy:2"})
     assert "the vocabularies fit: True" in said
     assert re.findall(r"^ +\d .* (True|False)$", said, flags=re.MULTILINE) == ["True"] * 7
 
 
+@pytest.mark.slow
 def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, cell in (("good", "print('fine')"), ("bad", "raise ValueError('on purpose')")):
         nbformat.write(notebook(cell), tmp_path / f"{name}.ipynb")
