@@ -38,7 +38,7 @@ for folder in sys.stdin:
 
 def kill_plan() -> tuple[list[Arm], list[Measurement]]:
     arms = parse_arms("none,ngram,model@4")
-    return arms, plan(arms, PROMPTS, [1, 2], 40)
+    return arms, plan(arms, PROMPTS, [1, 2], 20)
 
 
 def go_on(folder: Path) -> None:

@@ -92,6 +92,7 @@ def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any])
     assert target.calls["verified"] == 0
 
 
+@pytest.mark.slow
 def test_a_rule_that_looks_at_distributions_takes_the_plain_path() -> None:
     _, target, draft = run("llama", Counting, acceptance="rejection")
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
@@ -106,6 +107,7 @@ class Watching(ModelDrafter):
         Watching.seen += 1
 
 
+@pytest.mark.slow
 def test_a_drafter_that_observes_gets_logits() -> None:
     _, target, draft = run("llama", Counting, kind=Watching)
     assert target.calls["verified"] == 0 < draft.calls["drafted"]

@@ -36,7 +36,7 @@ def ids(results: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "ngram", "close"))
 @over_architectures
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
     made = decoder(name, drafter, reproducible=reproducible)
@@ -45,7 +45,7 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, draft
         assert ids(results) == expected(name), f"draft length {length}"
 
 
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "close"))
 @over_architectures
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
     made = decoder(name, drafter, num_draft_tokens=3 if drafter != "none" else 0)
@@ -106,7 +106,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "other", "close"])
+@pytest.mark.parametrize("drafter", mostly_slow(["ngram", "other", "close"], "close"))
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
 def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> None:
     plain = decoder(name, "none").generate(PROMPTS, SAMPLED)

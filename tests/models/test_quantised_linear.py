@@ -148,6 +148,7 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
         assert results[0].token_ids == reference(target, PROMPT, 24)
 
 
+@pytest.mark.slow
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
     monkeypatch.setattr("slipstream.models.hf.pretrained.is_faster", lambda dtype: True)
