@@ -22,7 +22,11 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("models"))
+    """Of all processes of a run, so that each model is calibrated once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)

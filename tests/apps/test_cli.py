@@ -7,20 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import run
 
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare
-
-
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    captured = capsys.readouterr()
-    code = done.value.code
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
-
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
@@ -125,6 +116,7 @@ def test_verify_exits_with_the_verdict(capsys, monkeypatch, tmp_path: Path) -> N
     assert code == 1 and "FAILED" in out and err.splitlines()[-1].startswith("error: not exact")
 
 
+@pytest.mark.slow
 def test_verify_says_what_does_not_apply_and_honours_the_category(capsys, monkeypatch, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     arguments = ("verify", *TOY, "--draft", "toy:2", "--acceptance", "block", "--budget", "1", "--json", str(file))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import run
+from command_line import run
 
 from slipstream import SamplingParams
 from slipstream.apps.cli.demo import caption

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from fast_part import mostly_slow
 
 from slipstream.apps.cli.command import COMMANDS
 
@@ -20,6 +21,7 @@ except SystemExit as done:
 """
 TOY = ("--target", "toy", "-p", "A")
 HELP = [(*name.split(), "--help") for names in COMMANDS.values() for name in (*names, "models check")]
+ASKING = [("--help",), ("--version",), *dict.fromkeys(HELP)]
 WRONG = [
     ("frobnicate",),
     ("generate",),
@@ -50,13 +52,13 @@ def started(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), *dict.fromkeys(HELP)], ids=" ".join)
+@pytest.mark.parametrize(("arguments",), mostly_slow(zip(ASKING), (("generate", "--help"),)), ids=" ".join)
 def test_help_imports_no_library(arguments: tuple[str, ...]) -> None:
     code, out, err = started(*arguments)
     assert code == 0 and out and err.strip() == "imported: []"
 
 
-@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+@pytest.mark.parametrize(("arguments",), mostly_slow(zip(WRONG), (("generate", "--no-such-flag"),)), ids=" ".join)
 def test_wrong_use_imports_no_library(arguments: tuple[str, ...]) -> None:
     code, out, err = started(*arguments)
     lines = err.strip().splitlines()
@@ -64,6 +66,7 @@ def test_wrong_use_imports_no_library(arguments: tuple[str, ...]) -> None:
     assert lines[0].startswith("error: ") and lines[1] == "imported: []"
 
 
+@pytest.mark.slow
 def test_the_check_notices_an_import() -> None:
     code, _, err = started("generate", *TOY, "--max-tokens", "1")
     assert code == 0 and "torch" in err.splitlines()[-1]

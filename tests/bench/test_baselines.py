@@ -82,6 +82,7 @@ def test_arms_share_the_objects_they_can_share() -> None:
     assert lineup.decoders["none.plain"].target is decoder.target
 
 
+@pytest.mark.slow
 def test_packed_arms_have_their_own_copy_and_baselines_a_plain_one(tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -119,6 +120,7 @@ def test_the_tuned_assistant_drafts_as_many_tokens_as_it_is_told(monkeypatch: py
     assert drafted != tuned  # by default it drafts up to 20 and stops where it is not sure
 
 
+@pytest.mark.slow
 def test_forwards_of_baselines_are_counted(tmp_path: Path) -> None:
     lineup = Lineup(pair(), parse_arms("none,hf,hf-lookup@5,hf-assisted-tuned@3"), PARAMS)
     runs = measured(tmp_path, lineup, batches=(1, 2))
@@ -161,6 +163,7 @@ def test_defaults_of_the_model_do_not_come_in() -> None:
     assert ended == expected[: expected.index(expected[2]) + 1]
 
 
+@pytest.mark.slow
 def test_sampled_baselines_are_seeded_and_not_compared(tmp_path: Path) -> None:
     params = replace(PARAMS, temperature=1.0, seed=4)
     lineup = Lineup(pair(), parse_arms("none,hf,hf-assisted,hf-lookup"), params)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import run
+from command_line import run
 
 from slipstream.apps.cli import bench_run as bench
 from slipstream.bench.arms import parse_arms, reference_of

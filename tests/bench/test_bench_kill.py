@@ -38,7 +38,7 @@ for folder in sys.stdin:
 
 def kill_plan() -> tuple[list[Arm], list[Measurement]]:
     arms = parse_arms("none,ngram,model@4")
-    return arms, plan(arms, PROMPTS, [1, 2], 40)
+    return arms, plan(arms, PROMPTS, [1, 2], 20)
 
 
 def go_on(folder: Path) -> None:
@@ -48,13 +48,13 @@ def go_on(folder: Path) -> None:
 
 
 def test_kill_9_loses_nothing_finished(tmp_path: Path) -> None:
-    dice, kept = random.Random(7), b""
+    rng, kept = random.Random(7), b""
     places = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)])
     command = [sys.executable, "-c", SERVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": places}, **pipes) as server:
         for _ in range(8):
-            kept = killed(server, tmp_path, kept, dice.uniform(0.0, 0.05))
+            kept = killed(server, tmp_path, kept, rng.uniform(0.0, 0.05))
         server.stdin.close()
     runs, (_, planned) = read_records(tmp_path)[1], kill_plan()
     assert 8 <= len(runs) < len(planned)

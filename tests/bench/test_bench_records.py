@@ -222,7 +222,10 @@ def test_groups_keep_to_a_family_where_they_can() -> None:
 def test_arms_take_turns_before_the_next_repeat() -> None:
     arms = parse_arms("none,hf-lookup,ngram")
     order = [(one.batch, one.group.ids[0], one.repeat, one.arm.name) for one in plan(arms, PROMPTS[:2], [1, 2], 2)]
-    alone, together = ("none", "hf-lookup", "ngram"), ("none", "ngram")  # transformers looks up for one prompt only
+    alone, together = (
+        ("none", "hf-lookup", "ngram"),
+        ("none", "ngram"),
+    )  # transformers' own works for one row prompt only
     assert order == [
         *((1, prompt, repeat, arm) for prompt in ("a/1", "a/2") for repeat in (0, 1) for arm in alone),
         *((2, "a/1", repeat, arm) for repeat in (0, 1) for arm in together),

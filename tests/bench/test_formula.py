@@ -1,4 +1,4 @@
-"""Predictions against enumeration, limits and laws, and against observed statistics."""
+"""Predictions against enumeration, limits and orders, and against observed statistics."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ from slipstream.bench.report import write_report
 from slipstream.models.toy import ToyTokenizer
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, google-chrome or chromium-browser on PATH")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium, google-chrome or chromium-browser on PATH"),
+]
 
 FLAGS = (
     "--headless",

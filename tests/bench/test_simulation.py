@@ -1,4 +1,4 @@
-"""The formula against rounds played with dice; the table and the command."""
+"""The formula against simulated rounds; the table and the command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_played_run_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize(("alpha", "taken"), [(1.0, 5 + 5 + 3), (0.0, 9 * 5 + 4 + 3 + 2 + 1)])
 def test_played_rows_draft_no_further_than_their_end(alpha: float, taken: int) -> None:
-    """13 tokens at 1 ms a column: 4 are drafted a round as long as 5 or more tokens are left, however the dice fall."""
+    """13 tokens at 1 ms a column: 4 are drafted a round as long as 5 or more tokens are left, whatever is drawn."""
     costs = Costs({1: {1: 1.0, 5: 5.0}}, {1: {1: 0.0, 5: 0.0}}, {1: 0.0}, {1: 0.0})
     assert play(costs, alpha, 4, Load(rows=1, batch=1, tokens=13), seed=0) == taken
 

@@ -46,8 +46,8 @@ def timed(arm: str, seconds: Sequence[float], repeats: int = 2, **more: object) 
 
 
 def scaled(factor: float, noise: float = 0.0, seed: int = 0) -> list[float]:
-    dice = np.random.default_rng(seed)
-    return [float(time * factor * np.exp(dice.normal(0, noise))) for time in PLAIN]
+    rng = np.random.default_rng(seed)
+    return [float(time * factor * np.exp(rng.normal(0, noise))) for time in PLAIN]
 
 
 def entries(*names: str) -> dict[str, Entry]:
@@ -125,9 +125,9 @@ def test_the_advised_figure_is_less_than_the_measured_one_where_luck_chose() -> 
 
 
 def test_the_correction_takes_off_most_of_what_choosing_the_best_adds() -> None:
-    dice, raw, corrected = np.random.default_rng(1), [], []
+    rng, raw, corrected = np.random.default_rng(1), [], []
     for _ in range(100):
-        logs = dice.normal(0, 0.3, 16) + dice.normal(0, 0.15, (4, 16))  # four arms that are equally good: 0 is right
+        logs = rng.normal(0, 0.3, 16) + rng.normal(0, 0.15, (4, 16))  # four arms that are equally good: 0 is right
         raw.append(logs.mean(axis=1).max())
         corrected.append(raw[-1] - optimism(logs))
     assert np.mean(raw) > 0.02 and abs(np.mean(corrected)) < 0.6 * np.mean(raw)
@@ -203,14 +203,14 @@ class Scripted:
     def __init__(self, factors: Mapping[str, float], left: int, noise: float = 0.01) -> None:
         self.factors, self.left, self.noise = factors, left, noise
         self.asked: list[tuple[list[str], str, int]] = []
-        self._dice = np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
 
     def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
         if len(self.asked) == self.left:
             return None
         self.asked.append(([arm.name for arm in arms], group.ids[0], repeat))
         at = group.prompts[0].index
-        noise = np.exp(self._dice.normal(0, self.noise, len(arms)))
+        noise = np.exp(self._rng.normal(0, self.noise, len(arms)))
         pairs = zip(arms, noise, strict=True)
         return [run(arm.name, at, repeat, PLAIN[at] * self.factors[arm.name] * float(n)) for arm, n in pairs]
 

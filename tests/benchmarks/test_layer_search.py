@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from exit_cases import by_hugging_face, decoder_of
+from layer_skip_cases import by_hugging_face, decoder_of
 from tiny import fresh, prompts
 from typer.testing import CliRunner
 

@@ -35,7 +35,7 @@ def test_every_lossless_rule_is_certified(acceptance: str) -> None:
     assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in done) == 19 - len(skipped)
 
 
-def test_lookup_is_certified() -> None:
+def test_ngram_drafts_are_certified() -> None:
     assert all(check.passed for check in checks(SpeculativeDecoder("toy", drafter="ngram")))
 
 

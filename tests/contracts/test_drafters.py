@@ -70,7 +70,7 @@ def test_a_draft_keeps_to_lengths_vocabulary_and_shapes(
 
 
 @contract
-def test_the_law_of_a_draft_is_a_law_and_could_have_drawn_it(
+def test_the_distribution_of_a_draft_sums_to_one_and_could_have_drawn_it(
     name: str, coupled: bool, params: list[SamplingParams]
 ) -> None:
     draft = propose(make(name, coupled), make_rows(params), [4, 2, 3, 4])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import VOCAB, Oracle, fresh, perturbed, prompts, reference, shared, tokenizer
 
 from slipstream import Result, SamplingParams, SpeculativeDecoder
@@ -14,12 +15,16 @@ pytestmark = pytest.mark.usefixtures("cache_audit")
 COUNT = 24
 PROMPT = prompts([9], seed=2)[0]  # continues without special tokens
 WORDS = tokenizer()
-DRAFTERS = ["none", "ngram", "ngram_table:fill", "model", "oracle"]
+DRAFTERS = mostly_slow(["none", "ngram", "ngram_table:fill", "model", "oracle"], "none", "model", "oracle")
 
 
 @cache
+def expected(prompt: tuple[int, ...]) -> list[int]:
+    return reference(shared("llama"), prompt, COUNT)
+
+
 def text() -> list[int]:
-    return reference(shared("llama"), PROMPT, COUNT)
+    return expected(tuple(PROMPT))
 
 
 def first_new(after: int) -> int:
@@ -29,7 +34,7 @@ def first_new(after: int) -> int:
 
 def run(drafter: str, params: SamplingParams, prompt: list[int] = PROMPT, ends: Any = None, count: int = 6) -> Result:
     model = shared("llama") if ends is None else ended(ends if isinstance(ends, int) else tuple(ends))
-    known = [[*prompt, *reference(shared("llama"), prompt, COUNT)]]
+    known = [[*prompt, *expected(tuple(prompt))]]
     options: dict[str, Any] = {"tokenizer": WORDS, "num_draft_tokens": 0 if drafter == "none" else count}
     if drafter == "model":
         return SpeculativeDecoder(model, perturbed("llama"), **options).generate(prompt, params)
@@ -110,8 +115,8 @@ def test_min_tokens_holds_the_end_back_as_generate_does(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("begin", [0, 2, 5, 6])
-@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("begin", mostly_slow([0, 2, 5, 6], 0, 5))
+@pytest.mark.parametrize("length", mostly_slow([1, 3, 8], 1, 3))
 def test_a_stop_string_ends_ids_at_its_last_token_and_cuts_the_text(drafter: str, begin: int, length: int) -> None:
     whole = WORDS.decode(text(), skip_special_tokens=True)
     letters = "".join(WORDS.convert_ids_to_tokens(text()))
@@ -133,7 +138,7 @@ def test_max_tokens_of_one_gives_one_token_and_no_draft(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("limit", [2, 6, 7, 8])
+@pytest.mark.parametrize("limit", mostly_slow([2, 6, 7, 8], 6, 7))
 def test_max_tokens_ends_the_text_inside_a_block(drafter: str, limit: int) -> None:
     result = run(drafter, SamplingParams(max_tokens=limit))
     assert (result.token_ids, result.finish_reason) == (text()[:limit], "length")

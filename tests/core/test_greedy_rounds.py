@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import engine
 from engines import run as run_engine
+from fast_part import mostly_slow
 from tape import Tape
 from tiny import fresh, perturbed, prompts, shared
 
@@ -61,7 +62,7 @@ def run(
 
 
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen2", "gpt2", "gemma3"], "gpt2"))
 def test_greedy_text_and_rounds_are_those_of_the_plain_loop(name: str) -> None:
     (plain, _, _), (fast, target, draft) = run(name, HFBackend), run(name, Counting)
     assert [row.tokens for row in plain] == [row.tokens for row in fast]
@@ -82,6 +83,7 @@ def test_sampled_rows_take_the_plain_path() -> None:
     assert target.calls["verified"] == draft.calls["drafted"] == 0 < target.calls["scored"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.3}, {"logit_bias": {9: 2.0}}])
 def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=20, **changes)
@@ -90,7 +92,8 @@ def test_options_that_change_logits_take_the_plain_path(changes: dict[str, Any])
     assert target.calls["verified"] == 0
 
 
-def test_a_rule_that_looks_at_laws_takes_the_plain_path() -> None:
+@pytest.mark.slow
+def test_a_rule_that_looks_at_distributions_takes_the_plain_path() -> None:
     _, target, draft = run("llama", Counting, acceptance="rejection")
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
 
@@ -104,13 +107,14 @@ class Watching(ModelDrafter):
         Watching.seen += 1
 
 
+@pytest.mark.slow
 def test_a_drafter_that_observes_gets_logits() -> None:
     _, target, draft = run("llama", Counting, kind=Watching)
     assert target.calls["verified"] == 0 < draft.calls["drafted"]
     assert Watching.seen > 0
 
 
-def test_only_backends_with_both_methods_are_unrolled() -> None:
+def test_only_backends_with_both_methods_have_greedy_rounds() -> None:
     assert isinstance(GraphedBackend(shared("llama"), Tape()), GreedyRounds)
     assert not isinstance(HFBackend(shared("llama")), GreedyRounds)
 
@@ -144,6 +148,7 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal(monkeypatch: pytest.Mo
         loading._backend(OnCuda(model), True)
 
 
+@pytest.mark.slow
 def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine, run
+from fast_part import mostly_slow
 from tiny import VOCAB, HashBackend, Oracle, perturbed, prompts, reference, shared
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
@@ -36,7 +37,7 @@ def whole_texts() -> list[list[int]]:
     return [[*prompt, *reference(shared("llama"), prompt, COUNT)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram", "model"], "model"))
 def test_ten_prompts_in_three_places_come_back_in_order_each_as_alone(drafter: str) -> None:
     made = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
     results = made.generate(PROMPTS, OPTIONS)
@@ -103,7 +104,7 @@ def test_plain_decoding_makes_one_forward_per_token() -> None:
     assert [len(done.tokens) for done in rounds] == [1] * 9
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 24])
+@pytest.mark.parametrize("count", mostly_slow([1, 2, 5, 24], 2))
 def test_a_draft_never_reaches_past_the_last_token(count: int) -> None:
     oracle = Oracle(whole_texts())
     results = tiny_decoder(oracle, num_draft_tokens=count, max_batch_size=4).generate(PROMPTS, OPTIONS)
@@ -174,7 +175,7 @@ class Stumbling:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
-@pytest.mark.parametrize("taken", [0, 1, 3, 7])
+@pytest.mark.parametrize("taken", mostly_slow([0, 1, 3, 7], 1, 7))
 def test_rounds_may_be_left_in_the_middle(drafter: str, taken: int) -> None:
     made = tiny_decoder(drafter, max_batch_size=3, num_draft_tokens=3 if drafter != "none" else 0)
     rounds = made.rounds(PROMPTS, GREEDY)
@@ -198,7 +199,7 @@ def test_two_interleaved_iterations_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("stumbled"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("after", mostly_slow([0, 1, 4], 1))
 def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseException) -> None:
     made = tiny_decoder("model", num_draft_tokens=3, max_batch_size=2)
     stumbling = made.using(Stumbling(made._engine.drafter, after, error), num_draft_tokens=3)
@@ -208,7 +209,7 @@ def test_a_drafter_that_raises_leaves_a_usable_decoder(after: int, error: BaseEx
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
-@pytest.mark.parametrize("after", [0, 2, 5, 9])
+@pytest.mark.parametrize("after", mostly_slow([0, 2, 5, 9], 2, 5))
 def test_an_interrupt_inside_a_forward_leaves_a_usable_decoder(
     which: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

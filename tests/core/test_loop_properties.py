@@ -39,7 +39,7 @@ STEADY = settings(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def every_ledger() -> Iterator[None]:
+def every_cache_audit() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SLIPSTREAM_DEBUG", "1")
         yield
@@ -154,7 +154,7 @@ def check(case: Case) -> None:
     ):
         assert [result.prompt_token_ids for result in results] == prompts
         for index, (prompt, one, result) in enumerate(zip(prompts, params, results, strict=True)):
-            # a drafted token that is judged by a die of its own changes seeded text, though not its law
+            # a drafted token judged by a random draw of its own changes seeded text, though not its distribution
             free = one.temperature > 0 and (case.rule in ("block", "rejection") or _sampled(case))
             alone = decoder(case, case.drafter if free else "none").generate(prompt, one)
             assert (result.token_ids, result.finish_reason) == (alone.token_ids, alone.finish_reason)
@@ -223,7 +223,7 @@ def ends_with_its_last_token(row: Row, tokens: Sequence[int]) -> tuple[int, ...]
     return tuple(tokens)
 
 
-def dice(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[..., Words]:
+def keyed_by(parts: Callable[[int, Row, int], tuple[int, ...]]) -> Callable[..., Words]:
     """`Sampler._keys` with other parts, made of the row's place, the row and the position."""
 
     def keys(self: Sampler, stream: Stream, offsets: range) -> Words:
@@ -241,8 +241,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "_occurrences",
         staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1])),
     ),
-    "dice go by the place in the batch": (Sampler, "_keys", dice(lambda i, row, at: (i, at))),
-    "dice go by the draft": (Sampler, "_keys", dice(lambda i, row, at: (row.seed, at, len(row.tokens)))),
+    "random draws go by the place in the batch": (Sampler, "_keys", keyed_by(lambda i, row, at: (i, at))),
+    "random draws go by the draft": (Sampler, "_keys", keyed_by(lambda i, row, at: (row.seed, at, len(row.tokens)))),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from rounding import BATCH, BIT, RoundingBackend
 from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
 from torch import Tensor
@@ -56,7 +57,7 @@ def cut_out(tokens: Tensor, segments: Sequence[RowSegment], padding: int = 0) ->
 
 @pytest.mark.parametrize("widths", [WIDTHS, ()], ids=["padded", "exact"])
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 1, 2, 5), (1, 16, 1, 2), (21, 1, 1, 9), (8, 8, 8, 8)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "gemma3", "mistral"], "llama"))
 def test_a_round_of_rows_that_take_different_numbers_of_tokens(
     name: str, counts: tuple[int, ...], widths: tuple[int, ...]
 ) -> None:
@@ -158,7 +159,7 @@ def test_each_row_gets_the_logits_it_wants_and_its_last_ones_again() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
-@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("reproducible", mostly_slow([False, True], False))
 def test_a_batch_says_what_its_rows_say_alone(drafter: str, reproducible: bool) -> None:
     texts = prompts((40, 3, 90, 17, 200), seed=2)
     draft = fresh("llama", seed=0) if drafter == "model" else None
@@ -228,6 +229,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return importlib.import_module("ragged").main
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_both_ways(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fresh("llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

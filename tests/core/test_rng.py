@@ -1,4 +1,4 @@
-"""Keyed random numbers: their law, with a biased draw that must be caught, and what they depend on."""
+"""Keyed random numbers: their distribution, with a biased draw that must be caught, and what they depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.rng import Race, Stream, key, uniform
 
 CPU = torch.device("cpu")
-LAW = torch.tensor([0.30, 0.02, 0.0, 0.18, 0.25, 0.0, 0.15, 0.10])
+PROBS = torch.tensor([0.30, 0.02, 0.0, 0.18, 0.25, 0.0, 0.15, 0.10])
 DRAWS = 10_000
 SUSPICIOUS = 1e-4  # the seeds are fixed, so a test either always passes or never does
 
@@ -26,52 +26,52 @@ def p_value(observed: Tensor, expected: Tensor) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def keys(draws: int = DRAWS, stream: Stream = Stream.TOKEN, seed: int = 7) -> list[int]:
+def keys(draws: int = DRAWS, stream: int = Stream.TOKEN, seed: int = 7) -> list[int]:
     return [key(seed, stream, position) for position in range(draws)]
 
 
 @cache
-def winners(stream: Stream = Stream.TOKEN, seed: int = 7) -> Tensor:
-    return Race(len(LAW), CPU).draw(LAW.expand(DRAWS, -1), keys(stream=stream, seed=seed))
+def winners(stream: int = Stream.TOKEN, seed: int = 7) -> Tensor:
+    return Race(len(PROBS), CPU).draw(PROBS.expand(DRAWS, -1), keys(stream=stream, seed=seed))
 
 
 @cache
-def uniforms(stream: Stream = Stream.KEEP, seed: int = 7, shift: int = 0) -> Tensor:
+def uniforms(stream: int = Stream.KEEP, seed: int = 7, shift: int = 0) -> Tensor:
     values = [uniform(key(seed, stream, position + shift)) for position in range(DRAWS)]
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_draws_follow_the_law() -> None:
-    counts = torch.bincount(winners(), minlength=len(LAW))
-    assert p_value(counts, LAW * DRAWS) > SUSPICIOUS
+def test_draws_follow_the_distribution() -> None:
+    counts = torch.bincount(winners(), minlength=len(PROBS))
+    assert p_value(counts, PROBS * DRAWS) > SUSPICIOUS
 
 
-def test_draws_by_seed_follow_the_law_as_draws_by_position_do() -> None:
+def test_draws_by_seed_follow_the_distribution_as_draws_by_position_do() -> None:
     """One draw for each of many requests, all at the same position."""
-    dice = [key(seed, Stream.TOKEN, 12) for seed in range(DRAWS)]
-    counts = torch.bincount(Race(len(LAW), CPU).draw(LAW.expand(DRAWS, -1), dice), minlength=len(LAW))
-    assert p_value(counts, LAW * DRAWS) > SUSPICIOUS
+    row_keys = [key(seed, Stream.TOKEN, 12) for seed in range(DRAWS)]
+    counts = torch.bincount(Race(len(PROBS), CPU).draw(PROBS.expand(DRAWS, -1), row_keys), minlength=len(PROBS))
+    assert p_value(counts, PROBS * DRAWS) > SUSPICIOUS
 
 
 def test_biased_draws_are_caught() -> None:
-    """Three races of which none is right: uniform noise, a law a little off, the largest noise winning."""
-    race = Race(len(LAW), CPU)
+    """Three races of which none is right: uniform noise, a distribution a little off, the largest noise winning."""
+    race = Race(len(PROBS), CPU)
     noise = torch.stack([race.noise(bits) for bits in keys()])
-    off = LAW + torch.tensor([0.03, 0, 0, 0, -0.03, 0, 0, 0])
-    for wrong in ((LAW / (1 - torch.exp(-noise))), (off / noise), (LAW * noise)):
-        counts = torch.bincount(wrong.argmax(-1), minlength=len(LAW))
-        assert p_value(counts, LAW * DRAWS) < SUSPICIOUS
-    right = torch.bincount((LAW / noise).argmax(-1), minlength=len(LAW))
-    assert torch.equal(right, torch.bincount(winners(), minlength=len(LAW)))
+    off = PROBS + torch.tensor([0.03, 0, 0, 0, -0.03, 0, 0, 0])
+    for wrong in ((PROBS / (1 - torch.exp(-noise))), (off / noise), (PROBS * noise)):
+        counts = torch.bincount(wrong.argmax(-1), minlength=len(PROBS))
+        assert p_value(counts, PROBS * DRAWS) < SUSPICIOUS
+    right = torch.bincount((PROBS / noise).argmax(-1), minlength=len(PROBS))
+    assert torch.equal(right, torch.bincount(winners(), minlength=len(PROBS)))
 
 
 def test_weights_need_not_be_normalised() -> None:
-    race, dice = Race(len(LAW), CPU), keys(500)
-    assert torch.equal(race.draw(8 * LAW.expand(500, -1), dice), winners()[:500])
+    race, row_keys = Race(len(PROBS), CPU), keys(500)
+    assert torch.equal(race.draw(8 * PROBS.expand(500, -1), row_keys), winners()[:500])
 
 
 def test_impossible_tokens_never_win() -> None:
-    assert set(winners().tolist()) <= set(LAW.nonzero()[:, 0].tolist())
+    assert set(winners().tolist()) <= set(PROBS.nonzero()[:, 0].tolist())
     last_only = torch.zeros(2000, 5)
     last_only[:, 4] = 1e-30
     assert set(Race(5, CPU).draw(last_only, keys(2000)).tolist()) == {4}
@@ -97,28 +97,28 @@ def test_same_key_gives_the_same_draw_and_another_key_another() -> None:
 
 
 def test_draw_does_not_depend_on_batch_mates_or_place() -> None:
-    race = Race(len(LAW), CPU)
-    distributions = torch.rand(40, len(LAW), generator=torch.Generator().manual_seed(0))
-    dice = keys(40)
-    together = race.draw(distributions, dice)
-    assert together.tolist() == [int(race.draw(distributions[i : i + 1], dice[i : i + 1])) for i in range(40)]
+    race = Race(len(PROBS), CPU)
+    distributions = torch.rand(40, len(PROBS), generator=torch.Generator().manual_seed(0))
+    row_keys = keys(40)
+    together = race.draw(distributions, row_keys)
+    assert together.tolist() == [int(race.draw(distributions[i : i + 1], row_keys[i : i + 1])) for i in range(40)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(race.draw(distributions[order], [dice[i] for i in order.tolist()]), together[order])
+    assert torch.equal(race.draw(distributions[order], [row_keys[i] for i in order.tolist()]), together[order])
 
 
-def test_no_laws_give_no_draws() -> None:
+def test_no_distributions_give_no_draws() -> None:
     drawn = Race(5, CPU).draw(torch.empty(0, 5), [])
     assert drawn.shape == (0,) and drawn.dtype == torch.int64
 
 
-def test_laws_raced_with_one_key_agree_as_often_as_gumbel_coupled_ones() -> None:
+def test_distributions_raced_with_one_key_agree_as_often_as_gumbel_coupled_ones() -> None:
     """P(both choose i) = 1 / sum_j max(p_j / p_i, q_j / q_i)."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    race, dice = Race(3, CPU), keys()
-    agree = (race.draw(p.expand(DRAWS, -1), dice) == race.draw(q.expand(DRAWS, -1), dice)).double().mean()
+    race, row_keys = Race(3, CPU), keys()
+    agree = (race.draw(p.expand(DRAWS, -1), row_keys) == race.draw(q.expand(DRAWS, -1), row_keys)).double().mean()
     expected = sum(1 / float(torch.maximum(p / p[i], q / q[i]).sum()) for i in range(3))
     assert float(agree) == pytest.approx(expected, abs=4 * 0.5 / DRAWS**0.5)
-    other = (race.draw(p.expand(DRAWS, -1), dice) == race.draw(q.expand(DRAWS, -1), keys(seed=8))).double().mean()
+    other = (race.draw(p.expand(DRAWS, -1), row_keys) == race.draw(q.expand(DRAWS, -1), keys(seed=8))).double().mean()
     assert float(other) == pytest.approx(float((p * q).sum()), abs=4 * 0.5 / DRAWS**0.5)
 
 
@@ -142,19 +142,22 @@ def dependence(a: Tensor, b: Tensor, cells: int = 8) -> float:
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
+    ("one", "other"),
     [
-        (uniforms(Stream.TOKEN), uniforms(Stream.DRAFT)),
-        (uniforms(Stream.TOKEN), uniforms(Stream.KEEP)),
-        (uniforms(Stream.DRAFT), uniforms(Stream.KEEP)),
-        (uniforms(), uniforms(shift=1)),
-        (uniforms(), uniforms(shift=2)),
-        (uniforms(seed=7), uniforms(seed=8)),
-        (uniforms(seed=7), uniforms(seed=7 + (1 << 32))),
+        ({"stream": Stream.TOKEN}, {"stream": Stream.DRAFT}),
+        ({"stream": Stream.TOKEN}, {"stream": Stream.KEEP}),
+        ({"stream": Stream.DRAFT}, {"stream": Stream.KEEP}),
+        ({}, {"shift": 1}),
+        ({}, {"shift": 2}),
+        ({"seed": 7}, {"seed": 8}),
+        ({"seed": 7}, {"seed": 7 + (1 << 32)}),
     ],
     ids=["token-draft", "token-keep", "draft-keep", "next position", "position after that", "next seed", "far seed"],
 )
-def test_numbers_for_different_purposes_positions_and_seeds_are_independent(a: Tensor, b: Tensor) -> None:
+def test_numbers_for_different_purposes_positions_and_seeds_are_independent(
+    one: dict[str, int], other: dict[str, int]
+) -> None:
+    a, b = uniforms(**one), uniforms(**other)
     assert dependence(a, b) > SUSPICIOUS
     assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / DRAWS**0.5
 
@@ -166,17 +169,14 @@ def test_dependent_numbers_are_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (winners(), winners(Stream.DRAFT)),
-        (winners(), winners(seed=8)),
-        (winners()[:-1], winners()[1:]),
-    ],
+    ("other", "shift"),
+    [({"stream": Stream.DRAFT}, 0), ({"seed": 8}, 0), ({}, 1)],
     ids=["streams", "seeds", "positions"],
 )
-def test_draws_for_different_purposes_seeds_and_positions_are_independent(a: Tensor, b: Tensor) -> None:
-    counts = torch.bincount(a * len(LAW) + b, minlength=len(LAW) ** 2)
-    assert p_value(counts, torch.outer(LAW, LAW).flatten() * len(a)) > SUSPICIOUS
+def test_draws_for_different_purposes_seeds_and_positions_are_independent(other: dict[str, int], shift: int) -> None:
+    a, b = winners()[: DRAWS - shift], winners(**other)[shift:]
+    counts = torch.bincount(a * len(PROBS) + b, minlength=len(PROBS) ** 2)
+    assert p_value(counts, torch.outer(PROBS, PROBS).flatten() * len(a)) > SUSPICIOUS
 
 
 def test_key_depends_on_every_part_and_on_their_order() -> None:

@@ -1,4 +1,4 @@
-"""The laws of the acceptance rules, by enumeration; every wrong rule is caught by the same enumeration."""
+"""The distributions of the acceptance rules, by enumeration; every wrong rule is caught by the same enumeration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enumeration import (
     WIDTH,
     Case,
     Context,
-    Law,
+    Distribution,
     choice_probability,
     drawn,
     emitted,
@@ -21,7 +21,7 @@ from enumeration import (
     likeliest,
     match_error,
     mean_accepted,
-    random_law,
+    random_distribution,
     rule_names,
 )
 from round_cases import (
@@ -30,9 +30,9 @@ from round_cases import (
     RAGGED,
     MakeCase,
     after_unlikely,
-    disjoint_laws,
+    disjoint_distributions,
     ended_after_an_unlikely_token,
-    equal_laws,
+    equal_distributions,
     greedy_target,
     probs_of,
     sampled,
@@ -51,19 +51,19 @@ LOSSLESS = [name for name in rule_names(lossless=True) if load_rule(name).distri
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless_rule_keeps_the_law_of_the_target(name: str, make: MakeCase) -> None:
+def test_lossless_rule_keeps_the_distribution_of_the_target(name: str, make: MakeCase) -> None:
     distributions = load_rule(name).distributions
     assert distributions is not None
     assert largest(lambda seed: error(make(seed), distributions)) < EXACT
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_match_keeps_the_law_of_the_target_whatever_was_drafted(make: MakeCase) -> None:
+def test_match_keeps_the_distribution_of_the_target_whatever_was_drafted(make: MakeCase) -> None:
     assert max(match_error(make(seed)) for seed in range(2)) < 1e-12
 
 
-def test_match_emits_what_plain_decoding_emits_from_the_same_dice_whatever_was_drafted() -> None:
-    """One die of four faces per position, read off by a table that depends on the context. All rolls, all drafts."""
+def test_match_emits_what_plain_decoding_emits_from_the_same_random_draws_whatever_was_drafted() -> None:
+    """One draw of four values per position, read off by a table that depends on the context. All draws, all drafts."""
     tables = [(0, 0, 1, 2), (2, 0, 1, 2), (1, 1, 1, 0)]
 
     def choose(context: Context, face: int) -> int:
@@ -83,7 +83,7 @@ def test_match_emits_what_plain_decoding_emits_from_the_same_dice_whatever_was_d
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", [*LOSSLESS, *rule_names(lossless=False)])
-def test_every_rule_returns_laws_that_sum_to_one(name: str, make: MakeCase) -> None:
+def test_every_rule_returns_distributions_that_sum_to_one(name: str, make: MakeCase) -> None:
     rule = load_rule(name).distributions
     assert rule is not None
     case = make(0)
@@ -114,7 +114,7 @@ def test_every_rule_judges_a_row_as_if_it_were_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, *rule_names(lossless=False)])
-def test_without_a_draft_every_rule_returns_the_law_of_the_target(name: str) -> None:
+def test_without_a_draft_every_rule_returns_the_distribution_of_the_target(name: str) -> None:
     rule = load_rule(name).distributions
     assert rule is not None
     p = torch.tensor([[[0.2, 0.5, 0.3]], [[0.0, 1.0, 0.0]]])
@@ -123,7 +123,7 @@ def test_without_a_draft_every_rule_returns_the_law_of_the_target(name: str) -> 
     assert torch.equal(distributions.next_token(torch.zeros(2, dtype=torch.int64)), p[:, 0])
 
 
-def overlap(p: Law, q: Law) -> float:
+def overlap(p: Distribution, q: Distribution) -> float:
     """Expected number kept by rejection sampling: the sum over all prefixes of the product of min(p, q)."""
     total, alive = 0.0, {(): 1.0}
     for _ in range(WIDTH):
@@ -136,7 +136,7 @@ def overlap(p: Law, q: Law) -> float:
     return total
 
 
-@pytest.mark.parametrize("make", [sampled, truncated_drafter, truncated_target, greedy_target, disjoint_laws])
+@pytest.mark.parametrize("make", [sampled, truncated_drafter, truncated_target, greedy_target, disjoint_distributions])
 def test_rejection_keeps_the_overlap_of_p_and_q_at_each_position(make: MakeCase) -> None:
     for seed in SEEDS:
         case = make(seed)
@@ -164,15 +164,15 @@ def test_rejection_keeps_as_many_tokens_as_an_independent_enumeration(make: Make
     assert np.mean(kept) == pytest.approx(published, abs=6e-5)
 
 
-def test_equal_laws_keep_every_token() -> None:
+def test_equal_models_keep_every_token() -> None:
     for seed in SEEDS:
-        case = equal_laws(seed)
+        case = equal_distributions(seed)
         assert mean_accepted(case, case.distributions(rejection)) == pytest.approx(WIDTH, abs=1e-6)
 
 
 def test_rejection_of_a_fixed_draft_accepts_as_often_as_match() -> None:
     for seed in SEEDS:
-        case = Case(random_law(seed, "p"), None, [(likeliest(random_law(seed, "q")), 1.0)])
+        case = Case(random_distribution(seed, "p"), None, [(likeliest(random_distribution(seed, "q")), 1.0)])
         draft, by_match = case.draft(), 0.0
         for choice in product(range(VOCAB), repeat=HORIZON):
             kept = int(match(torch.tensor([choice]), draft).accepted)
@@ -201,7 +201,7 @@ def test_lossy_rule_never_keeps_a_token_the_options_forbid(name: str) -> None:
     assert distributions.keep.tolist() == [[1.0, 0.0]]
 
 
-def test_rejection_never_keeps_a_token_that_both_laws_exclude() -> None:
+def test_rejection_never_keeps_a_token_that_both_distributions_exclude() -> None:
     p = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]])
     distributions = rejection(p, p.log(), Draft(torch.tensor([[2]]), (1,), torch.tensor([[[1.0, 0.0, 0.0]]])))
     assert distributions.keep.tolist() == [[1.0, 0.0]]

@@ -1,4 +1,4 @@
-"""`accept` throws the dice as the rule's laws say."""
+"""`accept` draws as the rule's distributions say."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler
 
 VOCAB = 3
-THROWS = 2000
+DRAWS = 2000
 
 
 @pytest.fixture
-def dice(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+def draws(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
     """Replaces the uniform numbers of `accept` by given ones, one per row."""
 
     def throw(values: list[float]) -> None:
@@ -48,15 +48,15 @@ def verdicts(keep: list[float], rows: int) -> list[int]:
     "keep", [[0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
 )
 def test_accept_keeps_as_many_as_the_rule_says_as_often_as_it_says(
-    keep: list[float], dice: Callable[[list[float]], None]
+    keep: list[float], draws: Callable[[list[float]], None]
 ) -> None:
-    dice([(i + 0.5) / THROWS for i in range(THROWS)])
-    counts = np.bincount(verdicts(keep, THROWS), minlength=len(keep))
-    assert (counts / THROWS).tolist() == pytest.approx(keep, abs=1e-9)
+    draws([(i + 0.5) / DRAWS for i in range(DRAWS)])
+    counts = np.bincount(verdicts(keep, DRAWS), minlength=len(keep))
+    assert (counts / DRAWS).tolist() == pytest.approx(keep, abs=1e-9)
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 1 - 2.0**-53])
-def test_accept_never_keeps_an_impossible_number(u: float, dice: Callable[[list[float]], None]) -> None:
+def test_accept_never_keeps_an_impossible_number(u: float, draws: Callable[[list[float]], None]) -> None:
     for keep in ([0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0], [0.3, 0.3 + 4e-16, 0.4, 0.0], [0.0, 0.0, 1 - 1e-16, 0.0]):
-        dice([u])
+        draws([u])
         assert keep[verdicts(keep, 1)[0]] > 0

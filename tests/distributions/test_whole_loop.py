@@ -1,7 +1,7 @@
-"""The law of the whole loop: joint frequencies of generated tokens against the target's law, and what must be caught.
+"""The whole loop: joint frequencies of tokens against the target's distribution, and what must be caught.
 
-A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and die found in real
-projects fails the same test with the same number of runs.
+A right loop fails one of these tests with probability SUSPICIOUS; every wrong rule, drafter and random draw found in
+real projects fails the same test with the same number of runs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from chi_square import (
     Runs,
     close,
     counts,
-    exact_law,
+    exact_distribution,
     model,
     observe,
     p_value,
 )
+from fast_part import mostly_slow
 from torch import Tensor
 
 from slipstream import Draft, Drafter, SpeculativeDecoder
@@ -45,11 +46,11 @@ FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 
 SOME, LONGER = 12, 10  # rows and tokens of texts that are compared one by one
 
-over_ways = pytest.mark.parametrize(("drafter", "rule"), WAYS)
-# the fast part of the tests has one architecture
-over_models = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in OPTIONS]
+# the fast part of the tests has a few of each kind
+over_ways = pytest.mark.parametrize(
+    ("drafter", "rule"), mostly_slow(WAYS, ("none", "auto"), ("ngram:1-3", "rejection"), ("close", "block"))
 )
+over_models = pytest.mark.parametrize("name", mostly_slow(OPTIONS, "llama"))
 
 
 @cache
@@ -72,7 +73,7 @@ def decoder(name: str, drafter: str, rule: str, **options: Any) -> SpeculativeDe
 
 
 def seeds(drafter: str, rule: str) -> range:
-    """Each way of decoding has dice of its own, so that their texts are independent."""
+    """Each way of decoding has random draws of its own, so that their texts are independent."""
     first = WAYS.index((drafter, rule)) * RUNS
     return range(first, first + RUNS)
 
@@ -88,11 +89,12 @@ def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule
     assert runs(name, drafter, rule).p_value > SUSPICIOUS
 
 
-@over_models
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
     texts = [text for way in WAYS for text in runs(name, *way).texts]
     assert len(texts) == len(WAYS) * RUNS
-    assert p_value(counts(texts), exact_law(name)) > SUSPICIOUS
+    assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
 @over_models
@@ -108,8 +110,11 @@ def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: 
 
 
 @over_models
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize(("drafter", "rule"), [("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")])
+@pytest.mark.parametrize("size", mostly_slow([1, 5], 5))
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    mostly_slow([("ngram:1-3", "rejection"), ("close", "block"), ("other", "match")], ("close", "block")),
+)
 def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, size: int) -> None:
     some = seeds(drafter, rule)[:SOME]
     small = observe(decoder(name, drafter, rule, max_batch_size=size), name, some)
@@ -117,8 +122,8 @@ def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, siz
 
 
 @over_models
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(("length", "size"), [(1, 64), (6, 5), (3, 1)])
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))
+@pytest.mark.parametrize(("length", "size"), mostly_slow([(1, 64), (6, 5), (3, 1)], (6, 5)))
 def test_matched_text_is_that_of_plain_decoding(name: str, drafter: str, length: int, size: int) -> None:
     params = [replace(OPTIONS[name], seed=seed, max_tokens=LONGER) for seed in range(SOME)]
     made = decoder(name, drafter, "match", num_draft_tokens=length, max_batch_size=size)
@@ -134,7 +139,13 @@ MORE = range(3 * RUNS // 2)
 
 
 @pytest.mark.parametrize(
-    ("drafter", "wrong"), [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)]
+    ("drafter", "wrong"),
+    mostly_slow(
+        [*(("close", name) for name in WRONG_RULES), *(("ngram:1-3", name) for name in FOR_FIXED)],
+        ("close", "residual-of-one-token"),
+        ("close", "bonus-from-raw-logits"),
+        ("ngram:1-3", "recovered-from-p"),
+    ),
 )
 def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = Rule(wrong, True, WRONG_RULES[wrong])
@@ -142,7 +153,7 @@ def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.Mo
     assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", ["topk:2", "typical"])
+@pytest.mark.parametrize("rule", mostly_slow(["topk:2", "typical"], "typical"))
 def test_a_lossy_rule_is_caught(rule: str) -> None:
     assert not load_rule(rule).lossless
     assert observe(decoder("llama", "close", rule), "llama").p_value < SUSPICIOUS
@@ -152,7 +163,7 @@ Draw = Callable[[Sampler, Tensor, int], Tensor]
 
 
 @dataclass
-class Dice:
+class OtherDraws:
     """A sampler that draws draft tokens in another way than it is told to."""
 
     sampler: Sampler
@@ -167,13 +178,13 @@ class Dice:
 
 @dataclass
 class DrawsOtherwise:
-    """Drafts of another drafter, drawn otherwise than their law says."""
+    """Drafts of another drafter, drawn otherwise than their distribution says."""
 
     inner: Drafter
     how: Draw
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        return self.inner.propose(rows, lengths, Dice(sampler, self.how))  # type: ignore[arg-type]
+        return self.inner.propose(rows, lengths, OtherDraws(sampler, self.how))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -212,30 +223,31 @@ def drafting(rule: str, change: Callable[[Drafter], Drafter]) -> Runs:
     return observe(made.using(change(made._engine.drafter)), "llama")
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
-@pytest.mark.parametrize("how", [likeliest, colder])
+@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "block"))
+@pytest.mark.parametrize("how", mostly_slow([likeliest, colder], likeliest))
 def test_drafts_drawn_otherwise_than_they_claim_are_caught(how: Draw, rule: str) -> None:
     assert drafting(rule, lambda inner: DrawsOtherwise(inner, how)).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "rejection"))
 def test_dropping_a_drawn_token_for_its_small_q_is_caught(rule: str) -> None:
     assert drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=False)).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_ending_a_draft_after_an_unlikely_token_keeps_the_law(rule: str) -> None:
+@pytest.mark.parametrize("rule", mostly_slow(["block", "rejection"], "rejection"))
+def test_ending_a_draft_after_an_unlikely_token_keeps_the_distribution(rule: str) -> None:
     seen = drafting(rule, lambda inner: StopsAfterUnlikely(inner, keeps=True))
     assert {0, 1, 2} <= {done.num_draft_tokens for done in seen.rounds}
     assert seen.p_value > SUSPICIOUS
 
 
-def test_the_same_wrapper_with_the_right_draw_keeps_the_law() -> None:
+@pytest.mark.slow
+def test_the_same_wrapper_with_the_right_draw_keeps_the_distribution() -> None:
     assert drafting("block", lambda inner: DrawsOtherwise(inner, as_told)).p_value > SUSPICIOUS
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram:1-3", "close"])
-def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", mostly_slow(["none", "ngram:1-3", "close"], "ngram:1-3"))
+def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Sampler, stream: Stream, offsets: range) -> Words:
         return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
 
@@ -243,12 +255,13 @@ def test_dice_that_forget_the_position_are_caught(drafter: str, monkeypatch: pyt
     assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_keeping_by_the_same_die_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "llama"))
+def test_keeping_by_the_same_random_draw_in_every_round_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "round_keys", lambda self, stream: [key(row.seed, stream) for row in self.rows])
     assert observe(decoder(name, "ngram:1-3", "rejection"), name, MORE).p_value < SUSPICIOUS
 
 
+@pytest.mark.slow
 def test_penalties_that_do_not_see_the_draft_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     blind = staticmethod(lambda ids, drafted: ids.new_zeros(len(ids), drafted.shape[1] + 1, ids.shape[1]))
     monkeypatch.setattr(history.Penalties, "_occurrences", blind)

@@ -1,4 +1,4 @@
-"""The odds of draft tokens: priors, what rows and kinds teach, and what is not learned."""
+"""Acceptance probabilities of draft tokens: priors, what rows and kinds teach, and what is not learned."""
 
 import random
 
@@ -14,9 +14,9 @@ def row() -> Row:
 
 
 def told(acceptance_model: AcceptanceModel, of: Row, kind: int, chance: float, times: int, seed: int = 0) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(times):
-        acceptance_model.learn(of, [kind], [1], [1 if dice.random() < chance else 0])
+        acceptance_model.learn(of, [kind], [1], [1 if rng.random() < chance else 0])
 
 
 def test_the_prior_holds_until_something_is_learned() -> None:
@@ -25,7 +25,7 @@ def test_the_prior_holds_until_something_is_learned() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
-def test_a_rows_odds_become_what_the_row_shows(chance: float) -> None:
+def test_a_rows_acceptance_probabilities_become_what_the_row_shows(chance: float) -> None:
     acceptance_model, one, seen = AcceptanceModel([0.5], shared=False), row(), []
     for seed in range(400):
         told(acceptance_model, one, 0, chance, 1, seed)

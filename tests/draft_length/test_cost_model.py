@@ -120,18 +120,18 @@ def test_where_only_the_whole_round_can_be_timed_its_parts_are_told_apart() -> N
     assert cost_model.step(1) == pytest.approx(0.25)
 
 
-def some_hopes(dice: random.Random, rows: int, longest: int) -> list[list[float]]:
-    chances = [[dice.random() ** 0.5 for _ in range(dice.randint(0, longest))] for _ in range(rows)]
+def random_acceptance_probs(rng: random.Random, rows: int, longest: int) -> list[list[float]]:
+    chances = [[rng.random() ** 0.5 for _ in range(rng.randint(0, longest))] for _ in range(rows)]
     return [list(itertools.accumulate(row, lambda a, b: a * b)) for row in chances]
 
 
 def test_the_best_length_for_all_rows_is_found() -> None:
-    dice = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        acceptance_probs = some_hopes(dice, dice.randint(1, 4), 6)
-        costs = [dice.random()]
+        acceptance_probs = random_acceptance_probs(rng, rng.randint(1, 4), 6)
+        costs = [rng.random()]
         for _ in range(6):
-            costs.append(costs[-1] + dice.random() / 3)
+            costs.append(costs[-1] + rng.random() / 3)
         rates = [
             (len(acceptance_probs) + sum(sum(row[:n]) for row in acceptance_probs)) / costs[n]
             for n in range(max(map(len, acceptance_probs)) + 1)
@@ -144,11 +144,11 @@ def test_the_best_length_for_all_rows_is_found() -> None:
 
 
 def test_the_best_length_of_each_row_is_found() -> None:
-    dice = random.Random(1)
+    rng = random.Random(1)
     for _ in range(60):
-        acceptance_probs = some_hopes(dice, dice.randint(2, 3), 3)
+        acceptance_probs = random_acceptance_probs(rng, rng.randint(2, 3), 3)
         total = sum(map(len, acceptance_probs))
-        costs = list(itertools.accumulate([dice.random(), *(dice.random() / 3 for _ in range(total))]))
+        costs = list(itertools.accumulate([rng.random(), *(rng.random() / 3 for _ in range(total))]))
         choices = list(itertools.product(*(range(len(row) + 1) for row in acceptance_probs)))
         rates = {
             chosen: (2 + sum(sum(row[:n]) for row, n in zip(acceptance_probs, chosen, strict=True)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine, run
-from exit_cases import by_hugging_face, decoder_of, left_out
+from layer_skip_cases import by_hugging_face, decoder_of, left_out
 from tape import Tape
 from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 from torch import Tensor, nn
@@ -170,7 +170,7 @@ def test_a_draft_that_began_where_another_one_ended_is_noticed(llama: Any, monke
 
 
 @pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_drawn_drafts_carry_the_law_of_the_layers(llama: Any, rule: str) -> None:
+def test_drawn_drafts_carry_the_distribution_of_the_layers(llama: Any, rule: str) -> None:
     decoder = decoder_of(llama, "layer_skip:2", acceptance=rule)
     results = decoder.generate(PROMPTS, SAMPLED)
     assert all(0 < r.stats.acceptance_rate < 1 and r.stats.lossless for r in results)

@@ -1,4 +1,4 @@
-"""The draft model as a drafter: where it stops, and that stopping leaves law and text alone."""
+"""The draft model as a drafter: where it stops, and that stopping changes neither distribution nor text."""
 
 import pytest
 import torch

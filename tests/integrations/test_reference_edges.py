@@ -115,7 +115,7 @@ def test_debug_marks_drafts_behind_the_end_as_unused(capsys: pytest.CaptureFixtu
 # refusals
 
 
-class NoLaw(MultinomialProcessor):
+class NoDistribution(MultinomialProcessor):
     def _process(self, logits: Tensor) -> Tensor:
         return logits + torch.rand(())
 
@@ -148,7 +148,7 @@ class OwnDraw(MultinomialProcessor):
         ({"tokenizer": 35}, "tokenizer=35; allowed: None or a Hugging Face tokenizer"),
         ({"logits_processor": GreedyProcessor}, "is the class GreedyProcessor; allowed: an object"),
         ({"logits_processor": torch.softmax}, "is a builtin_function_or_method; allowed"),
-        ({"logits_processor": NoLaw(1.0)}, "NoLaw gave two answers"),
+        ({"logits_processor": NoDistribution(1.0)}, "NoDistribution gave two answers"),
         ({"logits_processor": NoShape(1.0)}, r"NoShape gave shape \(1,\); allowed"),
         ({"logits_processor": OwnDraw(1.0)}, "OwnDraw sampled token"),
         ({"logits_processor": OwnDraw(1.0), "skip_sample_adjustment": True}, "a `sample` of its own"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import VOCAB, fresh, over_architectures, perturbed, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -35,7 +36,7 @@ def ids(results: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "ngram", "close"))
 @over_architectures
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
     made = decoder(name, drafter, reproducible=reproducible)
@@ -44,14 +45,14 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, draft
         assert ids(results) == expected(name), f"draft length {length}"
 
 
-@pytest.mark.parametrize("drafter", DRAFTS)
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "close"))
 @over_architectures
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:
     made = decoder(name, drafter, num_draft_tokens=3 if drafter != "none" else 0)
     assert ids([made.generate(prompt, GREEDY) for prompt in PROMPTS]) == expected(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
 def test_the_close_draft_is_accepted_in_part(name: str) -> None:
     results = decoder(name, "close", num_draft_tokens=3).generate(PROMPTS, GREEDY)
     drafted = sum(result.stats.num_draft_tokens for result in results)
@@ -59,14 +60,15 @@ def test_the_close_draft_is_accepted_in_part(name: str) -> None:
     assert 0 < accepted < drafted  # otherwise parity with it would not exercise both ends of a round
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "mistral", "gemma3"], "gemma3"))
+@pytest.mark.parametrize("reproducible", mostly_slow([True, False], False))
 def test_a_prompt_longer_than_a_prefill_chunk_equals_hugging_face(name: str, reproducible: bool) -> None:
     long = prompts([530, 300], seed=3)
     made = decoder(name, "close", num_draft_tokens=3, reproducible=reproducible)
     assert ids(made.generate(long, SamplingParams(max_tokens=8))) == [reference(shared(name), p, 8) for p in long]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
 def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
     model, prompt = shared("gpt2"), PROMPTS[3]
@@ -75,6 +77,7 @@ def test_the_context_can_be_filled_to_its_last_position(drafter: str) -> None:
     assert ids(batch) == [reference(model, p, room) for p in (prompt, PROMPTS[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram", "close"])
 def test_double_precision_keeps_to_double_precision_text(drafter: str) -> None:
     model, draft = shared("llama", 0, torch.float64), perturbed("llama") if drafter == "close" else None
@@ -82,7 +85,7 @@ def test_double_precision_keeps_to_double_precision_text(drafter: str) -> None:
     assert ids(made.generate(PROMPTS, GREEDY)) == [reference(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("head", [VOCAB + 19, VOCAB - 9])
+@pytest.mark.parametrize("head", mostly_slow([VOCAB + 19, VOCAB - 9], VOCAB - 9))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_head_of_another_size_keeps_the_text(head: int, temperature: float) -> None:
     draft = fresh("qwen2", 4, vocab_size=head)
@@ -103,8 +106,8 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "other", "close"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("drafter", mostly_slow(["ngram", "other", "close"], "close"))
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2"], "llama"))
 def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> None:
     plain = decoder(name, "none").generate(PROMPTS, SAMPLED)
     spoken = decoder(name, drafter, acceptance="match", num_draft_tokens=3).generate(PROMPTS, SAMPLED)
@@ -112,9 +115,9 @@ def test_match_says_what_seeded_plain_decoding_says(name: str, drafter: str) -> 
     assert ids(plain)[0] != expected(name)[0]
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "match", "auto"])
-@pytest.mark.parametrize("drafter", ["ngram", "close"])
-def test_each_row_keeps_its_options_and_dice_in_a_batch(drafter: str, acceptance: str) -> None:
+@pytest.mark.parametrize("acceptance", mostly_slow(["rejection", "match", "auto"], "rejection"))
+@pytest.mark.parametrize("drafter", mostly_slow(["ngram", "close"], "close"))
+def test_each_row_keeps_its_options_and_random_draws_in_a_batch(drafter: str, acceptance: str) -> None:
     made = decoder("llama", drafter, acceptance=acceptance, num_draft_tokens=3)
     batch = made.generate(PROMPTS, SAMPLED)
     alone = [made.generate(prompt, params) for prompt, params in zip(PROMPTS, SAMPLED, strict=True)]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import fresh, prompts, reference, shared
 from torch import Tensor, nn
 
@@ -131,9 +132,9 @@ def test_layers_of_other_shapes_are_packed() -> None:
     )
 
 
-@pytest.mark.parametrize("bits", ["int4", "int8"])
+@pytest.mark.parametrize("bits", mostly_slow(["int4", "int8"], "int8"))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "gemma3"], "qwen3"))
 def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: float) -> None:
     target, draft = shared(name), fresh(name, **WIDER) if name == "llama" else fresh(name)
     decoder = SpeculativeDecoder(target, draft, draft_dtype=bits, acceptance="match", num_draft_tokens=3)
@@ -147,6 +148,7 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
         assert results[0].token_ids == reference(target, PROMPT, 24)
 
 
+@pytest.mark.slow
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
     monkeypatch.setattr("slipstream.models.hf.pretrained.is_faster", lambda dtype: True)

@@ -41,6 +41,7 @@ needs_cores = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_cores
 def test_threads_on_one_core_are_found_moved_and_left_free() -> None:
     count, workers, trapped, found, after, cores = json.loads(run(TRAP))
@@ -49,6 +50,7 @@ def test_threads_on_one_core_are_found_moved_and_left_free() -> None:
     assert after == [cores] * workers
 
 
+@pytest.mark.slow
 @needs_cores
 def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
     assert json.loads(run(TRAP, OMP_PROC_BIND="false"))[3] is False

@@ -1,4 +1,4 @@
-"""The examples run on the embedded model and show what they say; what is saved in them is clean."""
+"""The examples run on the embedded model or the toy and show what they say; what is saved in them is clean."""
 
 import importlib.util
 import re
@@ -21,6 +21,7 @@ SETTINGS = {
     "SLIPSTREAM_REPEATS": "1",
     "OMP_NUM_THREADS": "1",
 }
+TOY = {"SLIPSTREAM_TARGET": "toy"}  # for what does not depend on the model
 DEFAULTS = {
     "top_k_acceptance": ("Qwen/Qwen3-14B", "Qwen/Qwen3-1.7B"),
     "longest_matching_prefix": ("gpt2", "distilgpt2"),
@@ -78,9 +79,9 @@ def test_the_longest_matching_prefix_gives_the_greedy_text() -> None:
     assert re.search(r"hf generate .* s, identical to plain: (True|False)", said)
 
 
-@pytest.mark.smollm2
+@pytest.mark.slow
 def test_rows_of_a_batch_say_what_they_say_alone() -> None:
-    said = executed("batches", {"SLIPSTREAM_MAX_TOKENS": "8"})
+    said = executed("batches", TOY)
     assert said.count("batch identical to one by one: True") == 2, "greedy and nucleus"
     assert "greedy text identical to plain: True" in said
     assert "text of a seed identical to plain: True" in said
@@ -88,12 +89,14 @@ def test_rows_of_a_batch_say_what_they_say_alone() -> None:
     assert batch < plain
 
 
-@pytest.mark.smollm2
-def test_every_draft_length_is_measured_and_plotted() -> None:
-    said = executed("draft_length", {"SLIPSTREAM_MAX_TOKENS": "8"})
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["", "toy:2"])
+def test_every_draft_length_is_measured_and_plotted(draft: str) -> None:
+    said = executed("draft_length", TOY | {"SLIPSTREAM_DRAFT": draft})
     rows = re.findall(r"^ +(\d) .* (True|False)$", said, flags=re.MULTILINE)
     assert rows == [(str(length), "True") for length in range(2, 9)]
     assert "<Figure" in said
+    assert ("the vocabularies fit: True" in said) == bool(draft)
 
 
 @pytest.mark.smollm2
@@ -106,12 +109,7 @@ def test_the_script_prints_its_text_and_its_acceptance_rate(draft: str) -> None:
     assert not draft or rate.group(1) == "1.000", "a model that drafts for itself is always right"
 
 
-def test_draft_lengths_of_a_draft_model_and_the_check_of_its_vocabulary() -> None:
-    said = executed("draft_length", {"SLIPSTREAM_TARGET": "toy", "SLIPSTREAM_DRAFT": "toy:2"})
-    assert "the vocabularies fit: True" in said
-    assert re.findall(r"^ +\d .* (True|False)$", said, flags=re.MULTILINE) == ["True"] * 7
-
-
+@pytest.mark.slow
 def test_the_runner_fails_where_a_cell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, cell in (("good", "print('fine')"), ("bad", "raise ValueError('on purpose')")):
         nbformat.write(notebook(cell), tmp_path / f"{name}.ipynb")

@@ -1,18 +1,20 @@
-"""The field's words: no private name is left in sources, documentation, examples and benchmarks."""
+"""The field's words: no private name is left in sources, documentation, examples, benchmarks and tests."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 KINDS = {".py", ".md", ".c", ".h", ".ipynb", ".toml"}
-AREAS = ("src", "docs", "examples", "benchmarks", "README.md", "Makefile", "pyproject.toml")
+AREAS = ("src", "docs", "examples", "benchmarks", "tests", "README.md", "Makefile", "pyproject.toml")
 FILES = sorted(
     path
     for area in AREAS
     for path in [ROOT / area, *(ROOT / area).rglob("*")]
     if path.is_file() and (path.suffix in KINDS or path.name == "Makefile") and ".egg-info" not in str(path)
+    if path != Path(__file__)  # has them all
 )
 
 # a private word, and the field's; kept, held, view, turn, rest and memory are ordinary English too and not listed
@@ -65,12 +67,12 @@ def words(text: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)]
 
 
-def leftovers(text: str) -> list[str]:
-    """A line for each private word of a text, with the word that replaced it."""
+def leftovers(text: str, ordinary: Sequence[str] = ()) -> list[str]:
+    """A line for each private word of a text that is not `ordinary` there, with the word that replaced it."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         said = FINE.sub(" ", line)
-        there = [word for word in words(said) if word in REPLACED]
+        there = [word for word in words(said) if word in REPLACED and word not in ordinary]
         found += [f"{number}: {word} -> {REPLACED[word]}: {line.strip()[:100]}" for word in there]
         found += [f"{number}: {new}: {line.strip()[:100]}" for old, new in PHRASES.items() if re.search(old, said)]
     return found
@@ -80,7 +82,8 @@ def leftovers(text: str) -> list[str]:
 def test_no_private_word_is_left(area: str) -> None:
     of_area = [path for path in FILES if path == ROOT / area or ROOT / area in path.parents]
     assert of_area
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in of_area for line in leftovers(path.read_text())]
+    ordinary = ("drawn",) if area == "tests" else ()  # charts are, and tokens from wrong distributions
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in of_area for line in leftovers(path.read_text(), ordinary)]
     assert not found, "\n".join(found)
 
 
@@ -115,6 +118,6 @@ MADE = {"runs.jsonl", "predictions.json", "slipstream.json", "tune.json", "vllm.
 
 @pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    here = [str(path.relative_to(ROOT)) for area in (*AREAS[:4], "tests") for path in (ROOT / area).rglob("*")]
+    here = [str(path.relative_to(ROOT)) for area in AREAS[:5] for path in (ROOT / area).rglob("*")]
     named = {one or two for one, two in NAMED.findall(page.read_text())} - MADE
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []

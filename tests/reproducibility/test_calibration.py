@@ -175,7 +175,7 @@ def test_what_forwards_may_read_is_found_one_by_one() -> None:
         == tuple(read for read in ATTENDED_LENGTHS if read not in (192, 256, 576))
     )
     assert result.widths == WIDTHS and result.prompts
-    assert found(never).attended_lengths == ()  # a backend that always reads its whole view
+    assert found(never).attended_lengths == ()  # a backend that always reads all of its slots
 
 
 def test_the_memory_is_read_whole_where_prompts_agree_only_so() -> None:

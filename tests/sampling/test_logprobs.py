@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import VOCAB, perturbed, prompts, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -26,7 +27,7 @@ def decoder() -> SpeculativeDecoder:
 
 
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
+@pytest.mark.parametrize("drafter", mostly_slow(["ngram", "model"], "model"))
 def test_drafting_and_batches_change_no_bit(drafter: str, params: SamplingParams) -> None:
     plain = [decoder().using("none").generate(prompt, params) for prompt in PROMPTS]
     drafted = decoder().using(drafter, num_draft_tokens=4).generate(PROMPTS, params)

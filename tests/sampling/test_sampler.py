@@ -123,7 +123,7 @@ def random_logits(rows: int, positions: int, seed: int = 0, vocab: int = VOCAB) 
 
 
 def distribution(row: Row, logits: Tensor, draft: Sequence[int], first: int = 0) -> Tensor:
-    """[J, V]: the law at each position of one row. logits: [J, V]."""
+    """[J, V]: the distribution at each position of one row. logits: [J, V]."""
     sampler = make_sampler([row], logits.shape[-1])
     tokens = torch.tensor([list(draft)], dtype=torch.int64)
     return sampler.probs(sampler.scores(logits[None], tokens, first))[0]
@@ -137,7 +137,7 @@ def reference(processors: Sequence[Any], context: Sequence[int], logits: Tensor)
     return scores.softmax(-1)[0]
 
 
-def assert_same_law(ours: Tensor, theirs: Tensor) -> None:
+def assert_same_distribution(ours: Tensor, theirs: Tensor) -> None:
     assert ours.dtype == torch.float32
     assert torch.equal(ours > 0, theirs > 0)
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
@@ -152,7 +152,7 @@ def test_option_does_what_the_processor_of_generate_does_at_every_position(name:
         ours = distribution(make_row(SamplingParams(**options)), logits, DRAFT)
         for j in range(len(DRAFT) + 1):
             context = PROMPT + OUTPUT + DRAFT[:j]
-            assert_same_law(ours[j], reference(processors(len(PROMPT)), context, logits[j]))
+            assert_same_distribution(ours[j], reference(processors(len(PROMPT)), context, logits[j]))
         changed |= not torch.allclose(ours, logits.softmax(-1), atol=1e-3)
     assert changed or name == "top_k beyond the vocabulary" or name == "bad words longer than the context"
 
@@ -178,7 +178,7 @@ def test_first_counts_the_draft_tokens_before_position_0(params: SamplingParams)
         )
 
 
-def test_rows_with_different_options_have_the_laws_they_have_alone() -> None:
+def test_rows_with_different_options_have_the_distributions_they_have_alone() -> None:
     rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
     logits = random_logits(len(rows), len(DRAFT) + 1)
     drafts = torch.randint(0, VOCAB, (len(rows), len(DRAFT)), generator=torch.Generator().manual_seed(1))
@@ -218,11 +218,11 @@ def test_presence_and_frequency_penalties_count_output_and_draft_but_not_the_pro
     ours = distribution(make_row(params), logits, DRAFT)
     for j in range(len(DRAFT) + 1):
         expected = openai_penalties(logits[j], OUTPUT + DRAFT[:j], presence, frequency)
-        assert_same_law(ours[j], expected.softmax(-1))
+        assert_same_distribution(ours[j], expected.softmax(-1))
 
 
 @pytest.mark.parametrize("params", [p for p in BATCH if p.temperature == 0])
-def test_greedy_law_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(params: SamplingParams) -> None:
+def test_greedy_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(params: SamplingParams) -> None:
     row, logits = make_row(params), random_logits(1, len(DRAFT) + 1)
     sampler, draft = make_sampler([row]), torch.tensor([DRAFT])
     scores = sampler.scores(logits, draft)
@@ -231,15 +231,15 @@ def test_greedy_law_is_one_hot_at_the_best_allowed_token_and_ignores_truncation(
     assert torch.equal(sampler.choose(logits, draft), scores.argmax(-1))
 
 
-def test_choose_draws_every_position_from_its_law_with_the_dice_of_its_absolute_position() -> None:
+def test_choose_draws_every_position_from_its_distribution_with_the_random_draws_of_its_absolute_position() -> None:
     rows = [make_row(params, index=i, output=OUTPUT[: i % 4]) for i, params in enumerate(BATCH)]
     logits = random_logits(len(rows), len(DRAFT) + 1)
     sampler, drafts = make_sampler(rows), torch.tensor([DRAFT] * len(rows))
     chosen, probs = sampler.choose(logits, drafts), sampler.probs(sampler.scores(logits, drafts))
     for i, row in enumerate(rows):
         for j in range(len(DRAFT) + 1):
-            dice = key(row.seed, Stream.TOKEN, len(row.tokens) + j)
-            assert chosen[i, j] == Race(VOCAB, CPU).draw(probs[i, j : j + 1], [dice])[0]
+            own_key = key(row.seed, Stream.TOKEN, len(row.tokens) + j)
+            assert chosen[i, j] == Race(VOCAB, CPU).draw(probs[i, j : j + 1], [own_key])[0]
             assert probs[i, j, chosen[i, j]] > 0
 
 

@@ -1,4 +1,4 @@
-"""Sampling options inside Hugging Face `generate`: the same law at every token of a sampled text."""
+"""Sampling options inside Hugging Face `generate`: the same distribution at every token of a sampled text."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_law_of_every_generated_token_is_that_of_generate(name: str, model: Any) -> None:
+def test_distribution_of_every_generated_token_is_that_of_generate(name: str, model: Any) -> None:
     options, arguments = CASES[name]
     torch.manual_seed(1)
     done = model.generate(

@@ -43,7 +43,7 @@ class Remembers:
         return scores
 
 
-class RollsDice(Remembers):
+class DrawsRandomly(Remembers):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores + torch.rand_like(scores)
 
@@ -57,7 +57,7 @@ class CountsCalls:
         return scores * 2
 
 
-@pytest.mark.parametrize("processor", [Remembers(), RollsDice()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("processor", [Remembers(), DrawsRandomly()], ids=lambda p: type(p).__name__)
 def test_processor_with_a_state_of_its_own_is_refused_by_name(processor: Any) -> None:
     sampler = sampler_of(temperature=1.0, logits_processors=[processor])
     sampler.scores(logits_of(1), NO_DRAFT)
@@ -116,14 +116,14 @@ def test_one_token_left_is_enough() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-60, 1e-300])
-def test_law_of_a_tiny_temperature_is_the_greedy_law(temperature: float) -> None:
+def test_a_tiny_temperature_gives_the_greedy_distribution(temperature: float) -> None:
     logits, sampler = 20 * logits_of(1), sampler_of(temperature=temperature)
     expected = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
     assert torch.equal(sampler.probs(sampler.scores(logits, NO_DRAFT)), expected)
 
 
 @pytest.mark.parametrize("temperature", [1e10, 1e30])
-def test_law_of_a_huge_temperature_is_uniform_over_what_is_allowed(temperature: float) -> None:
+def test_distribution_of_a_huge_temperature_is_uniform_over_what_is_allowed(temperature: float) -> None:
     expected = torch.full((VOCAB,), 1 / (VOCAB - 1)).index_fill(0, torch.tensor([4]), 0.0)
     sampler = sampler_of(temperature=temperature, logit_bias={4: NEVER})
     assert torch.allclose(sampler.probs(sampler.scores(logits_of(1), NO_DRAFT))[0, 0], expected)

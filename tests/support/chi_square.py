@@ -1,4 +1,4 @@
-"""The law of a target's next tokens from its own teacher-forced logits, and a chi-square test of runs against it.
+"""A target's distribution from its own teacher-forced logits, and a chi-square test of runs against it.
 
 The models are tiny, random and in double precision, so that shapes of forwards do not matter; their vocabulary is so
 small that all continuations can be enumerated. The options are applied by transformers, not by the code under test.
@@ -39,7 +39,7 @@ SUSPICIOUS = 1e-4  # how often a right loop would fail; the seeds are fixed, so 
 
 Array = NDArray[np.float64]
 
-# each architecture with its own options, among them every kind that turns logits into a law
+# each architecture with its own options, among them every kind that turns logits into a distribution
 OPTIONS = {
     "llama": SamplingParams(temperature=1.5, top_p=0.85, max_tokens=COUNT),
     "gpt2": SamplingParams(temperature=0.9, presence_penalty=1.5, frequency_penalty=0.8, max_tokens=COUNT),
@@ -88,7 +88,7 @@ def _processors(params: SamplingParams) -> LogitsProcessorList:
 
 
 @cache
-def exact_law(name: str) -> Array:
+def exact_distribution(name: str) -> Array:
     """[VOCAB ** COUNT] the probability of every continuation of PROMPT, the last token varying fastest."""
     contexts = torch.tensor(list(product(range(VOCAB), repeat=COUNT - 1)))
     ids = torch.cat([torch.tensor([PROMPT]).expand(len(contexts), -1), contexts], dim=1)
@@ -127,7 +127,7 @@ def p_value(observed: Array, distribution: Array) -> float:
 
 
 def counts(texts: Sequence[Sequence[int]]) -> Array:
-    """How often each continuation was said, in the order of `exact_law`."""
+    """How often each continuation was said, in the order of `exact_distribution`."""
     places = VOCAB ** np.arange(COUNT)[::-1]
     return np.bincount(np.array(texts) @ places, minlength=VOCAB**COUNT).astype(float)
 
@@ -142,8 +142,8 @@ class Runs:
 
     @property
     def p_value(self) -> float:
-        """How likely a deviation from the target's law is that is at least as large."""
-        return p_value(counts(self.texts), exact_law(self.name))
+        """How likely a deviation from the target's distribution is that is at least as large."""
+        return p_value(counts(self.texts), exact_distribution(self.name))
 
 
 def observe(decoder: SpeculativeDecoder, name: str, seeds: Sequence[int] = range(RUNS)) -> Runs:

@@ -1,7 +1,7 @@
-"""Exact laws of whole rounds, by enumeration: every draft, every number kept, every next token. Nothing is sampled.
+"""Exact distributions of whole rounds, by enumeration of drafts, numbers kept and next tokens. Nothing is sampled.
 
-Laws are functions from a context (a tuple of token ids) to a distribution over VOCAB tokens. What a round emits is
-completed with the target's own law to HORIZON tokens, so that rounds of different lengths can be compared.
+A `Distribution` is a function from a context (a tuple of token ids) to the probabilities of VOCAB tokens. What a round
+emits is completed with the target's own to HORIZON tokens, so that rounds of different lengths can be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCAB, WIDTH = 3, 3
 HORIZON = WIDTH + 1
 Context = tuple[int, ...]
 Array = NDArray[np.float64]
-Law = Callable[[Context], Array]
+Distribution = Callable[[Context], Array]
 RuleFunction = Callable[[Tensor, Tensor, Draft], Distributions]
 
 
@@ -34,8 +34,8 @@ def rule_names(*, lossless: bool) -> list[str]:
     return [name for name, flag in known if flag is lossless]
 
 
-def random_law(seed: int, tag: str, sharpness: float = 1.3) -> Law:
-    """A law that depends on the whole context and on nothing else."""
+def random_distribution(seed: int, tag: str, sharpness: float = 1.3) -> Distribution:
+    """A distribution that depends on the whole context and on nothing else."""
 
     @cache
     def distribution(context: Context) -> Array:
@@ -46,8 +46,8 @@ def random_law(seed: int, tag: str, sharpness: float = 1.3) -> Law:
     return distribution
 
 
-def without_least(distribution: Law) -> Law:
-    """The law with its least likely token made impossible."""
+def without_least(distribution: Distribution) -> Distribution:
+    """The distribution with its least likely token made impossible."""
 
     def truncated(context: Context) -> Array:
         weights = distribution(context).copy()
@@ -57,13 +57,13 @@ def without_least(distribution: Law) -> Law:
     return cache(truncated)
 
 
-def one_hot(distribution: Law) -> Law:
-    """The greedy law."""
+def one_hot(distribution: Distribution) -> Distribution:
+    """The greedy distribution."""
     return cache(lambda context: np.eye(VOCAB)[distribution(context).argmax()])
 
 
-def sharpened(distribution: Law, power: float) -> Law:
-    """The law at temperature 1 / power."""
+def sharpened(distribution: Distribution, power: float) -> Distribution:
+    """The distribution at temperature 1 / power."""
     return cache(lambda context: distribution(context) ** power / (distribution(context) ** power).sum())
 
 
@@ -71,17 +71,17 @@ def sharpened(distribution: Law, power: float) -> Law:
 class Case:
     """A target, and drafts with the probability of each.
 
-    q: the law the rule is told the tokens were drawn from, or None for one-hot drafts. raw: the law of the target's
-    logits before the sampling options, where that is not p. proposals: (tokens, probability), in any order.
+    q: what the rule is told the tokens were drawn from, or None for one-hot drafts. raw: the target's distribution
+    before the sampling options, where that is not p. proposals: (tokens, probability), in any order.
     """
 
-    p: Law
-    q: Law | None
+    p: Distribution
+    q: Distribution | None
     proposals: list[tuple[Context, float]]
-    raw: Law | None = None
+    raw: Distribution | None = None
 
     def draft(self) -> Draft:
-        """All proposals as one batch. Padding holds token ids and laws that would change the result if they counted."""
+        """All proposals as one batch. Padding would change the result if it counted."""
         rows = [tokens for tokens, _ in self.proposals]
         tokens = torch.tensor([[*row, *[VOCAB - 1] * (WIDTH - len(row))] for row in rows])
         probs = None if self.q is None else self._table(self.q, WIDTH)
@@ -92,8 +92,8 @@ class Case:
         p = self._table(self.p, HORIZON)
         return rule(p, self._table(self.raw or self.p, HORIZON).log(), self.draft())
 
-    def _table(self, distribution: Law, columns: int) -> Tensor:
-        """[B, columns, VOCAB]: the law after each row's first j draft tokens, and a foreign one at unused positions."""
+    def _table(self, distribution: Distribution, columns: int) -> Tensor:
+        """[B, columns, VOCAB]: what follows each row's first j draft tokens, and something else at unused positions."""
         foreign = np.array([0.9, 0.1, 0.0])
         last = columns - WIDTH  # p has one position more than the draft has tokens
         rows = [
@@ -103,7 +103,7 @@ class Case:
         return torch.tensor(np.array(rows), dtype=torch.float32)
 
 
-def drawn(q: Law, stop: Callable[[Context], bool] = lambda context: False) -> list[tuple[Context, float]]:
+def drawn(q: Distribution, stop: Callable[[Context], bool] = lambda context: False) -> list[tuple[Context, float]]:
     """All drafts drawn from q, each ended where `stop` holds for what has been drawn so far."""
 
     def grow(context: Context, weight: float) -> Iterator[tuple[Context, float]]:
@@ -117,7 +117,7 @@ def drawn(q: Law, stop: Callable[[Context], bool] = lambda context: False) -> li
     return list(grow((), 1.0))
 
 
-def likeliest(q: Law) -> Context:
+def likeliest(q: Distribution) -> Context:
     """The draft that takes the most likely token at every step."""
     context: Context = ()
     while len(context) < WIDTH:
@@ -125,13 +125,13 @@ def likeliest(q: Law) -> Context:
     return context
 
 
-def joint(p: Law) -> Array:
-    """The target's law of HORIZON tokens, an array with one axis per token."""
+def joint(p: Distribution) -> Array:
+    """The target's distribution of HORIZON tokens, an array with one axis per token."""
     return _continuation(p, ())
 
 
 def emitted(case: Case, distributions: Distributions) -> Array:
-    """[B, VOCAB, ..., VOCAB]: for each proposal, the law of the first HORIZON tokens when it is what was drafted."""
+    """[B, VOCAB, ..., VOCAB]: for each proposal, the distribution of HORIZON tokens when it was drafted."""
     result = np.zeros((len(case.proposals), *[VOCAB] * HORIZON))
     for kept in range(WIDTH + 1):
         following = distributions.next_token(torch.full((len(case.proposals),), kept)).double().numpy()
@@ -147,7 +147,7 @@ def emitted(case: Case, distributions: Distributions) -> Array:
 
 
 def error(case: Case, rule: RuleFunction) -> float:
-    """Largest difference between the law of what is emitted and the target's. One-hot drafts count one by one."""
+    """Largest difference between what is emitted and the target's distribution. One-hot drafts count one by one."""
     by_draft = emitted(case, case.distributions(rule))
     if case.q is None:
         return float(abs(by_draft - joint(case.p)).max())
@@ -177,15 +177,15 @@ def match_error(case: Case) -> float:
     return max(float(abs(distribution - joint(case.p)).max()) for distribution in by_draft.values())
 
 
-def choice_probability(p: Law, draft: Context, choice: Sequence[int]) -> float:
+def choice_probability(p: Distribution, draft: Context, choice: Sequence[int]) -> float:
     """How likely the target is to choose `choice`, position j seeing the first j draft tokens. Padding is uniform."""
     distributions = [p(draft[:j]) if j <= len(draft) else np.full(VOCAB, 1 / VOCAB) for j in range(HORIZON)]
     return float(np.prod([distribution[token] for distribution, token in zip(distributions, choice, strict=True)]))
 
 
 @cache
-def _continuation(p: Law, prefix: Context) -> Array:
-    """The law of the tokens from `prefix` to HORIZON; one axis each, none if the prefix is as long as that."""
+def _continuation(p: Distribution, prefix: Context) -> Array:
+    """The distribution of the tokens from `prefix` to HORIZON; one axis each, none if the prefix is as long as that."""
     if len(prefix) == HORIZON:
         return np.array(1.0)
     tails = [_continuation(p, (*prefix, token)) for token in range(VOCAB)]

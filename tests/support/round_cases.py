@@ -12,10 +12,10 @@ from enumeration import (
     Array,
     Case,
     Context,
-    Law,
+    Distribution,
     drawn,
     one_hot,
-    random_law,
+    random_distribution,
     sharpened,
     without_least,
 )
@@ -26,14 +26,14 @@ EVERY_DRAFT = [(tokens, 1.0) for tokens in product(range(VOCAB), repeat=WIDTH)]
 RAGGED = [(tokens, 1.0) for width in range(WIDTH + 1) for tokens in product(range(VOCAB), repeat=width)]
 
 
-def probs_of(seed: int) -> tuple[Law, Law]:
-    return random_law(seed, "p"), random_law(seed, "q")
+def probs_of(seed: int) -> tuple[Distribution, Distribution]:
+    return random_distribution(seed, "p"), random_distribution(seed, "q")
 
 
-def disjoint(p: Law, q: Law) -> tuple[Law, Law]:
-    """Laws that share no token in some contexts."""
+def disjoint(p: Distribution, q: Distribution) -> tuple[Distribution, Distribution]:
+    """Distributions that share no token in some contexts."""
 
-    def only(distribution: Law, tokens: Callable[[Context], list[int]]) -> Law:
+    def only(distribution: Distribution, tokens: Callable[[Context], list[int]]) -> Distribution:
         def restricted(context: Context) -> Array:
             weights = np.where(np.isin(np.arange(VOCAB), tokens(context)), distribution(context), 0.0)
             return weights / weights.sum()
@@ -43,12 +43,12 @@ def disjoint(p: Law, q: Law) -> tuple[Law, Law]:
     return only(p, lambda c: [0] if sum(c) % 2 else [0, 1]), only(q, lambda c: [1, 2] if sum(c) % 2 else [1])
 
 
-def unsure(q: Law) -> Callable[[Context], bool]:
+def unsure(q: Distribution) -> Callable[[Context], bool]:
     """Stops before a token is drawn, by what the drafter knows then."""
     return lambda context: q(context).max() < 0.5
 
 
-def after_unlikely(q: Law) -> Callable[[Context], bool]:
+def after_unlikely(q: Distribution) -> Callable[[Context], bool]:
     """Stops after a token that was unlikely; the token stays in the draft."""
     return lambda context: bool(context) and q(context[:-1])[context[-1]] < 0.35
 
@@ -73,22 +73,22 @@ def greedy_target(seed: int) -> Case:
     return Case(one_hot(p), q, drawn(q), raw=p)
 
 
-def greedy_drafter_with_its_law(seed: int) -> Case:
+def greedy_drafter_with_its_distribution(seed: int) -> Case:
     p, q = probs_of(seed)
     return Case(p, one_hot(q), drawn(one_hot(q)))
 
 
-def equal_laws(seed: int) -> Case:
+def equal_distributions(seed: int) -> Case:
     p, _ = probs_of(seed)
     return Case(p, p, drawn(p))
 
 
-def disjoint_laws(seed: int) -> Case:
+def disjoint_distributions(seed: int) -> Case:
     p, q = disjoint(*probs_of(seed))
     return Case(p, q, drawn(q))
 
 
-def near_greedy_laws(seed: int) -> Case:
+def near_greedy_distributions(seed: int) -> Case:
     p, q = probs_of(seed)
     return Case(sharpened(p, 30), sharpened(q, 30), drawn(sharpened(q, 30)))
 
@@ -104,20 +104,20 @@ def ended_after_an_unlikely_token(seed: int) -> Case:
 
 
 def fixed_draft(seed: int) -> Case:
-    return Case(random_law(seed, "p"), None, EVERY_DRAFT)
+    return Case(random_distribution(seed, "p"), None, EVERY_DRAFT)
 
 
 def fixed_draft_of_any_length(seed: int) -> Case:
-    return Case(random_law(seed, "p"), None, RAGGED)
+    return Case(random_distribution(seed, "p"), None, RAGGED)
 
 
 def fixed_draft_greedy_target(seed: int) -> Case:
-    p = random_law(seed, "p")
+    p = random_distribution(seed, "p")
     return Case(one_hot(p), None, RAGGED, raw=p)
 
 
 def fixed_draft_truncated_target(seed: int) -> Case:
-    p = random_law(seed, "p")
+    p = random_distribution(seed, "p")
     return Case(without_least(p), None, RAGGED, raw=p)
 
 
@@ -127,10 +127,10 @@ CASES = [
     truncated_drafter,
     truncated_target,
     greedy_target,
-    greedy_drafter_with_its_law,
-    equal_laws,
-    disjoint_laws,
-    near_greedy_laws,
+    greedy_drafter_with_its_distribution,
+    equal_distributions,
+    disjoint_distributions,
+    near_greedy_distributions,
     ended_before_drawing,
     ended_after_an_unlikely_token,
     *FIXED,

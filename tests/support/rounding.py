@@ -65,7 +65,7 @@ def without(*widths: int) -> tuple[int, ...]:
 
 
 class ReadsLess(RoundingBackend):
-    """Rounds otherwise where it reads one of `odd` instead of the whole view.
+    """Rounds otherwise where it reads one of `odd` instead of all slots.
 
     prompts: whether prompts that read less agree at all.
     """

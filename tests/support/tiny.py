@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fast_part import mostly_slow
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -69,11 +70,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**_SHAPE),
     "olmo2": lambda: transformers.Olmo2Config(**_SHAPE),
 }
-# the fast part of the tests has two of them
-over_architectures = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("llama", "gemma3") else pytest.mark.slow) for name in ARCHITECTURES],
-)
+over_architectures = pytest.mark.parametrize("name", mostly_slow(ARCHITECTURES, "llama"))
 
 
 def fresh(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -138,7 +135,7 @@ def tokenizer(extra: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -
 
 
 class HashBackend:
-    """Logits that depend on every token of the prefix, read from the memory alone: any wrong memo shows."""
+    """Logits that depend on every token of the prefix, read from the memory alone: any wrong cached token shows."""
 
     def __init__(self, vocab_size: int = 7, max_length: int = 1 << 16) -> None:
         self.vocab_size, self.max_length, self.device = vocab_size, max_length, torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Wrong acceptance rules and wrong drafters found in real projects, each with the error its law has.
+"""Wrong acceptance rules and wrong drafters found in real projects, each with the error its distribution has.
 
 They are negative controls: a test of exactness that does not catch every one of them is worth nothing. `WRONG` maps a
-name to a function from a seed to the error; `python -m tests.laws.wrong_rules` prints them.
+name to a function from a seed to the error; run as a script, this file prints them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from enumeration import (
     Array,
     Case,
     Context,
-    Law,
+    Distribution,
     RuleFunction,
     drawn,
     error,
     likeliest,
     one_hot,
-    random_law,
+    random_distribution,
     rule_names,
     sharpened,
 )
@@ -41,7 +41,7 @@ UNLIKELY = 0.35
 SEEDS = range(20)
 
 
-def dropped_if_unlikely(q: Law) -> list[tuple[Context, float]]:
+def dropped_if_unlikely(q: Distribution) -> list[tuple[Context, float]]:
     """Drafts drawn from q of which the first unlikely token and all behind it were thrown away."""
     shortened = []
     for tokens, weight in drawn(q):
@@ -50,14 +50,14 @@ def dropped_if_unlikely(q: Law) -> list[tuple[Context, float]]:
     return shortened
 
 
-def tree_without_renormalising(p: Law, q: Law) -> float:
-    """Two candidates drawn without replacement, the second tested with the law of the first: its error."""
-    distribution, first_law = np.zeros(VOCAB), q(())
+def tree_without_renormalising(p: Distribution, q: Distribution) -> float:
+    """Two candidates drawn without replacement, the second tested with the distribution of the first: its error."""
+    distribution, first_q = np.zeros(VOCAB), q(())
     for first in range(VOCAB):
-        second_law = np.where(np.arange(VOCAB) == first, 0.0, first_law)
-        second_law /= second_law.sum()
+        second_q = np.where(np.arange(VOCAB) == first, 0.0, first_q)
+        second_q /= second_q.sum()
         for second in range(VOCAB):
-            distribution += first_law[first] * second_law[second] * _two_candidates(p(()), first_law, (first, second))
+            distribution += first_q[first] * second_q[second] * _two_candidates(p(()), first_q, (first, second))
     return float(abs(distribution - p(())).max())
 
 
@@ -73,8 +73,8 @@ def _two_candidates(p: Array, q: Array, candidates: tuple[int, int]) -> Array:
     return distribution + weight * rest
 
 
-def _distributions(seed: int) -> tuple[Law, Law]:
-    return random_law(seed, "p"), random_law(seed, "q")
+def _distributions(seed: int) -> tuple[Distribution, Distribution]:
+    return random_distribution(seed, "p"), random_distribution(seed, "q")
 
 
 def _error_of(rule: RuleFunction, seed: int) -> float:
@@ -114,7 +114,7 @@ WRONG: dict[str, Callable[[int], float]] = {
     "sampled token dropped because q(x) < threshold": _error_of_dropping,
     "residual subtracts only q(x) at x": partial(_error_of, residual_of_one_token),
     "recovered token drawn from p": partial(_error_of, recovered_from_p),
-    "position j tested with the law of position j + 1": partial(_error_of, distribution_of_next_position),
+    "position j tested with the distribution of position j + 1": partial(_error_of, distribution_of_next_position),
     "greedy that accepts with softmax p / q": _error_of_greedy,
     "bonus token drawn from raw logits": partial(_error_at_half_temperature, bonus_from_raw_logits),
     "sampling options applied twice": partial(_error_at_half_temperature, options_twice),
@@ -139,6 +139,6 @@ def table() -> list[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    print(f"largest error of the joint law, {len(SEEDS)} random pairs of models")
+    print(f"largest error of the joint distribution, {len(SEEDS)} random pairs of models")
     for name, value in table():
         print(f"{name:60s} {value:8.1e}")

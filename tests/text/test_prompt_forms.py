@@ -102,6 +102,7 @@ def test_lone_surrogates_in_options_are_refused_naming_the_field(options: dict[s
         SamplingParams(**options)
 
 
+@pytest.mark.slow
 def test_prompts_are_read_without_transformers() -> None:
     code = (
         "import sys, torch, slipstream; d = slipstream.SpeculativeDecoder('toy');"

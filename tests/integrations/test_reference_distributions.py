@@ -1,4 +1,4 @@
-"""Text sampled through the reference signatures follows the law of the processor, as the references write it down."""
+"""Text sampled through the reference signatures follows the processor's distribution, as the references write it."""
 
 import logging
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Peaked(MultinomialProcessor):
 
 
 class Inherited(NucleusProcessor):
-    """A user's own on top of a known one: nothing but its law is new."""
+    """A user's own on top of a known one: nothing but its distribution is new."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return 0.5 * super().__call__(logits) + 0.5 / logits.shape[-1]
@@ -96,7 +96,7 @@ PROCESSORS: dict[str, tuple[Any, Formula]] = {
     "hot": (MultinomialProcessor(2.5), lambda x: truncated(x, 2.5)),
     "own draws": (Sharpened(1.5), sharpened),
     "own process": (Peaked(2.0), peaked),
-    "own law": (Inherited(1.0, 0.6), lambda x: 0.5 * truncated(x, 1.0, top_p=0.6) + 0.5 / VOCAB),
+    "own distribution": (Inherited(1.0, 0.6), lambda x: 0.5 * truncated(x, 1.0, top_p=0.6) + 0.5 / VOCAB),
 }
 
 
@@ -111,7 +111,7 @@ def target_logits() -> Array:
 
 
 @cache
-def exact_law(name: str) -> Array:
+def exact_distribution(name: str) -> Array:
     """[VOCAB ** COUNT] the probability of every continuation of PROMPT under a formula."""
     found = np.ones(1)
     for j in range(COUNT):
@@ -141,12 +141,12 @@ observed = cache(observe)
 
 
 def matches(texts: list[list[int]], name: str) -> bool:
-    """Whether the chi-square test finds the texts drawn from a formula's law."""
-    return p_value(counts(texts), exact_law(name)) > SUSPICIOUS
+    """Whether the chi-square test finds the texts drawn from a formula's distribution."""
+    return p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "hot"])
-def test_sampled_text_follows_the_processors_law(name: str) -> None:
+def test_sampled_text_follows_the_processors_distribution(name: str) -> None:
     texts, stats = observed(name)
     assert matches(texts, name)
     assert all(stat.lossless for stat in stats)
@@ -161,8 +161,8 @@ def test_skipping_the_adjustment_is_caught_and_said(name: str, caplog: pytest.Lo
     assert [record.getMessage()[:39] for record in caplog.records] == ["skip_sample_adjustment=True is lossy: t"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("top-k", "hot"), ("own draws", "hot"), ("own law", "nucleus")])
-def test_another_law_is_caught(name: str, other: str) -> None:
+@pytest.mark.parametrize(("name", "other"), [("top-k", "hot"), ("own draws", "hot"), ("own distribution", "nucleus")])
+def test_another_distribution_is_caught(name: str, other: str) -> None:
     assert not matches(observed(name)[0], other)
 
 
@@ -185,7 +185,7 @@ def test_the_chapters_decoder_samples_the_full_softmax() -> None:
 
 
 @pytest.mark.parametrize("name", ["multinomial", "top-k", "nucleus", "both"])
-def test_native_options_have_the_law_of_the_processor(name: str) -> None:
+def test_native_options_have_the_distribution_of_the_processor(name: str) -> None:
     """The fast path is the slow one: frequencies could not tell small differences apart."""
     processor = PROCESSORS[name][0]
     assert distribution._native(processor) is not None
