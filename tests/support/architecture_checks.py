@@ -143,13 +143,13 @@ class Checks:
     ) -> None:
         results = decoder.generate([list(prompt) for prompt in prompts], [greedy(length) for length in lengths])
         same = [
-            self._agrees(prompt, result.token_ids, length)
+            self.agrees(prompt, result.token_ids, length)
             for prompt, result, length in zip(prompts, results, lengths, strict=True)
         ]
         if not all(same):
             self.wrong.append(name)
 
-    def _agrees(self, prompt: list[int], text: list[int], length: int) -> bool:
+    def agrees(self, prompt: list[int], text: list[int], length: int) -> bool:
         """Whether a text is `generate`'s, up to a tie of two tokens."""
         expected = self.texts[tuple(prompt)][:length]
         if text == expected:
