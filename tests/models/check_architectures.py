@@ -67,7 +67,8 @@ def table(outcomes: dict[str, Outcome]) -> list[str]:
     """The outcomes as rows of a Markdown table, those that are alike together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, outcome in outcomes.items():
-        groups.setdefault((WORDS[outcome.verdict], outcome.detail), []).append(name)
+        why = outcome.detail.partition(" is not supported: ")
+        groups.setdefault((WORDS[outcome.verdict], why[2] or why[0]), []).append(name)
     ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
     rows = [f"| {verdict} | {len(names)} | {', '.join(names)} | {why} |" for (verdict, why), names in ordered]
     return ["| | count | model types | why |", "|---|---|---|---|", *rows]

@@ -124,7 +124,7 @@ class Checks:
     def queue(self, decoder: SpeculativeDecoder) -> None:
         """Rows that end and rows that enter."""
         for name, drafting in self._drafting(decoder).items():
-            self._compare(f"{name}, rows entering", LENGTHS, drafting, QUEUE)
+            self._compare(f"{name} with rows entering", LENGTHS, drafting, QUEUE)
 
     def rejected(self, decoder: SpeculativeDecoder) -> None:
         """Drafts rejected after every number of tokens, and drafts of which nothing is right."""
