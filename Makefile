@@ -13,7 +13,7 @@ WORKERS ?= 2
 # pytest keeps its rewritten tests, which saves each process five seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-fast check lines examples bench bench-quick clean
+.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -29,6 +29,10 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/ruff check src tests benchmarks examples
 	@$(BIN)/mypy
+
+# A tiny random model of every type that transformers calls a causal language model, two at a time.
+check-architectures: $(STAMP)
+	@$(BIN)/python -m tests.models.check_architectures --table
 
 # On two cores: 8 prompts x 5 arms at 1 to 2 s a text = 60 s, and 20 s for loading, calibrating, warming up and the costs
 # of a round; installing (60 s) and fetching the model (25 s) come before.

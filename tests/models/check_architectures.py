@@ -1,0 +1,110 @@
+"""Check every causal language model of transformers: tiny random models, our texts against `generate`'s.
+
+Usage, from the root: python -m tests.models.check_architectures [TYPE ...] [--json FILE] [--table]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1")  # before torch is imported
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from architecture_checks import Outcome, check
+from architectures import model_types
+
+SECONDS, TOGETHER = 180, 2
+SERVER = get_context("forkserver")  # each model has a process of its own; they share the imports
+WORDS = {"works": "works", "refused": "refused", "differs": "differs", "crashes": "crashes", "unbuilt": "not built"}
+
+
+def main() -> int:
+    """Print a line for each architecture, and totals; 1 if any differs or crashes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; by default all of them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes as JSON")
+    parser.add_argument("--table", action="store_true", help="end with a Markdown table")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.types) - set(model_types())):
+        parser.error(f"unknown model types: {', '.join(unknown)}")
+    outcomes = {}
+    for name, outcome in check_all(options.types or model_types()):
+        outcomes[name] = outcome
+        print(line(name, outcome), flush=True)
+    counts = Counter(outcome.verdict for outcome in outcomes.values())
+    print(f"{len(outcomes)} architectures:", ", ".join(f"{counts[v]} {words}" for v, words in WORDS.items()))
+    if options.json:
+        rows = {name: asdict(outcome) for name, outcome in outcomes.items()}
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.table:
+        print("", *table(outcomes), sep="\n")
+    return int(counts["differs"] + counts["crashes"] > 0)
+
+
+def line(name: str, outcome: Outcome) -> str:
+    """One architecture in words."""
+    says = f": {outcome.detail}" if outcome.detail else ""
+    if outcome.margin:
+        says += f" (margin {outcome.margin:.1e} of the largest logit)"
+    if outcome.verdict == "works":
+        ties = f", {outcome.ties} near-ties" if outcome.ties else ""
+        says = f" ({outcome.tokens_per_round:.1f} tokens a round{ties})"
+    return f"{name}, {WORDS[outcome.verdict]}{says}"
+
+
+def table(outcomes: dict[str, Outcome]) -> list[str]:
+    """The outcomes as rows of a Markdown table, those that are alike together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, outcome in outcomes.items():
+        why = outcome.detail.partition(" is not supported: ")
+        groups.setdefault((WORDS[outcome.verdict], why[2] or why[0]), []).append(name)
+    ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
+    rows = [f"| {verdict} | {len(names)} | {', '.join(names)} | {why} |" for (verdict, why), names in ordered]
+    return ["| | count | model types | why |", "|---|---|---|---|", *rows]
+
+
+def check_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    """Each architecture in a process of its own, a few at a time, in order."""
+    SERVER.set_forkserver_preload(["transformers.generation.utils", "slipstream.decoder"])
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        yield from zip(names, pool.map(check_apart, names), strict=True)
+
+
+def check_apart(name: str) -> Outcome:
+    """One architecture in a process of its own, which may crash or take too long."""
+    receiver, sender = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=report, args=(name, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(SECONDS):
+            return Outcome("crashes", f"no answer after {SECONDS} s")
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return Outcome("crashes", f"the process ended with code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def report(name: str, sender: Connection) -> None:
+    """What the process of an architecture does."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # models print as they like
+    warnings.filterwarnings("ignore")
+    sender.send(check(name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

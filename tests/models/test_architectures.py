@@ -1,0 +1,94 @@
+"""One architecture of each family: its texts are those of `generate`, whatever is drafted.
+
+`make check-architectures` does the same for every causal language model of transformers, with more checks.
+"""
+
+import pytest
+import torch
+from architecture_checks import PROMPTS, Checks, Liar, Outcome, check
+from architecture_configs import CONFIGS, NOT_CAUSAL
+from architectures import Unbuilt, model_types, tiny_model
+
+from slipstream import SamplingParams
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.errors import UsageError
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+FAMILIES = {
+    "llama": "rotary positions",
+    "gpt2": "learned positions",
+    "bert": "an encoder's layers as a decoder",
+    "falcon": "one key head for all queries",
+    "gpt_oss": "attention sinks and windows",
+    "gemma2": "windows and soft caps",
+    "smollm3": "layers without positions",
+    "diffllama": "differences of attentions",
+    "doge": "a mask of its own",
+    "mixtral": "experts",
+    "deepseek_v3": "latent attention",
+    "minicpm3": "latent attention, scaled residuals",
+}
+# a line each; what is supported moves up
+REFUSED = {
+    "bloom": "ALiBi",
+    "bart": "positions of its own counting",
+    "gemma3n_text": "layers that share keys and values",
+    "llama4_text": "chunked attention",
+    "deepseek_v32": "an index of keys",
+    "deepseek_v4": "compressed keys",
+    "lfm2": "short convolutions",
+    "qwen3_5_text": "the gated delta rule",
+    "minimax": "lightning attention",
+    "mamba": "selective state spaces",
+    "mamba2": "state spaces with heads",
+    "bamba": "layers of Mamba-2 and of attention",
+    "falcon_h1": "both in each layer",
+    "zamba2": "a shared attention layer",
+    "recurrent_gemma": "linear recurrences",
+    "rwkv": "a state argument of its own",
+    "xlstm": "matrices as memory",
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_texts_are_those_of_generate(model_type: str) -> None:
+    outcome = check(model_type, quick=True)
+    assert outcome.verdict == "works", outcome
+    assert outcome.tokens_per_round > 3  # a model that drafts for itself is nearly always right
+
+
+def test_rows_enter_and_drafts_are_rejected_after_every_number_of_tokens() -> None:
+    assert check("cohere2").verdict == "works"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(model_type: str) -> None:
+    model = tiny_model(model_type)
+    with pytest.raises(UsageError, match=f"{type(model).__name__} is not supported"):
+        assert Checks(model).decoder
+
+
+def test_a_wrong_text_is_told_from_a_tie() -> None:
+    checks = Checks(tiny_model("llama"))
+    prompt, text = PROMPTS[1], list(checks.texts[tuple(PROMPTS[1])])
+    assert checks.agrees(prompt, text, len(text))
+    assert not checks.agrees(prompt, [(text[0] + 1) % 97, *text[1:]], len(text))
+    assert checks.margin > 1e-3 and checks.ties == 0
+
+
+def test_wrong_drafts_are_wrong_after_every_number_of_tokens() -> None:
+    texts = {(1, 2): [10, 11, 12, 13, 14]}
+    row = Row(0, [1, 2], SamplingParams(max_tokens=5), seed=0)
+    liar, sampler = Liar(texts, 97), Sampler([row], Race(97, CPU), 97, CPU)
+    drafts = [liar.propose([row], [4], sampler).tokens[0].tolist() for _ in range(5)]
+    right = [sum(a == b for a, b in zip(draft, texts[(1, 2)], strict=False)) for draft in drafts]
+    assert sorted(right) == [0, 1, 2, 3, 4]
+
+
+def test_configurations_are_of_types_that_exist() -> None:
+    assert not (set(CONFIGS) | set(NOT_CAUSAL) | set(FAMILIES) | set(REFUSED)) - set(model_types())
+    with pytest.raises(Unbuilt, match="drafts from the hidden states"):
+        tiny_model("gemma4_assistant")
+    assert check("gemma4_assistant") == Outcome("unbuilt", NOT_CAUSAL["gemma4_assistant"])

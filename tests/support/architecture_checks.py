@@ -1,0 +1,198 @@
+"""What a tiny model of any architecture must do: its drafted texts are those of transformers' `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from architectures import Unbuilt, tiny_model
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.errors import UsageError, first_line
+from slipstream.sampling.sampler import Sampler
+
+Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
+
+COUNT = 20  # tokens of a text
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [11, 12, 13], [3, 4] * 12]
+QUEUE = [*PROMPTS, [21, 22, 23, 21, 22, 23, 21], [30]]  # more rows than a batch holds
+LENGTHS = [6, COUNT, 9, 14, 17]
+MOST_WRONG = 4
+TIE = 1e-4  # of the largest logit: as near as float32 tells two tokens apart after a few layers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one architecture. detail: which checks differ, or why there is nothing to check.
+
+    margin: where a text differs, how much of the largest logit lies between `generate`'s token and ours, by the
+    model's own forward over the whole text. tokens_per_round: of a model that drafts for itself.
+    """
+
+    verdict: Verdict
+    detail: str = ""
+    margin: float = 0.0
+    ties: int = 0
+    tokens_per_round: float = 0.0
+
+
+@dataclass
+class Liar:
+    """Proposes the target's own continuation for some tokens and wrong ones after: 0, 1, ... of them in turn.
+
+    texts: prompt -> its text. right: None for in turn, else how many tokens are right in every draft.
+    """
+
+    texts: dict[tuple[int, ...], list[int]]
+    vocab_size: int
+    right: int | None = None
+    rounds: int = 0
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        self.rounds += 1
+        proposals = []
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            told = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :][:length]
+            right = (self.rounds + place) % (MOST_WRONG + 1) if self.right is None else self.right
+            proposals.append([t if i < right else (t + 1) % self.vocab_size for i, t in enumerate(told)])
+        return Draft.from_lists(proposals, sampler.device)
+
+
+@dataclass
+class Checks:
+    """The checks of one model."""
+
+    model: Any
+    ties: int = 0
+    margin: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    @cached_property
+    def texts(self) -> dict[tuple[int, ...], list[int]]:
+        """What `generate` says after each prompt alone, greedily."""
+        return {tuple(prompt): self._generate(prompt) for prompt in QUEUE}
+
+    @cached_property
+    def decoder(self) -> SpeculativeDecoder:
+        return SpeculativeDecoder(
+            self.model, self.model, drafter="model", num_draft_tokens=3, max_batch_size=3, reproducible=False
+        )
+
+    def run(self, quick: bool = False) -> Outcome:
+        """All checks, or with `quick` those of greedy texts."""
+        try:
+            assert self.texts
+        except Exception as error:
+            return Outcome("unbuilt", f"generate itself fails: {type(error).__name__}: {first_line(error)[:120]}")
+        name = "making a decoder"
+        try:
+            assert self.decoder.target
+            checks: list[tuple[str, Callable[[SpeculativeDecoder], None]]] = [("greedy", self.greedy)]
+            checks += [] if quick else [("sampled", self.sampled), ("queue", self.queue), ("rejected", self.rejected)]
+            for name, one in checks:  # noqa: B007  # the name is for what it raises
+                one(self.decoder)
+        except UsageError as error:
+            return Outcome("refused", first_line(error))
+        except Exception as error:
+            return Outcome("crashes", f"{name}: {type(error).__name__}: {first_line(error)[:160]}")
+        verdict: Verdict = "differs" if self.wrong else "works"
+        result = self.decoder.generate(PROMPTS[0], greedy(COUNT))
+        return Outcome(verdict, ", ".join(self.wrong), self.margin, self.ties, result.stats.block_efficiency)
+
+    def greedy(self, decoder: SpeculativeDecoder) -> None:
+        """Texts of a ragged batch, with every kind of drafter."""
+        for name, drafting in self._drafting(decoder).items():
+            self._compare(name, [COUNT] * 3, drafting, PROMPTS)
+
+    def sampled(self, decoder: SpeculativeDecoder) -> None:
+        """Seeded texts: a draft that the target's own draws judge changes none."""
+        params = [
+            SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=seed)
+            for seed in range(len(PROMPTS))
+        ]
+        texts = [
+            [result.token_ids for result in drafting.using(acceptance="match").generate(PROMPTS, params)]
+            for drafting in self._drafting(decoder).values()
+        ]
+        if texts[1] != texts[0] or texts[2] != texts[0]:
+            self.wrong.append("sampled")
+
+    def queue(self, decoder: SpeculativeDecoder) -> None:
+        """Rows that end and rows that enter."""
+        for name, drafting in self._drafting(decoder).items():
+            self._compare(f"{name} with rows entering", LENGTHS, drafting, QUEUE)
+
+    def rejected(self, decoder: SpeculativeDecoder) -> None:
+        """Drafts rejected after every number of tokens, and drafts of which nothing is right."""
+        vocab_size = decoder.target.backend.vocab_size
+        for name, right in (("rejections", None), ("wrong drafts", 0)):
+            liar = Liar(self.texts, vocab_size, right)
+            self._compare(name, LENGTHS, decoder.using(liar, num_draft_tokens=MOST_WRONG), QUEUE)
+            assert liar.rounds
+
+    def _drafting(self, decoder: SpeculativeDecoder) -> dict[str, SpeculativeDecoder]:
+        plain, ngram = decoder.using("none", num_draft_tokens="auto"), decoder.using("ngram", num_draft_tokens=4)
+        return {"none": plain, "ngram": ngram, "model": decoder}
+
+    def _compare(
+        self, name: str, lengths: Sequence[int], decoder: SpeculativeDecoder, prompts: Sequence[list[int]]
+    ) -> None:
+        results = decoder.generate([list(prompt) for prompt in prompts], [greedy(length) for length in lengths])
+        same = [
+            self.agrees(prompt, result.token_ids, length)
+            for prompt, result, length in zip(prompts, results, lengths, strict=True)
+        ]
+        if not all(same):
+            self.wrong.append(name)
+
+    def agrees(self, prompt: list[int], text: list[int], length: int) -> bool:
+        """Whether a text is `generate`'s, up to a tie of two tokens."""
+        expected = self.texts[tuple(prompt)][:length]
+        if text == expected:
+            return True
+        if len(text) != length:
+            return False
+        at = next(i for i, (ours, theirs) in enumerate(zip(text, expected, strict=True)) if ours != theirs)
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([prompt + expected[:at]])).logits[0, -1]
+        margin = float((logits[expected[at]] - logits[text[at]]) / logits.abs().max())
+        if abs(margin) <= TIE:
+            self.ties += 1
+            return True
+        self.margin = max(self.margin, margin, key=abs)
+        return False
+
+    @torch.inference_mode()
+    def _generate(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        text = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
+        if len(text) != COUNT:
+            raise Unbuilt(f"{len(text)} tokens instead of {COUNT}")
+        return text
+
+
+def greedy(length: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+
+
+def check(model_type: str, quick: bool = False) -> Outcome:
+    """Build the tiny model of a type and check it."""
+    try:
+        model = tiny_model(model_type)
+    except Unbuilt as error:
+        return Outcome("unbuilt", str(error))
+    except Exception as error:
+        return Outcome("unbuilt", f"{type(error).__name__}: {first_line(error)[:120]}")
+    return Checks(model).run(quick)

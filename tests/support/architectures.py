@@ -1,0 +1,75 @@
+"""A tiny random model of every type that transformers calls a causal language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from architecture_configs import CONFIGS, NOT_CAUSAL, SCALES, SIZES
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MOST_PARAMETERS = 3_000_000
+SCALE = 3.0  # of the initial weights: greedy texts of models as they are initialised repeat one token
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers", "indexer_types")
+
+
+class Unbuilt(Exception):
+    """There is no tiny model of this type; the message says why."""
+
+
+def model_types() -> list[str]:
+    """Every model type of transformers' mapping of causal language models."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str) -> Any:
+    """The configuration of a tiny model: of a type that has several parts, the one that reads text."""
+    if model_type in NOT_CAUSAL:
+        raise Unbuilt(NOT_CAUSAL[model_type])
+    default, own = CONFIG_MAPPING[model_type]().get_text_config(), CONFIGS.get(model_type, {})
+    sizes = {field: size for name, size in SIZES.items() if (field := settable(default, name))}
+    # the default has more layers; lists of them are made anew from their number, except those with several kinds
+    lists = {field: None for name in PER_LAYER if (field := settable(default, name)) and getattr(default, name)}
+    return type(default)(**lists | sizes | layer_kinds(default, lists, own) | own)
+
+
+def settable(config: Any, name: str) -> str | None:
+    """The field of a configuration that goes by this name; None if there is none, or only a property."""
+    name = config.attribute_map.get(name, name)
+    computed = isinstance(found := getattr(type(config), name, None), property) and found.fset is None
+    return name if not computed and (name in vars(config) or name in config.__dataclass_fields__) else None
+
+
+def layer_kinds(default: Any, lists: dict[str, None], own: dict[str, Any]) -> dict[str, Any]:
+    """Each kind of layer of the default once or more, in the order in which they occur first."""
+    kinds = list(dict.fromkeys(default.layer_types)) if "layer_types" in lists else []
+    if len(kinds) < 2 or own.keys() & {"layer_types", "layers_block_type", "block_types"}:
+        return {}
+    count = max(int(SIZES["num_hidden_layers"]), len(kinds))
+    return {"layer_types": (kinds * count)[:count], "num_hidden_layers": count}
+
+
+def tiny_model(model_type: str) -> Any:
+    """A float32 model on the CPU whose greedy texts vary; always the same weights."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in make(model_type, config).parameters())
+    if size > MOST_PARAMETERS:
+        raise Unbuilt(f"its tiny configuration has {size} parameters; allowed: {MOST_PARAMETERS}")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = make(model_type, config).eval()
+        for parameter in model.parameters():
+            parameter.mul_(SCALES.get(model_type, SCALE))
+    return model
+
+
+def make(model_type: str, config: Any) -> Any:
+    """The model of a configuration; some types are mapped by the configuration of the whole only."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    return model_class._from_config(config, dtype=torch.float32)
