@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -169,7 +170,10 @@ class Checks:
     @torch.inference_mode()
     def _generate(self, prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
-        text = self.model.generate(
+        model = deepcopy(self.model)  # some leave a state in their modules
+        if model.generation_config is not None:
+            model.generation_config.forced_eos_token_id = None  # at the last token
+        text = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=COUNT,

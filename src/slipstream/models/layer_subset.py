@@ -18,9 +18,6 @@ class LayerSubsets(Protocol):
 
     num_layers: int
 
-    def layer_kinds(self) -> Sequence[Hashable]:
-        """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
-
     def weights_digest(self) -> str:
         """A name that no other model has: a digest of the weights."""
 
@@ -29,6 +26,14 @@ class LayerSubsets(Protocol):
 
         Raises `UsageError` where the model's layers cannot be told.
         """
+
+
+@runtime_checkable
+class LayerKinds(LayerSubsets, Protocol):
+    """Optional capability: a backend that knows which of its layers are alike."""
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
 
 
 def num_layers(backend: Backend) -> int:

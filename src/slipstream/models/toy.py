@@ -7,7 +7,7 @@ exercises the same code as a transformer. "toy" looks 5 bytes back; "toy:2" look
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -96,10 +96,6 @@ class ToyBackend:
     def weights_digest(self) -> str:
         """See `LayerSubsets.weights_digest`."""
         return f"toy-{self._order}"
-
-    def layer_kinds(self) -> Sequence[Hashable]:
-        """See `LayerSubsets.layer_kinds`: each mixes another length of context."""
-        return range(self.num_layers)
 
     def layer_subset(self, layers: Sequence[int]) -> ToyBackend:
         """See `LayerSubsets.layer_subset`."""

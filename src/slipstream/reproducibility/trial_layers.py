@@ -12,14 +12,14 @@ from collections.abc import Hashable, Sequence
 
 from slipstream.core.interfaces import Backend, RaggedForwards
 from slipstream.errors import UsageError
-from slipstream.models.layer_subset import LayerSubsets
+from slipstream.models.layer_subset import LayerKinds
 
 OF_EACH_KIND = 2
 
 
 def trial_backend(backend: Backend) -> Backend:
     """The layers to try as a backend on the same KV cache; the model itself where that saves nothing."""
-    if not isinstance(backend, LayerSubsets) or backend.device.type != "cpu":  # elsewhere graphs would be captured
+    if not isinstance(backend, LayerKinds) or backend.device.type != "cpu":  # elsewhere graphs would be captured
         return backend
     try:
         chosen = first_of_each(backend.layer_kinds())

@@ -9,7 +9,7 @@ Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,10 +79,6 @@ class GraphedBackend:
     def weights_digest(self) -> str:
         """See `LayerSubsets.weights_digest`."""
         return self.eager.weights_digest()
-
-    def layer_kinds(self) -> Sequence[Hashable]:
-        """See `LayerSubsets.layer_kinds`."""
-        return self.eager.layer_kinds()
 
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """See `LayerSubsets.layer_subset`; with graphs of its own."""

@@ -26,7 +26,7 @@ from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
 class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
-    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `LayerSubsets`. ragged: whether the
+    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `LayerKinds`. ragged: whether the
     model's layers take ragged forwards, which `fuse_layers` finds out.
     """
 
@@ -114,7 +114,7 @@ class HFBackend:
         )
 
     def layer_kinds(self) -> Sequence[Hashable]:
-        """See `LayerSubsets.layer_kinds`."""
+        """See `LayerKinds.layer_kinds`."""
         return decoder_layers.kinds(self.model, self.masks.windows)
 
     def weights_digest(self) -> str:

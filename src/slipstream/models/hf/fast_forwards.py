@@ -37,9 +37,11 @@ class Trial:
         return expected
 
 
-def make_faster(backend: HFBackend) -> None:
-    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits."""
-    expected = a_few_logits(backend)
+def make_faster(backend: HFBackend, expected: Tensor) -> None:
+    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits.
+
+    expected: `a_few_logits` so far.
+    """
     group_queries(backend, expected)
     fuse_layers(backend, expected)
 
@@ -116,10 +118,15 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
         forward.ops = trial.ops
 
 
+def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """[1, 9] token ids to try a model with."""
+    return torch.arange(1, 10, device=device)[None] % vocab_size
+
+
 def a_few_logits(backend: HFBackend) -> Tensor:
     """Logits of a few tokens, float32: some at the start, and some that attend to them."""
     backend.reserve(1, 2 * backend.attended_unit)
-    tokens = torch.arange(1, 10, device=backend.device)[None] % backend.vocab_size
+    tokens = a_few_tokens(backend.vocab_size, backend.device)
     first = backend.forward(tokens[:, :6], [0], first_slot=0, logits=True)
     return torch.cat([first, backend.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
 

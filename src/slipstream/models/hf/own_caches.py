@@ -37,9 +37,9 @@ class State:
         cache = self.cache
         if type(cache) is not DynamicCache:  # subclasses keep more than layers
             return State(deepcopy(cache), self.in_modules)
-        twin = copy(cache)
-        twin.layers = [copy(layer) if type(layer) is DynamicLayer else deepcopy(layer) for layer in cache.layers]
-        return State(twin, self.in_modules)
+        changed = copy(cache)
+        changed.layers = [copy(layer) if type(layer) is DynamicLayer else deepcopy(layer) for layer in cache.layers]
+        return State(changed, self.in_modules)
 
 
 class ModuleState:
@@ -98,6 +98,14 @@ class OwnCaches:
         while len(states) > MOST:
             del states[_dispensable(sorted(states))]
 
+    def enlarge(self, slot: int, position: int) -> None:
+        """Add noise to the recurrent part of a state, always the same, so that no trial can overlook it."""
+        generator = torch.Generator().manual_seed(17)
+        for layer in getattr(self._states[slot][position].cache, "layers", []):
+            for state in getattr(layer, "recurrent_states", {}).values():
+                if state is not None:
+                    state += torch.randn(state.shape, generator=generator).to(state)
+
     def copy(self, source: int, destination: int, length: int) -> None:
         """Let a slot know what another one knows up to `length`; kept states are never changed, so they are shared."""
         self._states[destination] = {at: state for at, state in self._states[source].items() if at <= length}
@@ -130,18 +138,18 @@ class OwnCacheBackend:
         self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), None)
         self._has_dynamic_cache = self._cache_name == "past_key_values" and model._supports_default_dynamic_cache()
         self.module_state = ModuleState(model)
-        self._caches = OwnCaches()
+        self.caches = OwnCaches()
         self._ids: list[list[int]] = []
         self.vocab_size = self._vocab_size()
 
     def reserve(self, rows: int, length: int) -> None:
         """Make slots; their states grow by themselves."""
-        self._caches.reserve(rows)
+        self.caches.reserve(rows)
         self._ids.extend([] for _ in range(rows - len(self._ids)))
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """See `Checkpoints.checkpoint`."""
-        return self._caches.last(slot, limit)
+        return self.caches.last(slot, limit)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -169,17 +177,17 @@ class OwnCacheBackend:
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """See `Backend.copy`."""
-        self._caches.copy(source, destination, length)
+        self.caches.copy(source, destination, length)
         self._ids[destination] = self._ids[source][:length]
 
     def _feed(self, slot: int, start: int, ids: list[int]) -> Tensor:
         """Logits [len(ids), V] after each of these tokens, written from position `start` on."""
         if start and self.stepwise and len(ids) > 1:
             return torch.cat([self._feed(slot, start + i, [token]) for i, token in enumerate(ids)])
-        state = self._caches.at(slot, start)
+        state = self.caches.at(slot, start)
         known = self._ids[slot] = [*self._ids[slot][:start], *ids]
         logits, state = self._run(known, len(ids), state)
-        self._caches.put(slot, len(known), state)
+        self.caches.put(slot, len(known), state)
         return logits
 
     def _run(self, ids: list[int], count: int, state: State | None) -> tuple[Tensor, State]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,17 +19,18 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend, not_by_position
-from slipstream.models.hf.fast_forwards import make_faster
+from slipstream.models.hf.fast_forwards import a_few_logits, make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.state_trials import check_causal, own_cache_backend
+from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
 from slipstream.models.loaded import Loaded, LoadOptions
 
 log = logging.getLogger("slipstream")
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+Convert = Callable[[nn.Linear], nn.Module]
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 
 
@@ -40,81 +42,84 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
-    backend = _backend(model, options.fast)
-    packed = _quantise(backend, options) if options.quantise in BITS else options.fast is True and _pack(backend, True)
+    convert = _quantised(model, options) if options.quantise in BITS else None
+    if convert is None and options.fast is True:
+        convert = _packed(model, True)
+    backend = _backend(model, options.fast, convert)
     name = model.config._name_or_path or type(model).__name__
     ends = end_ids(model, backend.vocab_size)
-    return Loaded(backend, name, ends, wrapped, model, packed, _fingerprint(backend, packed))
+    return Loaded(backend, name, ends, wrapped, model, convert is not None, _fingerprint(backend, convert is not None))
 
 
-def _backend(model: Any, fast: bool | str) -> AnyBackend:
-    """With fast=True on CUDA captured graphs, which leave the model as it is; else the plain backend.
+def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBackend:
+    """A model ready to run. convert: makes what takes the place of its linear layers.
 
-    A model whose state cannot be written by position runs on caches of its own.
+    With fast=True on CUDA its forwards are captured as graphs, which leave the model as it is. A model whose state
+    cannot be written by position runs on caches of its own.
     """
     captured = fast is True and model.device.type == "cuda"
-    reason = not_by_position(model)
-    if reason is not None and not captured:
-        return own_cache_backend(model)
-    if not captured:
-        backend = HFBackend(model)
-        check_causal(backend, model)
-        return backend
-    reason = reason or not_captured(model)
-    if reason is not None:
+    reason = not_by_position(model) or (not_captured(model) if captured else None)
+    if reason is None:
+        check_causal(HFBackend(model), model)
+    if convert is not None:
+        _convert(model, convert)
+    if reason is None:
+        graphed = GraphedBackend(model) if captured else None
+        backend = HFBackend(model) if graphed is None else graphed.eager
+        logits = a_few_logits(backend)
+        if not differ(model, logits):
+            if convert is not None:
+                make_faster(backend, logits)
+            return graphed or backend
+        reason = "its attention takes neither positions nor masks as they are given"
+    if captured:
         raise UsageError(
             f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False"
         )
-    return GraphedBackend(model)
+    log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
+    return own_cache_backend(model)
 
 
-def _pack(backend: AnyBackend, fast: bool | str) -> bool:
-    if fast is False or isinstance(backend, GraphedBackend) or backend.device.type == "cuda":
-        return False
-    model = backend.model
+def _packed(model: Any, fast: bool | str) -> Convert | None:
+    if fast is False or model.device.type == "cuda":
+        return None
     reason = unsupported(model)
     if reason is None:
-        _convert(backend, compressed_or_packed)
-    elif fast is True:
+        return compressed_or_packed
+    if fast is True:
         raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
-    else:
-        warn_slower(f"{type(model).__name__} keeps its plain weights: {reason}")
-    return reason is None
+    warn_slower(f"{type(model).__name__} keeps its plain weights: {reason}")
+    return None
 
 
-def _quantise(backend: AnyBackend, options: LoadOptions) -> bool:
+def _quantised(model: Any, options: LoadOptions) -> Convert | None:
     """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
-    model, bits, asked = backend.model, options.quantise, options.quantise in BITS
+    bits, asked = options.quantise, options.quantise in BITS
     if not asked and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
-        return _pack(backend, options.fast)
+        return _packed(model, options.fast)
     reason = unsupported(model)
     if reason is None and num_weights(model) == 0:
         reason = "no linear layer has a shape that the kernels take"
     if reason is not None:
         if asked:
             raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
-        return _pack(backend, options.fast)
-    assert not isinstance(backend, GraphedBackend)  # no model on CUDA gets here
-    bits = bits if bits in BITS else BITS[0]
-    _convert(backend, lambda linear: rounded(linear, bits))
-    return True
+        return _packed(model, options.fast)
+    return partial(rounded, bits=str(bits) if asked else BITS[0])
 
 
-def _convert(backend: HFBackend | OwnCacheBackend, convert: Callable[[nn.Linear], nn.Module]) -> None:
+def _convert(model: Any, convert: Convert) -> None:
     """Replace the linear layers that run by what `convert` makes of them, those of one input together."""
-    calls = linear_calls(backend.model)
-    leave = called_by_none(backend.model, calls)
-    fuse(backend.model, convert, calls)
-    pack(backend.model, convert, leave)
-    if isinstance(backend, HFBackend):
-        make_faster(backend)
+    calls = linear_calls(model)
+    leave = called_by_none(model, calls)
+    fuse(model, convert, calls)
+    pack(model, convert, leave)
 
 
 def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids `generate` would use."""
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     if ends is None:
-        ends = model.config.get_text_config().eos_token_id
+        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
     return tuple(i for i in ids if 0 <= i < vocab_size)
 
@@ -127,9 +132,9 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     if model.device.type == "cpu":
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
-    backend = _backend(model, options.fast)
-    packed = _quantise(backend, options) if options.quantise else _pack(backend, options.fast)
-    ends = end_ids(model, backend.vocab_size)
+    convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
+    backend = _backend(model, options.fast, convert)
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None
     return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(backend, packed))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf.fast_forwards import a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
 
 log = logging.getLogger("slipstream")
@@ -38,14 +40,14 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
         backend.module_state.find()
         check_causal(backend, model)
-        steps, several = _steps(backend, ids), _several(backend, ids)
-        if several is None and not _agree(whole, steps):
+        if not _takes_several(backend, ids) and not _agree(whole, _steps(backend, ids)):
             raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
-        backend.stepwise = not _agree(steps, several)
+        steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
+        backend.stepwise = backend.stepwise or not _agree(steps, several)
         if backend.stepwise:
             warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
-        if not _agree(again, steps if backend.stepwise else several):
+        if not _agree(steps if backend.stepwise else several, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
     except UsageError:
         raise
@@ -69,31 +71,50 @@ def check_causal(backend: Backend, model: Any) -> None:
         )
 
 
+@torch.inference_mode()
+def differ(model: Any, logits: Tensor) -> bool:
+    """Whether a model's forward of `a_few_tokens` gives other logits than these, [1, 9, V], from a slot cache."""
+    tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
+    own = model(input_ids=tokens, use_cache=False).logits
+    return not _agree(own.nan_to_num(), logits.to(own.dtype).nan_to_num())
+
+
 def _ids(backend: Backend) -> Tensor:
     generator = torch.Generator().manual_seed(11)
     return torch.randint(0, backend.vocab_size, (1, TOKENS), generator=generator).to(backend.device)
 
 
-def _several(backend: OwnCacheBackend, ids: Tensor) -> Tensor | None:
-    """Logits of the tokens after the first ones, read at once from the state; None if the model refuses to."""
+def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
+    """Whether the model reads several tokens after a state at all."""
     backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
     try:
-        return backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
+        _several(backend, ids)
     except MODEL_ERRORS as error:
         log.info("%s takes one token after a state, not several: %s", type(backend.model).__name__, error)
-        return None
+        backend.stepwise = True
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _after_noise(backend: OwnCacheBackend, ids: Tensor, read: Callable[[OwnCacheBackend, Tensor], Tensor]) -> Tensor:
+    """Logits of the tokens after the first ones, read from a state that cannot be overlooked."""
+    backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
+    backend.caches.enlarge(0, FIRST)
+    return read(backend, ids)
+
+
+def _several(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
+    return backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
 
 
 def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
-    """The same logits, one token at a time."""
-    backend.forward(ids[:, :FIRST], [0], first_slot=0, logits=False)
-    steps = [backend.forward(ids[:, i : i + 1], [i], first_slot=0, logits=True) for i in range(FIRST, TOKENS)]
-    return torch.cat(steps, 1)
+    return torch.cat(
+        [backend.forward(ids[:, i : i + 1], [i], first_slot=0, logits=True) for i in range(FIRST, TOKENS)], 1
+    )
 
 
-def _agree(one: Tensor, other: Tensor | None) -> bool:
+def _agree(one: Tensor, other: Tensor) -> bool:
     """Whether logits are equal but for rounding; NaN differs from everything."""
-    if other is None:
-        return False
     error = (one.float() - other.float()).abs().max()
     return bool(error <= CLOSE.get(one.dtype, CLOSE_ELSE) * one.float().abs().max())
