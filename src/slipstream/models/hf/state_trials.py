@@ -75,7 +75,8 @@ def check_causal(backend: Backend, model: Any) -> None:
 def differ(model: Any, logits: Tensor) -> bool:
     """Whether a model's forward of `a_few_tokens` gives other logits than these, [1, 9, V], from a slot cache."""
     tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
-    own = model(input_ids=tokens, use_cache=False).logits
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
+    own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     return not _agree(own.nan_to_num(), logits.to(own.dtype).nan_to_num())
 
 

@@ -1,0 +1,189 @@
+"""Models on caches of their own: what is drafted changes no text, and every way to lose a state is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import cache
+
+import pytest
+import torch
+from architecture_checks import PROMPTS, QUEUE, Liar
+from architectures import tiny_model
+from fast_part import mostly_slow
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.errors import UsageError
+from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
+from slipstream.models.hf.pretrained import wrap_model
+from slipstream.models.loaded import LoadOptions
+
+COUNT, LENGTHS = 16, [6, 16, 9, 14, 11]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+HYBRIDS = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "rwkv")
+At = Callable[[OwnCaches, int, int], State | None]
+
+
+def decoder_of(model_type: str) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_model(model_type), drafter="none", max_batch_size=3)
+
+
+@cache
+def plain_texts(model_type: str) -> dict[tuple[int, ...], list[int]]:
+    decoder = decoder_of(model_type)
+    return {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
+
+
+def drafted_texts(model_type: str, right: int | None) -> list[list[int]]:
+    """Texts of rows that enter and end, from drafts of which `right` tokens are right, or 0, 1, ... in turn."""
+    decoder = decoder_of(model_type)
+    liar = Liar(plain_texts(model_type), decoder.target.backend.vocab_size, right)
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
+    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
+    assert liar.rounds
+    return [result.token_ids for result in results]
+
+
+def expected(model_type: str) -> list[list[int]]:
+    return [plain_texts(model_type)[tuple(prompt)][:length] for prompt, length in zip(QUEUE, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("right", [None, 0, 2, 4])
+@pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "qwen3_5_text"))
+def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
+    assert isinstance(decoder_of(model_type).target.backend, OwnCacheBackend)
+    assert drafted_texts(model_type, right) == expected(model_type)
+
+
+def not_restored(own: At) -> At:
+    def at(caches: OwnCaches, slot: int, position: int) -> State | None:
+        newest = max(caches._states[slot], default=0)
+        state = caches._states[slot].get(newest)
+        own(caches, slot, position)
+        return state if position else None
+
+    return at
+
+
+def one_token_late(own: At) -> At:
+    def at(caches: OwnCaches, slot: int, position: int) -> State | None:
+        earlier = max((p for p in caches._states[slot] if p < position), default=position)
+        state = caches._states[slot].get(earlier)
+        own(caches, slot, position)
+        return None if state is None else state.duplicate()
+
+    return at
+
+
+def of_another_row(own: At) -> At:
+    def at(caches: OwnCaches, slot: int, position: int) -> State | None:
+        state = own(caches, slot, position)
+        others = [s for i, s in enumerate(caches._states) if i != slot and s]
+        return list(others[0].values())[-1].duplicate() if state is not None and others else state
+
+    return at
+
+
+@pytest.mark.parametrize("wrong", [not_restored, one_token_late, of_another_row])
+def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = expected("qwen3_5_text")
+    decoder_of("qwen3_5_text")  # whose trials would refuse the model with wrong states
+    monkeypatch.setattr("slipstream.models.hf.pretrained.own_cache_backend", OwnCacheBackend)
+    monkeypatch.setattr(OwnCaches, "at", wrong(OwnCaches.at))
+    assert drafted_texts("qwen3_5_text", None) != right
+
+
+def test_a_kept_state_that_forwards_change_is_noticed_at_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "duplicate", copy)  # shares what the next forward changes in place
+    with pytest.raises(UsageError, match="cannot be kept and put back"):
+        decoder_of("qwen3_5_text")
+
+
+def test_a_padded_row_would_be_noticed() -> None:
+    """A recurrent state takes in padding: rows of unequal length may share no rectangle."""
+    backend = decoder_of("qwen3_5_text").target.backend
+    backend.reserve(1, 64)
+    tokens = torch.tensor([PROMPTS[1]])
+    backend.forward(tokens, [0], first_slot=0, logits=False)
+    right = backend.forward(torch.tensor([[9]]), [3], first_slot=0, logits=True)
+    padded = torch.cat([tokens, torch.zeros(1, 2, dtype=torch.int64)], 1)
+    backend.forward(padded, [0], first_slot=0, logits=False)
+    assert not torch.allclose(backend.forward(torch.tensor([[9]]), [5], first_slot=0, logits=True), right, atol=1e-3)
+
+
+def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
+    decoder = decoder_of("qwen3_5_text")
+    params = [SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
+    plain = [result.token_ids for result in decoder.generate(PROMPTS, params)]
+    drafted = decoder.using("ngram", num_draft_tokens=4, acceptance="match")
+    assert [result.token_ids for result in drafted.generate(PROMPTS, params)] == plain
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "mamba2"])
+def test_a_stateful_model_drafts(model_type: str) -> None:
+    model = tiny_model(model_type)
+    decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
+    result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+    assert [one.token_ids for one in result] == [plain_texts(model_type)[tuple(prompt)] for prompt in PROMPTS]
+    assert result[0].stats.acceptance_rate > 0.9
+
+
+def test_a_conversation_goes_on_from_a_kept_state() -> None:
+    decoder = decoder_of("qwen3_5_text")
+    first = decoder.generate(PROMPTS[0], GREEDY)
+    turn = [*PROMPTS[0], *first.token_ids, 7, 8, 9]
+    before = decoder.num_prefilled_tokens
+    again = decoder.generate(turn, GREEDY)
+    assert decoder.num_prefilled_tokens - before <= 4  # what the last state lacks
+    assert again.token_ids == decoder_of("qwen3_5_text").generate(turn, GREEDY).token_ids
+
+
+def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:
+    backend = decoder_of("mamba").target.backend
+    assert isinstance(backend, OwnCacheBackend) and backend.stepwise
+    assert drafted_texts("mamba", None) == expected("mamba")
+
+
+def test_attention_that_ignores_the_masks_it_is_given_is_noticed() -> None:
+    decoder = decoder_of("gpt_neo")
+    assert isinstance(decoder.target.backend, OwnCacheBackend)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("xlnet", "returns the logits of 1"), ("xlm", "returns the logits of 12"), ("prophetnet", "other logits")],
+)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(model_type: str, reason: str) -> None:
+    model = tiny_model(model_type)
+    with pytest.raises(UsageError, match=f"{type(model).__name__} is not supported.*{reason}"):
+        wrap_model(model, None, LoadOptions())
+
+
+def test_an_encoder_is_refused_with_the_field_to_set() -> None:
+    model = tiny_model("megatron-bert")
+    model.config.is_decoder = False
+    with pytest.raises(UsageError, match="is_decoder=False in its config; allowed: True"):
+        wrap_model(model, None, LoadOptions())
+
+
+def test_reproducible_forwards_are_refused() -> None:
+    with pytest.raises(UsageError, match="goes on from states"):
+        SpeculativeDecoder(tiny_model("qwen3_5_text"), reproducible=True)
+
+
+def kept(positions: list[int]) -> list[int]:
+    caches = OwnCaches()
+    caches.reserve(1)
+    for position in positions:
+        caches.put(0, position, State(None, []))
+    return sorted(caches._states[0])
+
+
+def test_few_states_are_kept_the_newest_among_them() -> None:
+    positions = kept(list(range(1, 100)))
+    assert len(positions) == MOST and positions[-NEWEST:] == list(range(100 - NEWEST, 100))
+
+
+def test_of_older_states_those_far_apart_are_kept() -> None:
+    older = kept([512, 1024, 1536, *range(1537, 1537 + MOST)])
+    assert older[:3] == [512, 1024, 1536] and len(older) == MOST
