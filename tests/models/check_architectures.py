@@ -68,10 +68,10 @@ def table(outcomes: dict[str, Outcome]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, outcome in outcomes.items():
         why = outcome.detail.partition(" is not supported: ")
-        groups.setdefault((WORDS[outcome.verdict], why[2] or why[0]), []).append(name)
+        groups.setdefault((WORDS[outcome.verdict], outcome.how or why[2] or why[0]), []).append(name)
     ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
     rows = [f"| {verdict} | {len(names)} | {', '.join(names)} | {why} |" for (verdict, why), names in ordered]
-    return ["| | count | model types | why |", "|---|---|---|---|", *rows]
+    return ["| | count | model types | how, or why not |", "|---|---|---|---|", *rows]
 
 
 def check_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:

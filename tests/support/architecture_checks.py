@@ -14,6 +14,7 @@ from architectures import Unbuilt, tiny_model
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
+from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.sampling.sampler import Sampler
 
 Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
@@ -31,7 +32,7 @@ class Outcome:
     """What became of one architecture. detail: which checks differ, or why there is nothing to check.
 
     margin: where a text differs, how much of the largest logit lies between `generate`'s token and ours, by the
-    model's own forward over the whole text. tokens_per_round: of a model that drafts for itself.
+    model's own forward over the whole text. tokens_per_round: of a model that drafts for itself. how: on which cache.
     """
 
     verdict: Verdict
@@ -39,6 +40,7 @@ class Outcome:
     margin: float = 0.0
     ties: int = 0
     tokens_per_round: float = 0.0
+    how: str = ""
 
 
 @dataclass
@@ -102,7 +104,16 @@ class Checks:
             return Outcome("crashes", f"{name}: {type(error).__name__}: {first_line(error)[:160]}")
         verdict: Verdict = "differs" if self.wrong else "works"
         result = self.decoder.generate(PROMPTS[0], greedy(COUNT))
-        return Outcome(verdict, ", ".join(self.wrong), self.margin, self.ties, result.stats.block_efficiency)
+        rate = result.stats.block_efficiency
+        return Outcome(verdict, ", ".join(self.wrong), self.margin, self.ties, rate, self.how)
+
+    @property
+    def how(self) -> str:
+        """Which cache the model runs on."""
+        backend = self.decoder.target.backend
+        if not isinstance(backend, OwnCacheBackend):
+            return "slots of a KV cache"
+        return "caches of its own" + (", drafts token by token" if backend.stepwise else "")
 
     def greedy(self, decoder: SpeculativeDecoder) -> None:
         """Texts of a ragged batch, with every kind of drafter."""

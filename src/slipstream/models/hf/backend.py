@@ -163,7 +163,7 @@ def not_by_position(model: Any) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     reason = None
     if getattr(model, "_is_stateful", False) or not _only_attention(config):
-        reason = "it carries recurrent state or compressed attention, which cannot be rolled back to an earlier token"
+        reason = "it carries recurrent state or compressed attention"
     elif missing := [p for p in ("position_ids", "past_key_values", "logits_to_keep") if p not in parameters]:
         reason = f"its forward takes no {missing[0]}"
     elif model.get_output_embeddings() is None:

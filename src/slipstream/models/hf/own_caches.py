@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
 
@@ -38,8 +38,21 @@ class State:
         if type(cache) is not DynamicCache:  # subclasses keep more than layers
             return State(deepcopy(cache), self.in_modules)
         changed = copy(cache)
-        changed.layers = [copy(layer) if type(layer) is DynamicLayer else deepcopy(layer) for layer in cache.layers]
+        changed.layers = [_duplicate(layer) for layer in cache.layers]
         return State(changed, self.in_modules)
+
+
+def _duplicate(layer: Any) -> Any:
+    if type(layer) is DynamicLayer:
+        return copy(layer)
+    if type(layer) is not LinearAttentionLayer:
+        return deepcopy(layer)
+    changed = copy(layer)
+    for name, values in vars(layer).items():
+        if isinstance(values, dict):  # number of a state -> what is known of it
+            own = {i: value.clone() if isinstance(value, Tensor) else value for i, value in values.items()}
+            setattr(changed, name, own)
+    return changed
 
 
 class ModuleState:
