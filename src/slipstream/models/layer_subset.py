@@ -55,7 +55,8 @@ def layer_subset(backend: Backend, layers: Sequence[int]) -> Backend:
 def _layered(backend: Backend) -> LayerSubsets:
     if not isinstance(backend, LayerSubsets):
         raise UsageError(
-            f"drafter='layer_skip': {type(backend).__name__} has no layers; allowed: Hugging Face models, toy"
+            f"drafter='layer_skip': {type(backend).__name__} cannot run with some of its layers; allowed: models whose "
+            "KV cache is written by position, toy, or another drafter"
         )
     return backend
 

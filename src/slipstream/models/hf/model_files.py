@@ -36,6 +36,8 @@ def resolve(source: str) -> str:
             what = "is not a folder" if not path.expanduser().is_dir() else "has no config.json"
             raise UsageError(f"model {source!r} {what}; allowed: a Hugging Face model folder, a .gguf file or a hub id")
         return str(path.expanduser())
+    if source == "toy":
+        raise UsageError("model 'toy' is built in and has no files; allowed here: a model of transformers")
     if "/" not in source and (nearest := get_close_matches(source, known_names(), 1, SIMILAR)):
         raise UsageError(f"unknown model {source!r}; did you mean {nearest[0]}? {_at_hand()}")
     return source

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
@@ -19,8 +20,8 @@ log = logging.getLogger("slipstream")
 
 SWITCHES = ("is_decoder", "causal")  # fields of configurations that make an encoder a decoder
 TOKENS, FIRST = 11, 6  # of a trial, and how many of them are read before the state is kept
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # differences of logits, relative to the largest
-CLOSE_ELSE = 0.05  # in half precision
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # difference of logits, relative to how they vary; both as RMS
+CLOSE_ELSE = 0.3  # in half precision; forwards of SmolLM2 that are cut in two differ by up to 0.08, a wrong mask by 1
 # what a model's own code raises on inputs that it does not take
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
 
@@ -33,6 +34,8 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UsageError(f"model {name} is not supported: it is an encoder-decoder model; allowed: decoder-only models")
+    if not isinstance(model, GenerationMixin):
+        raise UsageError(f"model {name} is not supported: it does not generate; allowed: a causal language model")
     backend = OwnCacheBackend(model)
     try:
         backend.reserve(1, TOKENS)
@@ -117,5 +120,6 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
 
 def _agree(one: Tensor, other: Tensor) -> bool:
     """Whether logits are equal but for rounding; NaN differs from everything."""
-    error = (one.float() - other.float()).abs().max()
-    return bool(error <= CLOSE.get(one.dtype, CLOSE_ELSE) * one.float().abs().max())
+    dtype, one, other = one.dtype, one.float(), other.float()
+    varies = (one - one.mean(-1, keepdim=True)).square().mean().sqrt()
+    return bool((one - other).square().mean().sqrt() <= CLOSE.get(dtype, CLOSE_ELSE) * varies)
