@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.core.acceptance import _RULES, _WITH_COUNT, Distributions, match
+from slipstream.core.acceptance import _RULES, Distributions, match
+from slipstream.core.rule_names import WITH_COUNT
 from slipstream.core.types import Draft
 
 VOCAB, WIDTH = 3, 3
@@ -30,7 +31,7 @@ RuleFunction = Callable[[Tensor, Tensor, Draft], Distributions]
 
 def rule_names(*, lossless: bool) -> list[str]:
     """The registered rules, those that need a count with one."""
-    known = [(f"{name}:2" if name in _WITH_COUNT else name, flag) for name, (_, flag) in sorted(_RULES.items())]
+    known = [(f"{name}:2" if name in WITH_COUNT else name, flag) for name, (_, flag) in sorted(_RULES.items())]
     return [name for name, flag in known if flag is lossless]
 
 

@@ -57,8 +57,8 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBacken
     With fast=True on CUDA its forwards are captured as graphs, which leave the model as it is. A model whose state
     cannot be written by position runs on caches of its own.
     """
-    captured = fast is True and model.device.type == "cuda"
-    reason = not_by_position(model) or (not_captured(model) if captured else None)
+    captured = _is_captured(model, fast)
+    reason = not_by_position(model)
     if reason is None:
         check_causal(HFBackend(model), model)
     if convert is not None:
@@ -73,11 +73,23 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBacken
             return graphed or backend
         reason = "its attention takes neither positions nor masks as they are given"
     if captured:
-        raise UsageError(
-            f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False"
-        )
+        raise _cannot_be_captured(model, reason)
     log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
     return own_cache_backend(model)
+
+
+def _is_captured(model: Any, fast: bool | str) -> bool:
+    """Whether forwards are to be captured as graphs; refused, with the reason, where that is asked and cannot be."""
+    if fast is not True or model.device.type != "cuda":
+        return False
+    reason = not_by_position(model) or not_captured(model)
+    if reason is not None:
+        raise _cannot_be_captured(model, reason)
+    return True
+
+
+def _cannot_be_captured(model: Any, reason: str) -> UsageError:
+    return UsageError(f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False")
 
 
 def _packed(model: Any, fast: bool | str) -> Convert | None:
