@@ -147,7 +147,7 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal() -> None:
 def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):
-        monkeypatch.setattr(loading, "_backend", lambda model, fast, make=backend: make(model))
+        monkeypatch.setattr(loading, "_backend", lambda model, fast, convert, make=backend: make(model))
         decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), num_draft_tokens=3, reproducible=False)
         texts.append([result.token_ids for result in decoder.generate(prompts((4, 20, 9)), GREEDY)])
     assert texts[0] == texts[1]

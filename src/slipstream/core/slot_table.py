@@ -31,6 +31,7 @@ class SlotTable:
     audit: CacheAudit | None = None
 
     def __post_init__(self) -> None:
+        self._checkpoints = self.backend if isinstance(self.backend, Checkpoints) else None
         if self.audit is None and os.environ.get("SLIPSTREAM_DEBUG") == "1":
             self.audit = CacheAudit(self.states)
 
@@ -106,7 +107,7 @@ class SlotTable:
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, from which a slot can go on."""
-        return self.backend.checkpoint(slot, limit) if isinstance(self.backend, Checkpoints) else limit
+        return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
     def usable(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""

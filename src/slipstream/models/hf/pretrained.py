@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -31,6 +32,7 @@ log = logging.getLogger("slipstream")
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 Convert = Callable[[nn.Linear], nn.Module]
+_TRIED: WeakSet[Any] = WeakSet()  # models that gave their own logits from the slots of a KV cache
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 
 
@@ -66,8 +68,11 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBacken
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
+        if convert is None and model in _TRIED:
+            return graphed or backend
         logits = a_few_logits(backend)
         if not differ(model, logits):
+            _TRIED.add(model)
             if convert is not None:
                 make_faster(backend, logits)
             return graphed or backend
