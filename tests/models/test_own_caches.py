@@ -11,6 +11,7 @@ import torch
 from architecture_checks import PROMPTS, QUEUE, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
+from transformers.cache_utils import DynamicLayer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
@@ -169,6 +170,25 @@ def test_an_encoder_is_refused_with_the_field_to_set() -> None:
 def test_reproducible_forwards_are_refused() -> None:
     with pytest.raises(UsageError, match="goes on from states"):
         SpeculativeDecoder(tiny_model("qwen3_5_text"), reproducible=True)
+
+
+def test_states_share_keys_and_values() -> None:
+    backend = decoder_of("qwen3_5_text").target.backend
+    assert isinstance(backend, OwnCacheBackend)
+    backend.reserve(1, 64)
+    for start, token in enumerate(range(5, 17)):
+        backend.forward(torch.tensor([[token]]), [start], first_slot=0, logits=False)
+    keys = [
+        layer.keys
+        for state in backend.caches._states[0].values()
+        for layer in state.cache.layers
+        if type(layer) is DynamicLayer
+    ]
+    assert len(keys) >= 12 and len({key.untyped_storage().data_ptr() for key in keys}) == len(keys) // 12
+    right = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
+    backend.forward(torch.tensor([[5, 6, 7, 8]]), [0], first_slot=0, logits=False)
+    again = backend.forward(torch.tensor([[9, 8]]), [4], first_slot=0, logits=True)
+    assert torch.allclose(right, again, atol=1e-5)
 
 
 def kept(positions: list[int]) -> list[int]:

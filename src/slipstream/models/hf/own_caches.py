@@ -41,6 +41,13 @@ class State:
         changed.layers = [_duplicate(layer) for layer in cache.layers]
         return State(changed, self.in_modules)
 
+    def take_keys(self, position: int, later: State) -> None:
+        """Keep keys and values as views of those of a later state of the same text, which begin with them."""
+        if type(self.cache) is DynamicCache and type(later.cache) is DynamicCache:
+            for own, other in zip(self.cache.layers, later.cache.layers, strict=True):
+                if type(own) is DynamicLayer and own.keys is not None and own.keys.shape[-2] == position:
+                    own.keys, own.values = other.keys[..., :position, :], other.values[..., :position, :]
+
 
 def _duplicate(layer: Any) -> Any:
     if type(layer) is DynamicLayer:
@@ -107,6 +114,8 @@ class OwnCaches:
     def put(self, slot: int, position: int, state: State) -> None:
         """Keep a state; of too many, one between others goes."""
         states = self._states[slot]
+        for earlier, other in states.items():
+            other.take_keys(earlier, state)
         states[position] = state
         while len(states) > MOST:
             del states[_dispensable(sorted(states))]
