@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def not_restored(own: At) -> At:
     return at
 
 
-def one_token_late(own: At) -> At:
+def lacks_a_token(own: At) -> At:
     def at(caches: OwnCaches, slot: int, position: int) -> State | None:
         earlier = max((p for p in caches._states[slot] if p < position), default=position)
         state = caches._states[slot].get(earlier)
@@ -85,7 +86,7 @@ def of_another_row(own: At) -> At:
     return at
 
 
-@pytest.mark.parametrize("wrong", [not_restored, one_token_late, of_another_row])
+@pytest.mark.parametrize("wrong", [not_restored, lacks_a_token, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
     right = expected("qwen3_5_text")
     decoder_of("qwen3_5_text")  # whose trials would refuse the model with wrong states
@@ -141,8 +142,52 @@ def test_a_conversation_goes_on_from_a_kept_state() -> None:
 
 def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:
     backend = decoder_of("mamba").target.backend
-    assert isinstance(backend, OwnCacheBackend) and backend.stepwise
+    assert isinstance(backend, OwnCacheBackend) and not backend.reads_on
     assert drafted_texts("mamba", None) == expected("mamba")
+
+
+def half(model_type: str) -> Any:
+    return tiny_model(model_type).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("reproducible", ["auto", False])
+def test_in_half_precision_drafts_are_read_one_by_one_unless_the_user_does_not_mind(
+    reproducible: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = SpeculativeDecoder(half("qwen3_5_text"), drafter="none", max_batch_size=3, reproducible=reproducible)
+    texts = {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
+    decoder.forget()
+    widths, run = [], OwnCacheBackend._run
+    monkeypatch.setattr(
+        OwnCacheBackend, "_run", lambda self, ids, count, *rest: widths.append(count) or run(self, ids, count, *rest)
+    )
+    drafting = decoder.using(Liar(texts, decoder.target.backend.vocab_size), num_draft_tokens=4)
+    results = drafting.generate([list(prompt) for prompt in QUEUE], GREEDY)
+    prompts_read = sum(len(prompt) > 1 for prompt in QUEUE)
+    wide = sum(width > 1 for width in widths)
+    if reproducible is False:
+        assert wide > prompts_read
+    else:
+        assert wide <= prompts_read
+        assert [result.token_ids for result in results] == list(texts.values())
+
+
+def test_auto_drafts_nothing_where_drafts_are_read_token_by_token() -> None:
+    model = half("qwen3_5_text")
+    assert SpeculativeDecoder(model).drafter_name == "none"
+    assert SpeculativeDecoder(model, num_draft_tokens=3).drafter_name == "suffix"
+    assert SpeculativeDecoder(model, reproducible=False).drafter_name == "suffix"
+
+
+def test_a_long_prompt_of_a_model_that_loses_its_state_is_read_at_once() -> None:
+    decoder = decoder_of("mamba")
+    prompt = [3 + i % 50 for i in range(600)]
+    assert decoder._models.shapes.chunk > 600
+    expected = decoder.target.model.generate(
+        torch.tensor([prompt]), max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+    )[0, 600:].tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert decoder.generate(prompt, params).token_ids == expected
 
 
 def test_attention_that_ignores_the_masks_it_is_given_is_noticed() -> None:

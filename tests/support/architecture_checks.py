@@ -113,7 +113,7 @@ class Checks:
         backend = self.decoder.target.backend
         if not isinstance(backend, OwnCacheBackend):
             return "slots of a KV cache"
-        return "caches of its own" + (", drafts token by token" if backend.stepwise else "")
+        return "caches of its own" + ("" if backend.reads_on else ", drafts token by token")
 
     def greedy(self, decoder: SpeculativeDecoder) -> None:
         """Texts of a ragged batch, with every kind of drafter."""

@@ -21,6 +21,7 @@ class Shapes:
     A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
     to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
     beyond them, a multiple of `attended_unit`; what another row left in it is used in units of `reuse`.
+    token_by_token: drafts are read as plain decoding reads its tokens, a forward for each.
     """
 
     widths: tuple[int, ...]
@@ -30,6 +31,7 @@ class Shapes:
     alone: tuple[int, ...] = ()
     attended_lengths: tuple[int, ...] = ()
     totals: tuple[int, ...] = ()
+    token_by_token: bool = False
 
     def pad_prompt(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""

@@ -196,7 +196,13 @@ class Checkpoints(Protocol):
 
     A forward starts at such a position, forgets those behind it, and makes the one where it ends another. It has no
     padding: forwards of several rows are `RaggedForwards`.
+
+    reads_on: whether a forward of several tokens after a state is right, so that long prompts may be read in chunks.
+    rounds_alike: whether it also gives each token the logits that it gets alone, up to the rounding of float32.
     """
+
+    reads_on: bool
+    rounds_alike: bool
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""

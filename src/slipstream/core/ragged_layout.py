@@ -93,9 +93,13 @@ class CheckpointLayout:
         width = draft.shape[1]
         real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
         texts = without_padding(batch, draft, real)
-        segments = [RowSegment(slot, start, len(texts[slot])) for slot, start in enumerate(batch.starts)]
         counts = [len(text) for text in texts]
-        logits = _forward(table, end_to_end(texts, sum(counts)), segments, texts, None)
+        segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]
+        pieces = texts
+        if table.shapes.token_by_token:
+            segments = [RowSegment(one.slot, one.start + i, 1) for one in segments for i in range(one.count)]
+            pieces = [[token] for text in texts for token in text]
+        logits = _forward(table, end_to_end(texts, sum(counts)), segments, pieces, None)
         return last_of_each(logits, counts, [keep - width + n for n in real], keep)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from slipstream.core.interfaces import Checkpoints
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
+from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.progress import progress_bar
@@ -25,19 +26,15 @@ from slipstream.reproducibility.progress import progress_bar
 log = logging.getLogger("slipstream")
 
 VERSION = 13  # of what calibration tries; what an earlier one found is not used
+WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
     """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
+    if isinstance(loaded.backend, Checkpoints):
+        return _shapes_of_states(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
-        return EXACT_FIT, None
-    if isinstance(loaded.backend, Checkpoints):  # its own code, whose forwards of several tokens round in their own way
-        if reproducible is True:
-            raise UsageError(
-                f"reproducible=True, but {loaded.name!r} goes on from states, which no set of forward shapes leaves "
-                "alike; allowed: 'auto' or False"
-            )
         return EXACT_FIT, None
     found = remembered(loaded, max_batch_size)
     if not found.agrees:
@@ -52,6 +49,24 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
         return EXACT_FIT, found
     return found.shapes, found
+
+
+def _shapes_of_states(name: str, backend: Checkpoints, reproducible: bool | str) -> Shapes:
+    """How a model goes on from states: drafts at once only where that is right, and rounds alike or need not."""
+    if reproducible is True:
+        raise UsageError(
+            f"reproducible=True, but {name!r} goes on from states, which no set of forward shapes leaves alike; "
+            "allowed: 'auto' or False"
+        )
+    if not backend.reads_on:
+        return replace(EXACT_FIT, token_by_token=True, chunk=WHOLE_PROMPT)
+    if backend.rounds_alike or reproducible is False:
+        return EXACT_FIT
+    warn_slower(
+        f"{name} reads drafts token by token, so that they change no text: in half precision its forward of several "
+        "rounds in another way; dtype='float32' or reproducible=False reads them at once"
+    )
+    return replace(EXACT_FIT, token_by_token=True)
 
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:

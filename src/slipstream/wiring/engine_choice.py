@@ -34,8 +34,10 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     """The loop of these settings. wanted: the drafter; rule: an acceptance rule given as an object."""
     target, choice = models.target_session, LengthChoice.parse(config.num_draft_tokens)
     if wanted == "auto":
-        costs = choice.kind == "auto"
+        costs = choice.kind == "auto"  # how much to draft goes by what it costs and brings
         wanted = drafters.preferred(draft_model=models.draft_session is not None, costs=costs)
+        if costs and models.shapes.token_by_token:  # a draft takes as many forwards as it has tokens
+            wanted = "none"
     name, traits = name_of(wanted), drafters.traits_of(wanted)
     check_confidence(choice, config.num_draft_tokens, name, traits)
     acceptance, device = rule or config.acceptance, target.backend.device

@@ -143,8 +143,7 @@ def _dispensable(positions: Sequence[int]) -> int:
 class OwnCacheBackend:
     """See the module. Optional capabilities: `Checkpoints`, `RaggedForwards`.
 
-    stepwise: whether the tokens after a known state are fed one at a time, because this model's forward of several
-    gives other logits.
+    Tokens after a state are fed one at a time unless `reads_on`. `state_trials` finds out.
     """
 
     attended_unit = 1
@@ -155,7 +154,7 @@ class OwnCacheBackend:
         config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
-        self.stepwise = False
+        self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), None)
         self._has_dynamic_cache = self._cache_name == "past_key_values" and model._supports_default_dynamic_cache()
@@ -176,7 +175,7 @@ class OwnCacheBackend:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """See `Backend.forward`; every column counts as a token, padding too."""
-        rows = [self._feed(first_slot + i, start, tokens[i].tolist()) for i, start in enumerate(starts)]
+        rows = [self._feed(first_slot + i, start, tokens[i].tolist(), logits) for i, start in enumerate(starts)]
         return torch.stack(rows) if logits else torch.empty(0, device=self.device)
 
     @torch.inference_mode()
@@ -192,7 +191,7 @@ class OwnCacheBackend:
         parts = tokens.tolist()
         found, begin = [], 0
         for segment in segments:
-            found.append(self._feed(segment.slot, segment.start, parts[begin : begin + segment.count]))
+            found.append(self._feed(segment.slot, segment.start, parts[begin : begin + segment.count], True))
             begin += segment.count
         logits = torch.cat(found)
         return logits if columns is None else logits[columns.to(self.device)]
@@ -202,18 +201,21 @@ class OwnCacheBackend:
         self.caches.copy(source, destination, length)
         self._ids[destination] = self._ids[source][:length]
 
-    def _feed(self, slot: int, start: int, ids: list[int]) -> Tensor:
-        """Logits [len(ids), V] after each of these tokens, written from position `start` on."""
-        if start and self.stepwise and len(ids) > 1:
-            return torch.cat([self._feed(slot, start + i, [token]) for i, token in enumerate(ids)])
-        state = self.caches.at(slot, start)
-        known = self._ids[slot] = [*self._ids[slot][:start], *ids]
-        logits, state = self._run(known, len(ids), state)
+    def _feed(self, slot: int, start: int, ids: list[int], logits: bool) -> Tensor:
+        """Logits [len(ids), V] after each of these tokens, written from position `start` on; else of any of them."""
+        if start and not self.reads_on and len(ids) > 1:
+            return torch.cat([self._feed(slot, start + i, [token], logits) for i, token in enumerate(ids)])
+        state, known = self.caches.at(slot, start), self._ids[slot]
+        known[start:] = ids
+        out, state = self._run(known, len(ids), state, logits)
         self.caches.put(slot, len(known), state)
-        return logits
+        return out
 
-    def _run(self, ids: list[int], count: int, state: State | None) -> tuple[Tensor, State]:
-        """Logits of the last `count` of these tokens and the state after them. state: that before them."""
+    def _run(self, ids: list[int], count: int, state: State | None, logits: bool) -> tuple[Tensor, State]:
+        """Logits of the last `count` of these tokens and the state after them. state: that before them.
+
+        logits: whether they are wanted; else those of the last token may be all there are.
+        """
         everything, caches = torch.tensor([ids], device=self.device), self._cache_name is not None
         given: dict[str, Any] = {"attention_mask": torch.ones_like(everything), "use_cache": caches}
         if "position_ids" in self._accepts:
@@ -228,10 +230,10 @@ class OwnCacheBackend:
             everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given
         )
         if "logits_to_keep" in self._accepts:
-            inputs["logits_to_keep"] = 0  # all
+            inputs["logits_to_keep"] = 0 if logits else 1  # 0: all
         self.module_state.restore(None if state is None else state.in_modules)
         out = self.model(**inputs, return_dict=True)
-        if out.logits.shape[1] != width:
+        if logits and out.logits.shape[1] != width:
             raise ValueError(f"for {width} tokens it returns the logits of {out.logits.shape[1]}")
         returned = None if self._cache_name is None else out.get(self._cache_name)
         after = State(cache if returned is None else returned, self.module_state.saved())  # None: changed in place

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, first_line
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fast_forwards import a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
@@ -46,17 +46,18 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         if not _takes_several(backend, ids) and not _agree(whole, _steps(backend, ids)):
             raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
-        backend.stepwise = backend.stepwise or not _agree(steps, several)
-        if backend.stepwise:
+        backend.reads_on = backend.reads_on and _agree(steps, several)
+        if not backend.reads_on:
             warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
-        if not _agree(steps if backend.stepwise else several, again):
+        if not _agree(several if backend.reads_on else steps, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
     except UsageError:
         raise
     except MODEL_ERRORS as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"model {name} is not supported: a forward of a few tokens fails: {reason}") from error
+        raise UsageError(
+            f"model {name} is not supported: a forward of a few tokens fails: {first_line(error)}"
+        ) from error
     return backend
 
 
@@ -95,7 +96,7 @@ def _takes_several(backend: OwnCacheBackend, ids: Tensor) -> bool:
         _several(backend, ids)
     except MODEL_ERRORS as error:
         log.info("%s takes one token after a state, not several: %s", type(backend.model).__name__, error)
-        backend.stepwise = True
+        backend.reads_on = False
         return False
     return True
 
