@@ -67,6 +67,7 @@ class Bench:
     def start(self, code: str, *arguments: str, prints_home: bool = True) -> Start:
         """Run this code on the checkout's sources, in a new process."""
         own = {"PYTHONPATH": str(self.checkout / "src"), "SLIPSTREAM_MODELS": str(self.models)}
+        own["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
         command = [sys.executable, "-c", code, *arguments]
         before, began = os.times(), perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)

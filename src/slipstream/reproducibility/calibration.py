@@ -4,30 +4,40 @@ A forward of five tokens may use other kernels than a forward of one, round diff
 that agree exactly make the text independent of how many tokens were drafted, of the batch and of the order of arrival.
 Which shapes those are is a property of the machine, the kernels and the model, so it is found by trying: the same
 token at the same position through every candidate width, alone and in a ragged batch, attending over several lengths.
+Where kernels guarantee that the shape changes no bit, a few shapes are tried and the rest is timing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Backend, set_attended_lengths
+from slipstream.models.shape_independence import is_shape_independent
 from slipstream.reproducibility.progress import Report, Stages, silent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
     LENGTH,
+    MOST_RAGGED_TIMINGS,
+    MOST_TIMINGS,
     PREFILL,
     REFERENCE,
     STEPS,
     WIDTHS,
     Trials,
 )
+from slipstream.reproducibility.spot_checks import spot_checks
+
+log = logging.getLogger("slipstream")
 
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
-SHARES = {"units": 0.15, "alone": 0.15, "batches": 0.3, "prompts": 0.3, "totals": 0.1}  # of the time, about
+# of the time, about: where every shape is tried, and where it is guaranteed that they agree
+SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
+SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
 
 
@@ -84,7 +94,18 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     contexts = CONTEXTS if backend.max_length >= longest else (backend.max_length // 4,)
     widths = [width for width in WIDTHS if width <= backend.max_length - max(contexts)]
     trials, stages = Trials(backend, contexts, widths, max_batch_size), Stages(report)
-    times = trials.milliseconds([width for width in TIMED if width in widths])
+    guaranteed = is_shape_independent(backend)
+    shares = SHARES_IF_GUARANTEED if guaranteed else SHARES
+    turns = stages.over(shares["times"], range(MOST_TIMINGS))
+    times = trials.milliseconds([width for width in TIMED if width in widths], turns)
+    if guaranteed:
+        if (found := _all_agreeing(trials, times, stages)) is not None:
+            return found
+        log.warning(
+            "%s says that the shape of a forward changes no bit, but it does: all shapes are tried",
+            type(backend).__name__,
+        )
+        set_attended_lengths(trials.backend, ATTENDED_UNITS[-1], ())
     units = stages.over(SHARES["units"], ATTENDED_UNITS)
     unit = next((unit for unit in units if trials.unit_agrees(unit)), None)
     if unit is None:
@@ -92,6 +113,19 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     lengths = trials.attended_lengths()
     found = _found(trials, Reading(unit, lengths, times), stages)
     return found if found.prompts or not lengths else _found(trials, Reading(unit, (), times), stages)
+
+
+def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Calibration | None:
+    """The calibration of a backend that guarantees that all shapes agree; None if spot checks show otherwise."""
+    unit, shares = ATTENDED_UNITS[0], SHARES_IF_GUARANTEED
+    trials.use_unit(unit)
+    lengths = trials.attended_lengths()
+    set_attended_lengths(trials.backend, unit, lengths)
+    if not all(agrees() for agrees in stages.over(shares["checks"], spot_checks(trials))):
+        return None
+    totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
+    milliseconds = trials.ragged_milliseconds(totals, trials.widths)
+    return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds)
 
 
 @dataclass(frozen=True)
@@ -114,8 +148,9 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
     chunks = stages.over(SHARES["prompts"], trials.chunks)
     prompts, widths = trials.prompts_agree(chunks), sorted((*agreeing, *others))
     ragged = prompts and trials.prompts_agree_together()
-    candidates = stages.over(SHARES["totals"], TOTALS if ragged else ())
+    candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
+    milliseconds = trials.ragged_milliseconds(stages.over(SHARES["ragged"], _in_turns(totals)), widths)
     return Calibration(
         tuple(agreeing),
         reading.unit,
@@ -123,5 +158,10 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
         prompts,
         tuple(others),
         reading.lengths,
-        trials.ragged_milliseconds(totals, widths),
+        milliseconds,
     )
+
+
+def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:
+    """Every total in turn, over and over: the number of the turn and the total."""
+    return [(turn, total) for turn in range(MOST_RAGGED_TIMINGS) for total in totals]

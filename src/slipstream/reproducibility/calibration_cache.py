@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.interfaces import Checkpoints
+from slipstream.core.unpadded_layout import UnpaddedForwards
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
@@ -25,14 +25,14 @@ from slipstream.reproducibility.progress import progress_bar
 
 log = logging.getLogger("slipstream")
 
-VERSION = 13  # of what calibration tries; what an earlier one found is not used
+VERSION = 14  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
 def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int) -> tuple[Shapes, Calibration | None]:
     """The forward shapes to keep to, by the `reproducible` setting and what agrees on this machine."""
-    if isinstance(loaded.backend, Checkpoints):
+    if isinstance(loaded.backend, UnpaddedForwards):
         return _shapes_of_states(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
         return EXACT_FIT, None
@@ -51,7 +51,7 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     return found.shapes, found
 
 
-def _shapes_of_states(name: str, backend: Checkpoints, reproducible: bool | str) -> Shapes:
+def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
     """How a model goes on from states: drafts at once only where that is right, and rounds alike or need not."""
     if reproducible is True:
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, cycle
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -11,15 +11,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.core.cache_state import PROMPT_UNIT
-from slipstream.core.interfaces import AttendedLengths, Backend, RaggedForwards, RowSegment, set_attended_lengths
-from slipstream.reproducibility.trial_layers import trial_backend
+from slipstream.core.interfaces import (
+    AttendedLengths,
+    Backend,
+    Checkpoints,
+    RaggedForwards,
+    RowSegment,
+    set_attended_lengths,
+)
+from slipstream.reproducibility.ragged_rounds import ragged_rounds, shared_out
+from slipstream.reproducibility.trial_layers import read_context, read_contexts, trial_backend
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
 FEWEST_RAGGED_TIMINGS, MOST_RAGGED_TIMINGS = 2, 3
-SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many of them are whose, over and over
-FEW = 3  # rows
 ATTENDED_UNITS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first unit, one beyond: the unit must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
@@ -42,18 +48,23 @@ class Trials:
         mates = [mate for mate in MATES if mate < max(contexts)] or [0]
         others = max(0, max_batch_size - len(contexts))
         self._starts = [*contexts, *(mates[i % len(mates)] for i in range(others))][: max(max_batch_size, 1)]
-        self._slots = max(len(self._starts), len(contexts))
-        length = max(contexts) + max(PREFILL, *WIDTHS)
-        generator = torch.Generator().manual_seed(20240229)
+        self._firsts = [*self._starts, *contexts[len(self._starts) :]]
+        length, generator = max(contexts) + max(PREFILL, *WIDTHS), torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         set_attended_lengths(backend, ATTENDED_UNITS[-1], ())
-        backend.reserve(self._slots, length + 3 * ATTENDED_UNITS[-1])
-        for start in range(0, max(contexts), PREFILL):
-            chunk = self._tokens[None, start : min(start + PREFILL, max(contexts))]
-            backend.forward(chunk, [start], first_slot=0, logits=False)
-        for slot in range(1, self._slots):
-            backend.copy(0, slot, max(contexts))
+        for one in (whole, backend):
+            one.reserve(len(self._firsts), length + 3 * ATTENDED_UNITS[-1])
+        read_contexts(backend, self._tokens, self._firsts, PREFILL)
+        if isinstance(whole, Checkpoints) and whole.checkpoint(0, contexts[0]) < contexts[0]:
+            read_context(whole, self._tokens, 0, contexts[0], 0)  # it has another cache
         self._reference: list[Tensor] = []
+
+    def _forward(self, tokens: Tensor, starts: list[int], first_slot: int) -> Tensor:
+        """Logits; later forwards begin where the contexts end."""
+        if isinstance(self.backend, Checkpoints):
+            for slot in range(first_slot, first_slot + len(starts)):
+                self.backend.settle(slot, self._firsts[slot])
+        return self.backend.forward(tokens, starts, first_slot=first_slot, logits=True)
 
     def use_unit(self, unit: int) -> None:
         """Read the KV cache in units of `unit` from now on; the reference is computed with it."""
@@ -68,13 +79,16 @@ class Trials:
         last = min(first + max(length, width), self.backend.max_length) - width + 1
         for start in range(first, last, width):
             tokens = self._tokens[None, start : start + width]
-            yield self.backend.forward(tokens, [start], first_slot=slot, logits=True)[0].clone()
+            yield self._forward(tokens, [start], slot)[0].clone()
 
-    def agrees_alone(self, width: int) -> bool:
-        """Whether every position comes out as in the reference; gives up at the first that does not."""
+    def agrees_alone(self, width: int, *, once: bool = False) -> bool:
+        """Whether every position comes out as in the reference; gives up at the first that does not.
+
+        once: in one forward of each context instead of consecutive ones.
+        """
         for slot, reference in enumerate(self._reference):
             at = 0
-            for segment in self._trace(slot, width):
+            for segment in self._trace(slot, width, width if once else LENGTH):
                 count = min(len(segment), len(reference) - at)
                 if not torch.equal(segment[:count], reference[at : at + count]):
                     return False
@@ -92,7 +106,7 @@ class Trials:
             for at in range(0, min((steps - 1) * width, last) + 1, width):
                 starts = [start + at for start in self._starts[:rows]]
                 tokens = torch.stack([self._tokens[start : start + width] for start in starts])
-                logits = self.backend.forward(tokens, starts, first_slot=0, logits=True)
+                logits = self._forward(tokens, starts, 0)
                 for row, reference in zip(logits, self._reference, strict=False):
                     expected = reference[at : at + width]
                     if not torch.equal(row[: len(expected)], expected):
@@ -101,7 +115,7 @@ class Trials:
 
     def attended_lengths(self) -> tuple[int, ...]:
         """How much of the KV cache forwards may read where it is enough, without a difference to whole units."""
-        backend, unit = self.backend, self.backend.attended_unit
+        backend, unit = self._whole, self.backend.attended_unit
         if not isinstance(backend, AttendedLengths) or backend.device.type != "cpu":
             return ()
         return tuple(
@@ -126,12 +140,30 @@ class Trials:
                 return False
         return True
 
+    def longest_chunk_agrees(self) -> bool:
+        """Whether a prompt's longest chunk gives the reference's bits at its beginning and its end."""
+        slot = len(self.contexts) - 1
+        if not self.chunks:
+            return True
+        segment, reference = next(self._trace(slot, self.chunks[-1], self.chunks[-1])), self._reference[slot]
+        last = self.contexts[slot] + len(segment) - REFERENCE
+        end = self._forward(self._tokens[None, last : last + REFERENCE], [last], slot)[0]
+        count = min(len(segment), len(reference))
+        return torch.equal(segment[:count], reference[:count]) and torch.equal(segment[-REFERENCE:], end)
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether there are ragged forwards to try."""
+        several = len(self._starts) >= max(2, len(self.contexts))
+        return isinstance(self.backend, RaggedForwards) and self.backend.ragged and several
+
     def prompts_agree_together(self) -> bool:
         """Whether prompts that share a forward do as well."""
         backend, slot = self.backend, len(self.contexts) - 1
         other = 1 if slot == 0 else 0
-        if not isinstance(backend, RaggedForwards) or not backend.ragged or max(slot, other) >= len(self._starts):
+        if not self._ragged:
             return False
+        assert isinstance(backend, RaggedForwards)
         length = min(PREFILL // 2, backend.max_length - max(self._starts[:2]) - PROMPT_UNIT)
         reference = torch.cat(list(self._trace(slot, REFERENCE, length)))
         for share, order in ((0.2, (slot, other)), (0.5, (other, slot)), (0.7, (slot, other))):
@@ -145,25 +177,25 @@ class Trials:
                 return False
         return True
 
+    def totals(self, totals: Sequence[int], widths: Sequence[int]) -> list[int]:
+        """Those of these numbers of tokens for which the context has room for a ragged forward."""
+        return [total for total in totals if self._ragged and any(self._ragged_rounds(total, widths))]
+
     def total_agrees(self, total: int, widths: Sequence[int]) -> bool:
         """Whether ragged forwards of this many tokens do, of as many rows as there may be and of few."""
-        backend, tried = self.backend, False
+        backend = self.backend
         assert isinstance(backend, RaggedForwards)
-        for rows in {min(count, len(self._starts), total - 1) for count in (len(self._starts), FEW)}:
-            done = [0] * rows
-            for turn in range(2):
-                counts = _shared_out(total - turn, rows, turn)  # the second time there is padding
-                if max(self._starts[:rows]) + max(done) + max(counts) + widths[-1] > backend.max_length:
-                    break
-                segments = [RowSegment(i, self._starts[i] + done[i], counts[i]) for i in range(rows)]
-                logits = backend.forward_ragged(self._end_to_end(segments, total), segments, widths=widths)
-                ends = accumulate(counts)
-                for reference, end, count, at in zip(self._reference, ends, counts, done, strict=False):
-                    expected = reference[at : at + count]
-                    if not torch.equal(logits[end - count :][: len(expected)], expected):
-                        return False
-                done, tried = [at + count for at, count in zip(done, counts, strict=True)], True
-        return tried
+        for segments in self._ragged_rounds(total, widths):
+            logits = backend.forward_ragged(self._end_to_end(segments, total), segments, widths=widths)
+            ends = accumulate(segment.count for segment in segments)
+            for reference, end, segment, start in zip(self._reference, ends, segments, self._starts, strict=False):
+                expected = reference[segment.start - start :][: segment.count]
+                if not torch.equal(logits[end - segment.count :][: len(expected)], expected):
+                    return False
+        return True
+
+    def _ragged_rounds(self, total: int, widths: Sequence[int]) -> Iterator[list[RowSegment]]:
+        return ragged_rounds(total, self._starts, self.backend.max_length - widths[-1])
 
     def _end_to_end(self, segments: Sequence[RowSegment], total: int) -> Tensor:
         tokens = torch.cat([self._tokens[segment.start : segment.start + segment.count] for segment in segments])
@@ -179,29 +211,29 @@ class Trials:
         self.backend.attended_unit = unit
         return agrees
 
-    def milliseconds(self, widths: Sequence[int]) -> dict[int, float]:
-        """Time of one forward of each width, one row.
+    def milliseconds(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
+        """Time of one forward of each width, one row. turns: their numbers; as many are taken as there is time for.
 
         The widths alternate and the fastest of many rounds counts: whatever else the machine does only adds time.
         """
         started = perf_counter()
         times: dict[int, list[float]] = {width: [] for width in widths}
-        for turn in range(MOST_TIMINGS):
+        for turn in turns:
             if turn >= FEWEST_TIMINGS and perf_counter() - started > TIMING_SECONDS:
                 break
             for width in widths:
                 times[width].append(self._time(width))
         return {width: 1e3 * min(taken) for width, taken in times.items()}
 
-    def ragged_milliseconds(self, totals: Sequence[int], widths: Sequence[int]) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be; fewer rounds, as they take long."""
+    def ragged_milliseconds(self, turns: Iterable[tuple[int, int]], widths: Sequence[int]) -> dict[int, float]:
+        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take."""
         backend, times = self._whole, dict[int, list[float]]()
         started = perf_counter()
-        for turn, total in ((turn, total) for turn in range(MOST_RAGGED_TIMINGS) for total in totals):
+        for turn, total in turns:
             if turn >= FEWEST_RAGGED_TIMINGS and perf_counter() - started > TIMING_SECONDS:
                 break
             assert isinstance(backend, RaggedForwards)
-            counts = _shared_out(total, min(total, len(self._starts)), 0)
+            counts = shared_out(total, min(total, len(self._starts)), 0)
             segments = [RowSegment(i, self._starts[i], count) for i, count in enumerate(counts)]
             begun = perf_counter()
             backend.forward_ragged(self._end_to_end(segments, total), segments, widths=widths)[-1, -1].item()
@@ -210,16 +242,9 @@ class Trials:
 
     def _time(self, width: int) -> float:
         start = self.contexts[0]
-        begun = perf_counter()
         tokens = self._tokens[None, start : start + width]
+        if isinstance(self._whole, Checkpoints):
+            self._whole.settle(0, start)
+        begun = perf_counter()
         self._whole.forward(tokens, [start], first_slot=0, logits=True).sum().item()
         return perf_counter() - begun
-
-
-def _shared_out(total: int, rows: int, turn: int) -> list[int]:
-    """Tokens of each row, at least one."""
-    counts = [1] * rows
-    places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
-    while (left := total - sum(counts)) > 0:
-        counts[next(places)] += min(left, next(shares) - 1)
-    return counts

@@ -1,0 +1,48 @@
+"""The comparison of two checkouts' speeds: like with like, and a slower one is found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "benchmarks" / "checkout_speed.py"
+
+
+@pytest.fixture(scope="module")
+def checkout_speed() -> Any:
+    spec = importlib.util.spec_from_file_location("checkout_speed", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["checkout_speed"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_measurement_is_compared_with_its_own_kind(checkout_speed: Any) -> None:
+    def runs(*seconds: float) -> dict[Any, Any]:
+        keys = [("none", "one", 1, 0), ("auto", "one", 1, 0), ("none", "two", 1, 0)]
+        return {key: checkout_speed.Measured(taken, [[1]]) for key, taken in zip(keys, seconds, strict=False)}
+
+    assert checkout_speed.ratios(runs(2.0, 3.0, 4.0), runs(1.0, 3.0, 8.0)) == {"none": [2.0, 0.5], "auto": [1.0]}
+    with pytest.raises(SystemExit, match=r"only one checkout ran \('none', 'two', 1, 0\)"):
+        checkout_speed.ratios(runs(2.0, 3.0, 4.0), runs(1.0, 3.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "code"), [("0", 0), ("1000", 1)])
+def test_an_arm_that_became_too_slow_is_an_error(least: str, code: int, tmp_path: Path) -> None:
+    plan, found = tmp_path / "plan.json", tmp_path / "found.json"
+    plan.write_text(json.dumps({"target": "toy", "arms": ["none", "ngram@4"], "limit": 1, "max_tokens": 4}))
+    options = ["--plan", plan, "--turns", "1", "--least", least, "--json", found]
+    done = subprocess.run([sys.executable, str(FILE), str(ROOT), str(ROOT), *map(str, options)], capture_output=True)
+    assert done.returncode == code, done.stderr
+    read = json.loads(found.read_text())
+    assert read["texts that differ"] == {"none": 0, "ngram@4": 0}
+    assert read["medians"].keys() == read["ratios"][0].keys() == {"none", "ngram@4"}

@@ -1,0 +1,177 @@
+"""Backends that say forward shapes change no bit: a few trials confirm it, and a false word is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rounding import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
+from tiny import VOCAB, fast, fresh
+from torch import Tensor, nn
+
+from slipstream.core.interfaces import RowSegment
+from slipstream.models.cpu import kernel_build
+from slipstream.models.cpu.compressed_linear import compressed_or_packed
+from slipstream.models.cpu.packed_linear import pack, packed
+from slipstream.models.cpu.quantised_linear import rounded
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from slipstream.models.hf.fused_linear import fuse
+from slipstream.models.shape_independence import is_shape_independent
+from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
+from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, WIDTHS
+
+Convert = Callable[[nn.Linear], nn.Module]
+needs_kernels = pytest.mark.skipif(
+    kernel_build.kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16"
+)
+
+
+class Claims(RoundingBackend):
+    """Says that shapes change no bit, whatever is true."""
+
+    shape_independent = True
+
+
+class ClaimsReading(ReadsLess):
+    """The same of the lengths that attention reads."""
+
+    shape_independent = True
+
+
+class ClaimsRagged(Claims):
+    """The same of ragged forwards, whose tokens are off by a bit where `odd` says so."""
+
+    ragged, odd = True, False
+
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        out, at = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float64), 0
+        for segment in segments:
+            end = len(tokens) if segment is segments[-1] else at + segment.count
+            out[at:end] = RoundingBackend.forward(
+                self, tokens[None, at:end], [segment.start], first_slot=segment.slot, logits=True
+            )[0]
+            at = end
+        return out + BIT * self.odd
+
+
+def unmeasured(calibration: Calibration) -> Calibration:
+    """What was found, without how long anything took."""
+    return replace(calibration, milliseconds={}, totals=dict.fromkeys(calibration.totals, 0.0))
+
+
+def test_a_true_word_is_taken_after_a_few_trials(caplog: pytest.LogCaptureFixture) -> None:
+    sceptical, trusting = RoundingBackend(), Claims()
+    assert unmeasured(calibrate(trusting, BATCH)) == unmeasured(calibrate(sceptical, BATCH))
+    timed = sum(shape == (1, width) for shape in trusting.shapes for width in range(2, 5))
+    assert len(trusting.shapes) < len(sceptical.shapes) and timed and caplog.text == ""
+
+
+@pytest.mark.parametrize("odd", [(1,), (2,), (3,), (5, 6), (16, 32), without(8)])
+def test_a_width_that_rounds_otherwise_is_found_whatever_the_backend_says(
+    odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def deviates(rows: int, width: int, columns: Tensor, length: int) -> bool:
+        return width in odd
+
+    truth = calibrate(Claims(deviates), BATCH)
+    assert unmeasured(truth) == unmeasured(found(deviates)) and truth.widths == without(*odd)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Claims says that the shape of a forward changes no bit, but it does" in caplog.text
+
+
+LIES: dict[str, Deviates] = {
+    "in batches": lambda rows, width, columns, length: rows > 1 and width > 1,
+    "in a batch of five": lambda rows, width, columns, length: rows == 5,
+    "at the end of a prompt's chunk": lambda rows, width, columns, length: (width > 32) & (columns > 247),
+    "in prompts": lambda rows, width, columns, length: width > 32,
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_other_shapes_that_matter_are_found_too(name: str) -> None:
+    truth = calibrate(Claims(LIES[name]), BATCH)
+    assert unmeasured(truth) == unmeasured(found(LIES[name])) != unmeasured(found(never))
+
+
+def test_what_one_forward_leaves_to_the_next_is_tried() -> None:
+    class Stores(Claims):
+        def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+            out = super().forward(tokens, starts, first_slot=first_slot, logits=logits)
+            if tokens.shape[1] == 1:
+                for row, start in enumerate(starts):
+                    self.slots[first_slot + row, start] += BIT
+            return out
+
+    assert calibrate(Stores(), BATCH).widths == without(1)
+
+
+def test_attended_lengths_and_ragged_forwards_are_tried() -> None:
+    assert calibrate(ClaimsReading(()), BATCH).attended_lengths == ATTENDED_LENGTHS
+    result = calibrate(ClaimsReading((576,)), BATCH)
+    assert result.attended_lengths == tuple(read for read in ATTENDED_LENGTHS if read != 576)
+    assert tuple(calibrate(ClaimsRagged(), BATCH).totals) == TOTALS
+    liar = ClaimsRagged()
+    liar.odd = True
+    assert not calibrate(liar, BATCH).totals
+
+
+def test_a_short_context_is_calibrated_within_it() -> None:
+    result = calibrate(Claims(max_length=96), BATCH)
+    assert (result.widths, result.attended_unit, result.prompts) == (WIDTHS, ATTENDED_UNITS[0], True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = fast(name, torch.bfloat16, head_dim=64)
+    trusted = calibrate(backend, BATCH)
+    assert (trusted.widths, trusted.attended_lengths, tuple(trusted.totals)) == (WIDTHS, ATTENDED_LENGTHS, TOTALS)
+    monkeypatch.setattr("slipstream.reproducibility.calibration.is_shape_independent", lambda backend: False)
+    assert unmeasured(calibrate(backend, BATCH)) == unmeasured(trusted)
+
+
+def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:
+    """The compressed form of a layer, or another one if it has so many outputs."""
+    return other(linear) if linear.out_features == outputs else compressed_or_packed(linear)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "outputs", "other", "guaranteed"),
+    [
+        ({}, 0, packed, True),
+        ({"head_dim": 32}, 0, packed, False),  # attention is PyTorch's
+        ({}, VOCAB, packed, False),
+        ({}, VOCAB, lambda linear: linear, False),
+        ({}, 96, packed, False),  # gate and up
+        ({}, 96, partial(rounded, bits="int4"), False),  # other kernels for more than a few tokens
+    ],
+)
+def test_only_kernels_for_every_product_and_all_of_attention_guarantee_anything(
+    changes: dict[str, Any], outputs: int, other: Convert, guaranteed: bool
+) -> None:
+    model = fresh("llama", dtype=torch.bfloat16, **{"head_dim": 64} | changes)
+    convert = partial(product_of, outputs=outputs, other=other)
+    fuse(model, convert)
+    pack(model, convert)
+    backend = HFBackend(model)
+    group_queries(backend)
+    fuse_layers(backend)
+    assert is_shape_independent(backend) is guaranteed
+
+
+def test_pytorchs_kernels_guarantee_nothing() -> None:
+    assert not is_shape_independent(fast("llama", torch.float32, head_dim=64))
+    assert not is_shape_independent(HFBackend(fresh("llama", dtype=torch.bfloat16)))
