@@ -15,10 +15,10 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.core.cache_state import Shapes
-from slipstream.core.ragged_layout import make_session
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.core.unpadded_layout import make_session
 from slipstream.draft_length.policies import Fixed, drafts_for
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter

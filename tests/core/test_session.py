@@ -13,15 +13,16 @@ import torch
 from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_cases import CAPACITY, commit, from_scratch, new_row, table
 from tiny import HashBackend, RaggedHash, fresh, prompts
 
-from slipstream import Round, SamplingParams, SlipstreamError
+from slipstream import SlipstreamError
 from slipstream.core.cache_state import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment
-from slipstream.core.ragged_layout import make_session
 from slipstream.core.session import Session
 from slipstream.core.slot_table import CATCH_UP
 from slipstream.core.types import Row
+from slipstream.core.unpadded_layout import make_session
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import ToyBackend
 
@@ -30,33 +31,6 @@ pytestmark = pytest.mark.usefixtures("cache_audit")
 AGREEING = Shapes((4, 8, 16, 32, 64, 128, 256), 256, 512)
 RAGGED = replace(AGREEING, totals=(8, 12, 16, 24))
 SHAPES = [EXACT_FIT, AGREEING, Shapes((), 3), Shapes((4, 8, 16), 4)]
-OPTIONS = SamplingParams(max_tokens=10_000)
-CAPACITY = 400
-
-
-def new_row(tokens: Sequence[int], index: int = 0) -> Row:
-    return Row(index, list(tokens), OPTIONS, seed=0)
-
-
-def commit(row: Row, draft: Sequence[int], kept: int, next_token: int) -> None:
-    """What the loop does at the end of a round, without a model."""
-    start = len(row.tokens)
-    tokens = row.commit([*draft[:kept], next_token])
-    row.rounds.append(Round(row.index, 0, 1, start, tuple(draft), tokens, kept, kept < len(draft)))
-
-
-def table(drafts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
-    width = max(map(len, drafts), default=0)
-    return torch.tensor([[*d, *[0] * (width - len(d))] for d in drafts]).reshape(len(drafts), width), list(
-        map(len, drafts)
-    )
-
-
-def from_scratch(make: Callable[[], Backend], row: Row, draft: Sequence[int]) -> torch.Tensor:
-    """[len(draft) + 1, V] logits of a session that starts with nothing."""
-    session = Session(make(), EXACT_FIT)
-    session.reserve(1, CAPACITY)
-    return session.score([row], torch.tensor([list(draft)], dtype=torch.int64).reshape(1, len(draft)), [len(draft)])[0]
 
 
 class BatchProcessor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine, run
-from test_session import commit, from_scratch, new_row, table
+from session_cases import commit, from_scratch, new_row, table
 from tiny import HashBackend, fresh, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,6 +14,7 @@ from architectures import Unbuilt, tiny_model
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
+from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.sampling.sampler import Sampler
 
@@ -111,8 +112,9 @@ class Checks:
     def how(self) -> str:
         """Which cache the model runs on."""
         backend = self.decoder.target.backend
-        if not isinstance(backend, OwnCacheBackend):
-            return "slots of a KV cache"
+        if isinstance(backend, HFBackend):
+            return "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
+        assert isinstance(backend, OwnCacheBackend)
         return "caches of its own" + ("" if backend.reads_on else ", drafts token by token")
 
     def greedy(self, decoder: SpeculativeDecoder) -> None:

@@ -29,7 +29,7 @@ class Sampler(Protocol):
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
 
-    def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
+    def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
         """[B, J, V] logits after bias, penalties and processors; position j has seen first + j draft tokens."""
 
     def probs(self, scores: Tensor) -> Tensor:
@@ -194,18 +194,17 @@ class AttendedLengths(Protocol):
 class Checkpoints(Protocol):
     """Optional capability of a backend whose state is known at some positions only, as that of recurrent layers is.
 
-    A forward starts at such a position, forgets those behind it, and makes the one where it ends another. It has no
-    padding: forwards of several rows are `RaggedForwards`.
-
-    reads_on: whether a forward of several tokens after a state is right, so that long prompts may be read in chunks.
-    rounds_alike: whether it also gives each token the logits that it gets alone, up to the rounding of float32.
+    A forward begins at such a position and makes those of its own tokens that are not settled known as well.
     """
-
-    reads_on: bool
-    rounds_alike: bool
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
+
+    def settle(self, slot: int, position: int) -> None:
+        """Said before a forward of a slot: its text is true up to `position`, and no later forward begins before.
+
+        But for those of other texts, which begin wherever `checkpoint` says.
+        """
 
 
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:

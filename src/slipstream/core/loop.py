@@ -20,7 +20,7 @@ from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.logprobs import token_logprobs
 from slipstream.core.rng import Race
-from slipstream.core.session import Session
+from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Draft, Round, Row, Seconds, TokenLogprobs, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
@@ -125,7 +125,7 @@ class Engine:
     policy: Policy
     make_sampler: MakeSampler
     acceptance: str | Rule = "auto"
-    draft_session: Session | None = None
+    draft_session: PromptReader | None = None
     drafts_for: Callable[[Row], bool] = lambda row: False
 
     def __post_init__(self) -> None:

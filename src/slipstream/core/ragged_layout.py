@@ -13,20 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch_layout import Rectangle
-from slipstream.core.cache_state import EXACT_FIT, Shapes, common_beginning
+from slipstream.core.cache_state import common_beginning
 from slipstream.core.input_batch import InputBatch
-from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
-from slipstream.core.session import Session
+from slipstream.core.interfaces import RaggedForwards, RowSegment
 from slipstream.core.slot_table import CATCH_UP, SlotTable, in_order
 from slipstream.core.types import Row
-
-
-def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
-    """The session that makes the most of a backend."""
-    if isinstance(backend, Checkpoints):
-        return Session(backend, shapes, CheckpointLayout())
-    ragged = isinstance(backend, RaggedForwards) and backend.ragged
-    return Session(backend, shapes, RaggedLayout() if ragged else None)
 
 
 class RaggedLayout:
@@ -70,37 +61,8 @@ class RaggedLayout:
         if total is None or total >= rows * batch.width or not self.allowed(table):
             return self._rectangle.score(table, batch, draft, lengths, keep)
         segments = [RowSegment(slot, start, len(texts[slot])) for slot, start in enumerate(batch.starts)]
-        logits = _forward(table, end_to_end(texts, total), segments, texts, table.shapes.widths)
+        logits = forward_segments(table, end_to_end(texts, total), segments, texts, table.shapes.widths)
         return last_of_each(logits, [len(text) for text in texts], [keep - width + n for n in lengths], keep)
-
-
-class CheckpointLayout:
-    """The layout of sessions whose backend has `Checkpoints`: nothing is ever padded."""
-
-    def __init__(self) -> None:
-        self._rectangle = Rectangle()
-
-    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
-        """As many tokens as there are."""
-        return rows + drafted if rows > 1 else None
-
-    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`; prompts are read one by one, without padding where no shapes are asked for."""
-        return self._rectangle.prefill(table, rows, answer=answer)
-
-    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
-        """One forward of all rows' real tokens."""
-        width = draft.shape[1]
-        real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
-        texts = without_padding(batch, draft, real)
-        counts = [len(text) for text in texts]
-        segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]
-        pieces = texts
-        if table.shapes.token_by_token:
-            segments = [RowSegment(one.slot, one.start + i, 1) for one in segments for i in range(one.count)]
-            pieces = [[token] for text in texts for token in text]
-        logits = _forward(table, end_to_end(texts, sum(counts)), segments, pieces, None)
-        return last_of_each(logits, counts, [keep - width + n for n in real], keep)
 
 
 def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
@@ -139,13 +101,13 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
         columns = [sum(counts[: i + 1]) - 1 for i in over]
         wanted = max(1, len(over))  # columns go through the output layer in numbers that agree
         columns += [0] * ((shapes.pad_total(wanted) or shapes.pad_prompt(wanted)) - len(over))
-        logits = _forward(table, inputs, segments, texts, None, torch.tensor(columns))
+        logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
         answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
         for segment in segments:
             table.has_read(segment.slot, segment.count)
 
 
-def _forward(
+def forward_segments(
     table: SlotTable,
     inputs: Tensor,
     segments: list[RowSegment],
@@ -153,6 +115,7 @@ def _forward(
     widths: Sequence[int] | None,
     columns: Tensor | None = None,
 ) -> Tensor:
+    """See `RaggedForwards.forward_ragged`; the audit is told what is written."""
     assert isinstance(table.backend, RaggedForwards)
     if table.audit:
         for segment, text in zip(segments, texts, strict=True):

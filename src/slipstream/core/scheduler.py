@@ -115,6 +115,6 @@ class Scheduler:
         """The caches grow with the rows that are admitted."""
         rows = self._reserved = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
-        for session in (self.engine.target, self.engine.draft_session):
-            if session is not None:
-                session.reserve(len(rows), length)
+        self.engine.target.reserve(len(rows), length)
+        if self.engine.draft_session is not None:
+            self.engine.draft_session.reserve(len(rows), length)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,25 @@ from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, GreedyRounds
 from slipstream.core.slot_table import CATCH_UP, SlotTable
 from slipstream.core.types import Row, Verdict
+
+
+class PromptReader(Protocol):
+    """What the loop and the scheduler ask of a draft model; `Session` says what each does."""
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room."""
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """Move what is cached to the slots of a batch."""
+
+    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
+        """Read prompts of rows that are not in a batch yet."""
+
+    def has_read(self, row: Row) -> bool:
+        """Whether a row's prompt is cached but for its last token."""
+
+    def holds(self, row: Row) -> bool:
+        """Whether some of a row is cached in its name."""
 
 
 class Session:
@@ -112,6 +132,13 @@ class Session:
             if self.holds(row):
                 self.table.seat(slot, row)
 
+    def keep(self, row: Row, length: int) -> None:
+        """A row's text is about to change: only its first `length` tokens, drafts included, are what is cached."""
+        for slot, state in enumerate(self.slot_states):
+            if state.row is row:
+                known = min(max(state.base, state.written), length)
+                state.base = state.written = self.table.checkpoint(slot, known)
+
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
         """Logits after the committed tokens and after each draft token.
 
@@ -164,6 +191,8 @@ class Session:
         self.prefill(rows)
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
+        for slot, row in enumerate(rows):
+            self.table.settle(slot, len(row.tokens) - row.open_end)
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are cached already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]

@@ -62,6 +62,7 @@ class SlotTable:
         chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
         width = self.shapes.pad_prompt(len(chunk))
         inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
+        self.settle(slot, min(state.base + len(chunk), len(row.tokens) - row.open_end))
         if self.audit:
             self.audit.write(slot, state.base, chunk)
         if state.base + len(chunk) == len(row.tokens):
@@ -108,6 +109,11 @@ class SlotTable:
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, from which a slot can go on."""
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
+
+    def settle(self, slot: int, position: int) -> None:
+        """Before a forward: the text of a slot is true up to `position`, and no later forward begins before."""
+        if self._checkpoints is not None:
+            self._checkpoints.settle(slot, position)
 
     def usable(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -179,7 +179,9 @@ class Row:
     """One sequence: its committed tokens (the only truth about it), its options and its rounds so far.
 
     `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
-    string is complete with it. error: why the row failed, with finish reason "error".
+    string is complete with it. error: why the row failed, with finish reason "error". messages: the chat that the
+    prompt was rendered from, if it was, for draft models with a format of their own. open_end: how many tokens at its
+    end may change yet, or are read again.
     """
 
     index: int
@@ -191,6 +193,8 @@ class Row:
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    messages: Sequence[Any] | None = None
+    open_end: int = 1
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:

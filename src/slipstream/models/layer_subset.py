@@ -24,7 +24,7 @@ class LayerSubsets(Protocol):
     def layer_subset(self, layers: Sequence[int]) -> Backend:
         """A backend of these layers, numbered from 0, ascending, on the same KV cache with the same attended lengths.
 
-        Raises `UsageError` where the model's layers cannot be told.
+        Raises `UsageError` where the model's layers cannot be told, or have states that cannot be shared.
         """
 
 
@@ -34,6 +34,9 @@ class LayerKinds(LayerSubsets, Protocol):
 
     def layer_kinds(self) -> Sequence[Hashable]:
         """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
+
+    def separate_subset(self, layers: Sequence[int]) -> Backend:
+        """As `layer_subset`, on a cache of its own. Raises `UsageError` where the model's layers cannot be told."""
 
 
 def num_layers(backend: Backend) -> int:

@@ -11,6 +11,7 @@ LANES = 16  # numbers that the kernels take at a time
 PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes of weights in 12 bits
 GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
+MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
 
 
 class LinearStruct(ctypes.Structure):
@@ -51,11 +52,30 @@ class CacheStruct(ctypes.Structure):
     ]
 
 
+class RecurrenceStruct(ctypes.Structure):
+    """`struct recurrence`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "rate", "shift", "skip")),
+        *((name, ctypes.c_long) for name in ("channels", "taps", "inputs", "heads", "key_heads", "key_size")),
+        *((name, ctypes.c_long) for name in ("value_size", "queries", "keys", "values", "ring")),
+        *((name, ctypes.c_int32) for name in ("corrects", "normalised", "is_float")),
+    ]
+
+
+class SegmentStruct(ctypes.Structure):
+    """`struct segment`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("slot", "start", "count", "known", "keep")]
+
+
 MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
     "norm": NormStruct,
     "layer": LayerStruct,
     "kv_cache": CacheStruct,
+    "recurrence": RecurrenceStruct,
+    "segment": SegmentStruct,
 }
 CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,
@@ -66,6 +86,8 @@ CONSTANTS: Mapping[str, int] = {
     "RECORD": RECORD,
     "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
     "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
+    "MAX_STATE": MAX_STATE,
+    "MAX_TAPS": MAX_TAPS,
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
-from slipstream.models.cpu.compressed_linear import KernelLinear
+from slipstream.models.cpu.compressed_linear import CompressedLinear, KernelLinear
 from slipstream.models.cpu.kernel_build import address, kernels
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
@@ -28,7 +28,11 @@ CLOSE = 0.01  # relative difference from one of these activations; its outputs a
 
 
 class CompiledOps:
-    """What `LayerOps` computes, compiled; see `Ops`."""
+    """What `LayerOps` computes, compiled; see `Ops`.
+
+    shape_independent: whether whole layers are computed, and each token as if it were alone: any number of tokens, with
+    weights of 12 bits. Known once a layer has been computed.
+    """
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `recognise` gives this activation."""
@@ -48,6 +52,8 @@ class CompiledOps:
         self._attends = (
             self._size % 64 == 0 and self._size <= MAX_HEAD_SIZE and self.heads <= MAX_SHARED_HEADS * self.key_heads
         )
+        self._as_if_alone = self._attends and all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
+        self.shape_independent = False
         self._this, self._scratch = ctypes.byref(self._layer), library.scratch_per_token(ctypes.byref(self._layer))
 
     def _norm(self, norm: RootMeanSquare | None) -> NormStruct:
@@ -88,6 +94,7 @@ class CompiledOps:
         cached = CacheStruct(address(keys), address(values), keys.shape[2], spec.window or 0, spec.scaling, *where)
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         self._call(self._library.whole_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)
+        self.shape_independent = self._as_if_alone
         return out
 
     def _rope(self, hidden: Tensor, rope: Rope) -> list[Tensor]:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from slipstream.models.hf import grouped_attention as grouped
 
+STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
+Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for all layers, or one per kind
+
 
 class MaskBuilder:
     """Builds the masks a model's layers expect.
@@ -23,7 +26,7 @@ class MaskBuilder:
         everywhere = "sliding_attention" if self._window else "full_attention"
         kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
         self.windows = [self._window if kind == "sliding_attention" else None for kind in kinds]
-        self._kinds = frozenset(kinds)
+        self._kinds = frozenset("full_attention" if kind == "hybrid" else kind for kind in kinds) - STATEFUL
         self._dtype: torch.dtype = model.dtype
         self._is_eager = config._attn_implementation == "eager"
         self.repeats = grouped.repeats_of(config) if config._attn_implementation == grouped.NAME else None
@@ -39,6 +42,14 @@ class MaskBuilder:
         if "sliding_attention" in self._kinds and self._window is not None:
             masks["sliding_attention"] = self._form(causal & (keys > last - self._window))
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
+
+    def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
+        """The same for a model with recurrent layers, which take none; None if it has no others."""
+        if not self._kinds:
+            return None
+        built = self.build(queries, keys)
+        masks = built if isinstance(built, dict) else dict.fromkeys(self._kinds, built)
+        return {**dict.fromkeys(STATEFUL), **masks}
 
     def _form(self, allowed: Tensor) -> Tensor:
         """A boolean mask in the form that the model's attention takes."""

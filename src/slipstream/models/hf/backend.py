@@ -12,36 +12,53 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import RowSegment
 from slipstream.errors import UsageError
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.attention_masks import MaskBuilder
+from slipstream.models.hf.attention_masks import MaskBuilder, Masks
 from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
+from slipstream.models.hf.recurrent.mixers import recurrent_layers, recurrent_states
+
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+KINDS = frozenset(("full_attention", "sliding_attention"))
+RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
+CACHE_NAMES = ("past_key_values", "cache_params")  # of `forward`'s arguments
 
 
 class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
-    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `LayerKinds`. ragged: whether the
-    model's layers take ragged forwards, which `fuse_layers` finds out.
+    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `LayerKinds`, `Checkpoints`,
+    `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and whether kernels
+    compute each token as if it were alone; `fuse_layers` finds out.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
         """cache: of another backend, to share it; by default a new one."""
-        check_supported(model)
+        if cache is None:
+            check_supported(model)
         self.model = model.eval()
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().out_features
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.num_layers: int = config.num_hidden_layers
-        self.cache = RaggedCache(config.num_hidden_layers) if cache is None else cache
+        self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = next(name for name in CACHE_NAMES if name in accepted)
+        self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
-        self.ragged = False
+        self.ragged = self.shape_independent = False
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -100,6 +117,8 @@ class HFBackend:
     @torch.inference_mode()
     def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
         """See `AttendedLengths.attended_length_agrees`."""
+        if self.shape_independent:  # its kernels read the positions that a token sees and no others
+            return True
         repeats = self.masks.repeats
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self.cache.layers if layer.keys is not None}
         if repeats is None or not shapes:
@@ -123,7 +142,26 @@ class HFBackend:
 
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
         """See `LayerSubsets.layer_subset`."""
+        if self.cache.states is not None:
+            raise UsageError(
+                f"drafter='layer_skip': {type(self.model).__name__} has recurrent layers, whose states a part of the "
+                "model cannot share; allowed: another drafter"
+            )
         return HFBackend(decoder_layers.make_layer_subset(self.model, self.num_layers, layers), self.cache)
+
+    def separate_subset(self, layers: Sequence[int]) -> HFBackend:
+        """See `LayerKinds.separate_subset`."""
+        subset = decoder_layers.make_layer_subset(self.model, self.num_layers, layers)
+        return HFBackend(subset, _new_cache(subset, self.num_layers))
+
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """See `Checkpoints.checkpoint`; any position for attention."""
+        return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
+
+    def settle(self, slot: int, position: int) -> None:
+        """See `Checkpoints.settle`."""
+        if self.cache.states is not None:
+            self.cache.states.settle(slot, position)
 
     def key_positions(self) -> Tensor:
         """The positions [P] of all keys in the cache, made anew when it has grown."""
@@ -134,21 +172,28 @@ class HFBackend:
     def _forward_rows(self, tokens: Tensor, starts: list[int], first_slot: int, keep: int | Tensor) -> Tensor:
         keys = self.key_positions()
         positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
-        attended = self.cache.place(first_slot, starts, positions)
-        return self._run(tokens, positions, self.masks.build(positions, keys[:attended]), keep)
+        attended, states = self.cache.place(first_slot, starts, positions), self.cache.states
+        if states is None:
+            return self._run(tokens, positions, self.masks.build(positions, keys[:attended]), keep)
+        states.begin(first_slot, starts, tokens.shape[1])
+        logits = self._run(tokens, positions, self.masks.build_hybrid(positions, keys[:attended]), keep)
+        states.end()
+        return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor], keep: int | Tensor) -> Tensor:
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
+    def _run(self, tokens: Tensor, positions: Tensor, mask: Masks, keep: int | Tensor) -> Tensor:
+        given: dict[str, Any] = {self._cache_name: self.cache}
+        if self._takes_positions:
             # padding may reach beyond the context's end, where learned positions have no row
-            position_ids=positions.clamp(max=self.max_length - 1),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
+            given["position_ids"] = positions.clamp(max=self.max_length - 1)
+        out = self.model(input_ids=tokens, attention_mask=mask, use_cache=True, logits_to_keep=keep, **given)
         logits: Tensor = out.logits
         return logits
+
+
+def _new_cache(model: Any, num_layers: int) -> RaggedCache:
+    cache = RaggedCache(num_layers)
+    cache.states = recurrent_states(model)
+    return cache
 
 
 def check_supported(model: Any) -> None:
@@ -161,20 +206,27 @@ def not_by_position(model: Any) -> str | None:
     """Why a model's state cannot be written at explicit positions, behind an explicit mask; None if it can."""
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
+    layers = DynamicCache(config=config).layers
+    attends = any(type(layer) is not LinearAttentionLayer for layer in layers)
+    needed = ("position_ids", "past_key_values", "logits_to_keep") if attends else ("cache_params", "logits_to_keep")
     reason = None
-    if getattr(model, "_is_stateful", False) or not _only_attention(config):
+    if not _known_layers(model, config, layers):
         reason = "it carries recurrent state or compressed attention"
-    elif missing := [p for p in ("position_ids", "past_key_values", "logits_to_keep") if p not in parameters]:
+    elif missing := [p for p in needed if p not in parameters]:
         reason = f"its forward takes no {missing[0]}"
     elif model.get_output_embeddings() is None:
         reason = "it has no language-modelling head"
-    elif config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
+    elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
     return reason
 
 
-def _only_attention(config: Any) -> bool:
-    allowed = {DynamicLayer, DynamicSlidingWindowLayer}
+def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
+    """Whether all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
+    recurrent = {i for i, layer in enumerate(layers) if type(layer) in RECURRENT}
+    if not all(type(layer) in (*ATTENTION, *RECURRENT) for layer in layers):
+        return False
     kinds = set(getattr(config, "layer_types", None) or [])
-    layers = DynamicCache(config=config).layers
-    return kinds <= {"full_attention", "sliding_attention"} and all(type(layer) in allowed for layer in layers)
+    if recurrent:
+        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | RECURRENT_KINDS
+    return kinds <= KINDS and not getattr(model, "_is_stateful", False)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
+from slipstream.models.cpu.compressed_linear import CompressedLinear
+from slipstream.models.cpu.packed_linear import PackedLinear
+from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
@@ -43,7 +46,8 @@ def make_faster(backend: HFBackend, expected: Tensor) -> None:
     expected: `a_few_logits` so far.
     """
     group_queries(backend, expected)
-    fuse_layers(backend, expected)
+    if backend.cache.states is None:  # there is no fused form of recurrent layers
+        fuse_layers(backend, expected)
 
 
 def group_queries(backend: HFBackend, expected: Tensor | None = None) -> None:
@@ -116,6 +120,14 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
         return
     for (_, forward), trial in zip(layers, trials, strict=True):
         forward.ops = trial.ops
+    alone = all(trial.ops.shape_independent for trial in trials)
+    backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
+
+
+def _multiplies_as_if_alone(model: Any) -> bool:
+    """Whether nothing outside the decoder layers multiplies by other weights than compressed ones."""
+    others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)]
+    return not others and isinstance(model.get_output_embeddings(), CompressedLinear)
 
 
 def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:

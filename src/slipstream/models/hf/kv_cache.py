@@ -13,6 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.hf.recurrent.states import RecurrentStates
 
 ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
 
@@ -54,8 +55,10 @@ class SlotCache(Cache):
     """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
 
     attended_unit, attended_lengths: attention reads the first of the lengths that is enough, else a multiple of the
-    unit. shape: slots and positions reserved.
+    unit. shape: slots and positions reserved. states: those of recurrent layers, if there are any.
     """
+
+    states: RecurrentStates | None = None
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
@@ -78,6 +81,8 @@ class SlotCache(Cache):
             for layer in self.layers:
                 if layer.keys is not None:
                     layer.keys, layer.values = self._resized(layer.keys), self._resized(layer.values)
+            if self.states is not None:
+                self.states.reserve(self.shape[0])
 
     def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
         """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
@@ -114,6 +119,8 @@ class SlotCache(Cache):
             if layer.keys is not None:
                 layer.keys[destination, :, :length] = layer.keys[source, :, :length]
                 layer.values[destination, :, :length] = layer.values[source, :, :length]
+        if self.states is not None:
+            self.states.copy(source, destination, length)
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
         if self._span is not None:

@@ -141,7 +141,7 @@ def _dispensable(positions: Sequence[int]) -> int:
 
 
 class OwnCacheBackend:
-    """See the module. Optional capabilities: `Checkpoints`, `RaggedForwards`.
+    """See the module. Optional capabilities: `UnpaddedForwards`, `RaggedForwards`.
 
     Tokens after a state are fed one at a time unless `reads_on`. `state_trials` finds out.
     """
@@ -171,6 +171,9 @@ class OwnCacheBackend:
     def checkpoint(self, slot: int, limit: int) -> int:
         """See `Checkpoints.checkpoint`."""
         return self.caches.last(slot, limit)
+
+    def settle(self, slot: int, position: int) -> None:
+        """Nothing to do: states are kept where forwards end."""
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:

@@ -25,6 +25,7 @@ from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.recurrent.mixers import recurrent_layers
 from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
 from slipstream.models.loaded import Loaded, LoadOptions
 
@@ -47,6 +48,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     convert = _quantised(model, options) if options.quantise in BITS else None
     if convert is None and options.fast is True:
         convert = _packed(model, True)
+    if convert is not None:
+        separate_threads()
     backend = _backend(model, options.fast, convert)
     name = model.config._name_or_path or type(model).__name__
     ends = end_ids(model, backend.vocab_size)
@@ -88,6 +91,8 @@ def _is_captured(model: Any, fast: bool | str) -> bool:
     if fast is not True or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or not_captured(model)
+    if reason is None and recurrent_layers(model):
+        reason = "it has recurrent layers"
     if reason is not None:
         raise _cannot_be_captured(model, reason)
     return True

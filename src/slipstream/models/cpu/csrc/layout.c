@@ -28,7 +28,17 @@ const struct entry layout[] = {
     SIZE_OF(kv_cache), OFFSET(kv_cache, keys), OFFSET(kv_cache, values), OFFSET(kv_cache, length),
     OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
 
+    SIZE_OF(recurrence), OFFSET(recurrence, weight), OFFSET(recurrence, bias), OFFSET(recurrence, rate),
+    OFFSET(recurrence, shift), OFFSET(recurrence, skip), OFFSET(recurrence, channels), OFFSET(recurrence, taps),
+    OFFSET(recurrence, inputs), OFFSET(recurrence, heads), OFFSET(recurrence, key_heads),
+    OFFSET(recurrence, key_size), OFFSET(recurrence, value_size), OFFSET(recurrence, queries),
+    OFFSET(recurrence, keys), OFFSET(recurrence, values), OFFSET(recurrence, ring),
+    OFFSET(recurrence, corrects), OFFSET(recurrence, normalised), OFFSET(recurrence, is_float),
+
+    SIZE_OF(segment), OFFSET(segment, slot), OFFSET(segment, start), OFFSET(segment, count), OFFSET(segment, known),
+    OFFSET(segment, keep),
+
     CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(RECORD),
-    CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS),
+    CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),
     {NULL, 0},
 };

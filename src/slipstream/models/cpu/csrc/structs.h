@@ -14,7 +14,9 @@ enum {
     GROUP = 32,            /* inputs that share a scale at 4 bits */
     RECORD = 640,          /* bytes of a group of a panel at 4 bits */
     MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
-    MAX_SHARED_HEADS = 64  /* query heads that may share a key head */
+    MAX_SHARED_HEADS = 64, /* query heads that may share a key head */
+    MAX_STATE = 65536,     /* numbers in the state of a recurrent head */
+    MAX_TAPS = 8           /* tokens that a channel of a convolution sees */
 };
 
 /* A linear layer as compressed.c reads it (12 bits) or as int4.c does (4 bits: data only). bias: [outputs] or NULL. */
@@ -48,4 +50,19 @@ struct kv_cache {
     long length, window; /* window: positions a token sees, itself included; 0 for all */
     float scaling;
     const int64_t *slots, *positions;
+};
+
+/* A recurrent layer between its projections; see `Recurrence` of recurrence.py. Per token it has `inputs` numbers, the
+ * channels and then the gates. weight: [taps][channels]; bias, skip: NULL where there is none; heads: 0 for a
+ * convolution only. ring: how many of the latest inputs of a slot are kept, that of position p at p modulo it. */
+struct recurrence {
+    const float *weight, *bias, *rate, *shift, *skip;
+    long channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
+    int32_t corrects, normalised, is_float;
+};
+
+/* A row's part of a forward: `count` tokens of `slot` from position `start` on. known: the position whose state is kept
+ * so far; keep: that whose state is kept from now on. */
+struct segment {
+    int64_t slot, start, count, known, keep;
 };

@@ -1,0 +1,110 @@
+"""Recurrent layers between their projections by `csrc/recurrence.c`; `recurrence.advance` is the specification."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
+from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf.recurrent.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
+
+TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, and its largest relative difference
+NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)
+
+
+class CompiledRecurrence:
+    """See `recurrence.advance`."""
+
+    def __init__(self, recurrence: Recurrence, library: Any) -> None:
+        """recurrence: such that `unsupported` is None."""
+        self._advance, self._outputs = library.advance, recurrence.outputs
+        self._dtype, self._tensors = recurrence.dtype, [recurrence.weight.t().contiguous(), recurrence.bias]
+        tensors, sizes, traits = NO_HEADS if recurrence.heads is None else _of_heads(recurrence.heads)
+        self._tensors += [*tensors]  # the struct has only their addresses
+        self._struct = RecurrenceStruct(
+            *map(address, self._tensors),
+            recurrence.channels,
+            recurrence.taps,
+            recurrence.inputs,
+            *sizes,
+            0,
+            *traits,
+            recurrence.dtype == torch.float32,
+        )
+
+    def __call__(self, memory: LayerMemory, segments: Sequence[Segment], x: Tensor) -> Tensor:
+        """Inputs [B, W, inputs] -> outputs [B, W, outputs], float32."""
+        rows = x.contiguous()
+        if rows.dtype != self._dtype:
+            raise ValueError(f"x: {rows.dtype}; allowed: {self._dtype}")
+        out = torch.empty(*rows.shape[:2], self._outputs)
+        self._struct.ring = memory.inputs.shape[1]
+        given = (SegmentStruct * len(segments))(
+            *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
+        )
+        before = ctypes.byref(self._struct), given, ctypes.c_long(len(segments))
+        tensors = (rows, memory.inputs, memory.states, out)
+        self._advance(*before, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
+        return out
+
+
+def compiled_recurrence(recurrence: Recurrence) -> CompiledRecurrence | None:
+    """The compiled form of a layer on the CPU; None, with a warning, where there is none or it differs."""
+    library = kernels()
+    if library is None:
+        return None
+    reason = unsupported(recurrence)
+    if reason is None:
+        compiled = CompiledRecurrence(recurrence, library)
+        if agrees(recurrence, compiled):
+            return compiled
+        reason = "compiled ones give other numbers"
+    warn_slower(f"recurrent layers are computed by PyTorch: {reason}")
+    return None
+
+
+def unsupported(recurrence: Recurrence) -> str | None:
+    """Why the kernel cannot compute a layer; None if it can."""
+    heads = recurrence.heads
+    sizes = {"channels": recurrence.channels}
+    if heads is not None:
+        sizes |= {"numbers in a key": heads.key_size, "numbers in a value": heads.value_size}
+    odd = next((name for name, size in sizes.items() if size % LANES), None)
+    if recurrence.dtype not in CLOSE:
+        return f"the weights are {str(recurrence.dtype).removeprefix('torch.')}"
+    if odd is not None:
+        return f"{sizes[odd]} {odd}, no multiple of {LANES}"
+    if recurrence.taps > MAX_TAPS:
+        return f"the convolution sees {recurrence.taps} tokens; at most {MAX_TAPS}"
+    if heads is not None and max(heads.key_size, heads.value_size) > MAX_HEAD_SIZE:
+        return f"{max(heads.key_size, heads.value_size)} numbers in a head; at most {MAX_HEAD_SIZE}"
+    if heads is not None and heads.key_size * heads.value_size > MAX_STATE:
+        return f"{heads.key_size * heads.value_size} numbers in a head's state; at most {MAX_STATE}"
+    return None
+
+
+def agrees(recurrence: Recurrence, compiled: CompiledRecurrence) -> bool:
+    """Whether both give the same outputs and the same state, but for rounding; NaN differs from everything."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 2 * TRIED, recurrence.inputs, generator=generator).to(recurrence.dtype)
+    found = []
+    for way in (lambda *inputs: advance(recurrence, *inputs), compiled):
+        memory = LayerMemory(recurrence)
+        memory.resize(1, 4 * TRIED, [])
+        first, second = Segment(0, 0, TRIED, 0, 2), Segment(0, TRIED - 1, TRIED, 2, TRIED)
+        parts = [way(memory, [first], x[:, :TRIED]), way(memory, [second], x[:, TRIED:]), memory.states]
+        found.append(torch.cat([part.flatten() for part in parts]))
+    error = (found[0] - found[1]).abs().max()
+    return bool(error <= CLOSE[recurrence.dtype] * found[0].abs().max())
+
+
+def _of_heads(heads: Heads) -> tuple[tuple[Tensor, Tensor, Tensor | None], tuple[int, ...], tuple[bool, bool]]:
+    tensors = heads.rate.contiguous(), heads.shift.contiguous(), heads.skip
+    sizes = heads.count, heads.key_count, heads.key_size, heads.value_size, heads.queries, heads.keys, heads.values
+    return tensors, sizes, (heads.corrects, heads.normalised)

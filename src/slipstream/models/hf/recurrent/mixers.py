@@ -1,0 +1,228 @@
+"""Recurrent layers of Hugging Face models, recognised by structure, on states of their own.
+
+Only a layer's `forward` is replaced, and only for caches of Slipstream; its modules stay where they are, and other
+callers run the model's own code, which is also the specification: a layer that computes anything else gives other
+logits, and then the model runs on caches of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from slipstream.models.cpu.compiled_recurrence import compiled_recurrence
+from slipstream.models.hf.recurrent.recurrence import Heads, Recurrence
+from slipstream.models.hf.recurrent.states import RecurrentStates
+
+SILU = ("silu", "swish")
+NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
+
+
+class Form(Protocol):
+    """A recurrent layer's projections around its recurrence. B rows of W tokens, H hidden numbers."""
+
+    recurrence: Recurrence
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """From [B, W, H] to the recurrence's inputs [B, W, inputs], and what `finish` needs besides its outputs."""
+
+    def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
+        """From the recurrence's outputs [B, W, outputs], float32, to [B, W, H]."""
+
+
+class GatedDelta:
+    """Layers of Qwen3.5 and Qwen3-Next: the gated delta rule."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._dtype: torch.dtype = layer.conv1d.weight.dtype
+        key_dim = layer.key_dim
+        heads = Heads(
+            layer.num_v_heads,
+            layer.num_k_heads,
+            layer.head_k_dim,
+            layer.head_v_dim,
+            0,
+            key_dim,
+            2 * key_dim,
+            corrects=True,
+            normalised=True,
+            rate=_rate(layer),
+            shift=layer.dt_bias.detach().float(),
+        )
+        self.recurrence = Recurrence(*_convolution(layer.conv1d), heads, self._dtype)
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Form.project`."""
+        layer = self._layer
+        mixed, z = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
+        b, a = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
+        return torch.cat([mixed, b, a], -1), z
+
+    def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
+        """See `Form.finish`."""
+        layer, size = self._layer, self._layer.head_v_dim
+        normed = layer.norm(mixed.to(self._dtype).reshape(-1, size), rest.reshape(-1, size))
+        out: Tensor = layer.out_proj(normed.reshape(*mixed.shape[:2], -1))
+        return out
+
+
+class InterleavedGatedDelta(GatedDelta):
+    """The same with projections in common, ordered head by head."""
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Form.project`."""
+        layer = self._layer
+        together = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
+        query, key, value, z, b, a = layer.fix_query_key_value_ordering(*together)
+        return torch.cat([*(part.flatten(2) for part in (query, key, value)), b, a], -1), z
+
+
+class StateSpace:
+    """Mamba-2 layers: of Mamba-2, Bamba, Granite 4, Falcon-H1."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._dtype: torch.dtype = layer.conv1d.weight.dtype
+        inner, shared = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
+        heads = Heads(
+            layer.num_heads,
+            layer.n_groups,
+            layer.ssm_state_size,
+            layer.head_dim,
+            inner + shared,
+            inner,
+            0,
+            corrects=False,
+            normalised=False,
+            rate=_rate(layer),
+            shift=layer.dt_bias.detach().float(),
+            skip=layer.D.detach().float(),
+        )
+        self.recurrence = Recurrence(*_convolution(layer.conv1d), heads, self._dtype)
+        self._scale = getattr(layer, "ssm_in_multiplier", None)
+        self._scales = getattr(layer, "mup_vector", None)
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Form.project`."""
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        projected: Tensor = self._layer.in_proj(hidden)
+        if self._scales is not None:
+            projected = projected * self._scales
+        inner = self._layer.intermediate_size
+        return projected[..., inner:], projected[..., :inner]
+
+    def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
+        """See `Form.finish`."""
+        norm = self._layer.norm
+        gated = mixed * silu(rest) if isinstance(norm, nn.Identity) else norm(mixed, rest)
+        out: Tensor = self._layer.out_proj(gated.to(self._dtype))
+        return out
+
+
+class ShortConvolution:
+    """Layers of LFM2: nothing but a gated convolution."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._dtype: torch.dtype = layer.conv.weight.dtype
+        self.recurrence = Recurrence(*_convolution(layer.conv), None, self._dtype)
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Form.project`."""
+        before, after, x = self._layer.in_proj(hidden).chunk(3, -1)
+        return before * x, after
+
+    def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
+        """See `Form.finish`."""
+        out: Tensor = self._layer.out_proj(rest * mixed.to(self._dtype))
+        return out
+
+
+FORMS: Sequence[tuple[Callable[[Any], Form], set[str], set[str]]] = (  # modules, and other attributes
+    (
+        GatedDelta,
+        {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"},
+        {"A_log", "dt_bias", "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "key_dim"},
+    ),
+    (
+        InterleavedGatedDelta,
+        {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"},
+        {"A_log", "dt_bias", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "fix_query_key_value_ordering"},
+    ),
+    (
+        StateSpace,
+        {"conv1d", "in_proj", "norm", "out_proj"},
+        {"A_log", "D", "dt_bias", "num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size"},
+    ),
+    (ShortConvolution, {"conv", "in_proj", "out_proj"}, {"conv_kernel_size", "bias"}),
+)
+
+
+class RecurrentForward:
+    """Replaces a recurrent layer's `forward`."""
+
+    def __init__(self, layer: Any, form: Form) -> None:
+        self._own, self._index, self.form = layer.forward, layer.layer_idx, form
+        on_cpu = form.recurrence.weight.device.type == "cpu"
+        self.compiled = compiled_recurrence(form.recurrence) if on_cpu else None
+
+    def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
+        """The layer's own forward, or [B, W, H] -> [B, W, H] on a cache that knows its state."""
+        caches = (getattr(x, "states", None) for x in (*inputs, *options.values()))
+        states = next((found for found in caches if isinstance(found, RecurrentStates)), None)
+        if states is None:
+            return self._own(hidden_states, *inputs, **options)
+        prepared, rest = self.form.project(hidden_states)
+        return self.form.finish(states.run(self._index, prepared), rest)
+
+
+def recurrent_layers(model: nn.Module) -> dict[int, Any]:
+    """The recurrent layers that can run on states of ours, by number."""
+    layers: list[Any] = [module for module in model.modules() if form_of(module) is not None]
+    return {layer.layer_idx: layer for layer in layers}
+
+
+def recurrent_states(model: nn.Module) -> RecurrentStates | None:
+    """New states of a model's recurrent layers, whose forwards are replaced; None if it has none."""
+    layers = recurrent_layers(model)
+    for layer in layers.values():
+        if not isinstance(layer.forward, RecurrentForward):
+            layer.forward = RecurrentForward(layer, _form(layer))
+    parts = {i: (layer.forward.form.recurrence, layer.forward.compiled) for i, layer in layers.items()}
+    return RecurrentStates(parts) if parts else None
+
+
+def form_of(layer: Any) -> Callable[[Any], Form] | None:
+    """What makes a layer's form; None if it has none of these."""
+    if not hasattr(layer, "layer_idx"):
+        return None
+    children = {name for name, child in layer.named_children() if "act" not in name}
+    form = next(
+        (form for form, names, sizes in FORMS if children == names and all(hasattr(layer, x) for x in sizes)), None
+    )
+    known = getattr(layer, "activation", SILU[0]) in SILU
+    unlimited = tuple(getattr(layer, "time_step_limit", NO_LIMIT)) == NO_LIMIT
+    return form if known and unlimited else None
+
+
+def _form(layer: Any) -> Form:
+    form = form_of(layer)
+    assert form is not None
+    return form(layer)
+
+
+def _rate(layer: Any) -> Tensor:
+    rate: Tensor = -layer.A_log.detach().float().exp()
+    return rate
+
+
+def _convolution(layer: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
+    """Weight [C, taps] and bias [C], float32."""
+    bias = None if layer.bias is None else layer.bias.detach().float()
+    return layer.weight.detach().float().squeeze(1).contiguous(), bias

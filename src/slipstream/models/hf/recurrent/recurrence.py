@@ -1,0 +1,208 @@
+"""What a recurrent layer computes between its projections, token by token: the specification of `csrc/recurrence.c`.
+
+A short causal convolution over each channel, then for each head a state S [key size, value size] that fades and takes
+in every token: S <- a S + k (b (v - m)), out = S^T q, all in float32. With m = (a S)^T k this is the gated delta rule
+(Yang et al. 2024, arXiv:2412.06464, section 3.1), with m = 0 the state space of Mamba-2 (Dao and Gu 2024,
+arXiv:2405.21060, section 3). Every token takes the same operations in the same order whatever comes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+EPSILON = 1e-6  # under the root of normalised queries and keys
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a recurrence. queries, keys, values: their first channel of the convolution.
+
+    corrects: whether the delta rule's m is taken off; normalised: whether queries and keys have length 1. rate, shift:
+    [count], a = exp(rate * softplus(gate + shift)). skip: [count], of the values that are added to the output.
+    """
+
+    count: int
+    key_count: int
+    key_size: int
+    value_size: int
+    queries: int
+    keys: int
+    values: int
+    corrects: bool
+    normalised: bool
+    rate: Tensor
+    shift: Tensor
+    skip: Tensor | None = None
+
+    @property
+    def gates(self) -> int:
+        """Numbers per token that say how a state fades and takes in: with the delta rule b's, and a's."""
+        return self.count * (2 if self.corrects else 1)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A convolution of weight [C, taps] and bias [C], float32, and, behind SiLU, the heads, if there are any.
+
+    dtype: what the model rounds to.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    heads: Heads | None
+    dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return len(self.weight)
+
+    @property
+    def taps(self) -> int:
+        """How many tokens a channel sees."""
+        return self.weight.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        """Numbers per token: the channels, then the gates."""
+        return self.channels + (self.heads.gates if self.heads else 0)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers per token."""
+        return self.heads.count * self.heads.value_size if self.heads else self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of the state of one row; empty without heads."""
+        return (self.heads.count, self.heads.key_size, self.heads.value_size) if self.heads else (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A row's part of a forward: `count` tokens of `slot` from position `start` on.
+
+    known: the position whose state is kept, at most `start`; the inputs between them are kept as well. keep: the
+    position whose state is kept instead from now on.
+    """
+
+    slot: int
+    start: int
+    count: int
+    known: int
+    keep: int
+
+
+class LayerMemory:
+    """What is kept of one layer: states [slots, ...], float32, and the latest inputs [slots, ring, inputs].
+
+    The input at position p is at p modulo the ring's length.
+    """
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        device = recurrence.weight.device
+        self.states = torch.zeros(0, *recurrence.state_shape, device=device)
+        self.inputs = torch.zeros(0, 0, recurrence.inputs, dtype=recurrence.dtype, device=device)
+
+    def resize(self, slots: int, ring: int, ends: Sequence[int]) -> None:
+        """Hold this many slots and latest inputs. ends: of the inputs known of each slot there is."""
+        states, inputs = self.states, self.inputs
+        self.states = states.new_zeros(slots, *states.shape[1:])
+        self.states[: len(states)] = states
+        self.inputs = inputs.new_zeros(slots, ring, inputs.shape[2])
+        for slot, end in enumerate(ends):
+            positions = torch.arange(max(0, end - inputs.shape[1]), end)
+            self.inputs[slot, positions % ring] = inputs[slot, positions % max(1, inputs.shape[1])]
+
+    def between(self, slot: int, first: int, last: int) -> Tensor:
+        """The inputs [last - first, inputs] at these positions; zeros before the beginning."""
+        positions = torch.arange(max(0, first), last)
+        known = self.inputs[slot, positions % self.inputs.shape[1]]
+        return torch.cat([known.new_zeros(last - first - len(positions), known.shape[1]), known])
+
+    def write(self, slot: int, first: int, inputs: Tensor) -> None:
+        """Keep inputs from a position on, the latest of them."""
+        ring = self.inputs.shape[1]
+        positions = torch.arange(first, first + len(inputs))[-ring:]
+        self.inputs[slot, positions % ring] = inputs[-ring:]
+
+
+def advance(recurrence: Recurrence, memory: LayerMemory, segments: Sequence[Segment], x: Tensor) -> Tensor:
+    """A forward of rows x [B, W, inputs]: outputs [B, W, outputs], float32; the memory goes along."""
+    rows = [_advance_row(recurrence, memory, segment, row) for segment, row in zip(segments, x, strict=True)]
+    for segment, row in zip(segments, x, strict=True):
+        memory.write(segment.slot, segment.start, row)
+    return torch.stack(rows)
+
+
+def _advance_row(recurrence: Recurrence, memory: LayerMemory, segment: Segment, x: Tensor) -> Tensor:
+    before = memory.between(segment.slot, segment.known - recurrence.taps + 1, segment.start)
+    inputs, heads, kept = torch.cat([before, x]), recurrence.heads, memory.states[segment.slot]
+    mixed = convolve(recurrence, inputs[:, : recurrence.channels])
+    if heads is None:
+        return mixed[segment.start - segment.known :]
+    state = kept.clone() if segment.known else torch.zeros_like(kept)
+    gates, found = inputs[recurrence.taps - 1 :, recurrence.channels :], []
+    for at, position in enumerate(range(segment.known, segment.start + segment.count)):
+        state, out = _take_in(recurrence, heads, state, mixed[at], gates[at])
+        if position >= segment.start:
+            found.append(out)
+        if position + 1 == segment.keep:
+            kept.copy_(state)
+    return torch.stack(found)
+
+
+def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
+    """Channels x [taps - 1 + n, C] -> [n, C], float32, rounded where the model rounds; not activated yet."""
+    count = len(x) - recurrence.taps + 1
+    x = x.float()
+    mixed = torch.zeros(count, recurrence.channels, device=x.device)
+    for tap in range(recurrence.taps):
+        mixed = mixed + x[tap : tap + count] * recurrence.weight[:, tap]
+    if recurrence.bias is not None:
+        mixed = mixed + recurrence.bias
+    return mixed.to(recurrence.dtype).float()
+
+
+def _take_in(
+    recurrence: Recurrence, heads: Heads, state: Tensor, mixed: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The state after a token of channels [C] and gates, and the token's output [outputs].
+
+    One token at a time, since PyTorch rounds functions like exp in other ways at the end of a tensor.
+    """
+    fade, take = _gates(recurrence, heads, gates)
+    mixed = silu(mixed.to(recurrence.dtype)).float()
+    query, key = (_vectors(heads, mixed, first) for first in (heads.queries, heads.keys))
+    value = mixed.narrow(0, heads.values, heads.count * heads.value_size).view(heads.count, -1)
+    if heads.normalised:
+        query, key = _normalised(query) * heads.key_size**-0.5, _normalised(key)
+    state = state * fade[:, None, None]
+    taken = value - (key[:, None] @ state)[:, 0] if heads.corrects else value
+    state = torch.baddbmm(state, key[:, :, None], (taken * take[:, None])[:, None])
+    out = (query[:, None] @ state)[:, 0]
+    return state, (out if heads.skip is None else out + heads.skip[:, None] * value).flatten()
+
+
+def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of a state stays, a, and of a token is taken in, b: [heads] each, float32."""
+    if heads.corrects:
+        take, step = gates[: heads.count].sigmoid().float(), softplus(gates[heads.count :].float() + heads.shift)
+        return (heads.rate * step).exp(), take
+    step = softplus(gates + heads.shift.to(recurrence.dtype)).float()
+    return (heads.rate * step).exp(), step
+
+
+def _vectors(heads: Heads, mixed: Tensor, first: int) -> Tensor:
+    """Queries or keys [heads, key size]; neighbouring heads share them."""
+    own = mixed.narrow(0, first, heads.key_count * heads.key_size).view(heads.key_count, -1)
+    return own.repeat_interleave(heads.count // heads.key_count, 0)
+
+
+def _normalised(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)

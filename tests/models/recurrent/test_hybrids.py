@@ -1,0 +1,208 @@
+"""Models with recurrent layers on slots: drafts change no text, to the bit where kernels of ours compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from architecture_checks import PROMPTS, QUEUE, Liar
+from architectures import tiny_model
+from fast_part import mostly_slow
+from stateful import make_model
+
+from slipstream import SamplingParams, SpeculativeDecoder, custom_generate
+from slipstream.errors import UsageError
+from slipstream.models.cpu.kernel_build import kernels
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.recurrent.recurrence import Segment
+from slipstream.models.hf.recurrent.states import RecurrentStates
+
+COUNT, LENGTHS = 16, [6, 16, 9, 14, 11]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "bamba", "granitemoehybrid")
+HALF = "in bfloat16, with kernels"
+
+
+def lasting_model(name: str) -> Any:
+    """A model whose states outlast many tokens; as they are initialised, they forget each token at the next."""
+    model = make_model(4, 256, 320, torch.bfloat16) if name == HALF else tiny_model(name)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.sub_(5)
+    return model
+
+
+def decoder_of(name: str, **options: Any) -> SpeculativeDecoder:
+    if name == HALF:
+        if kernels() is None:
+            pytest.skip("Slipstream's own kernels cannot be used on this machine")
+        return SpeculativeDecoder(lasting_model(name), drafter="none", max_batch_size=3, fast=True, **options)
+    return SpeculativeDecoder(lasting_model(name), drafter="none", max_batch_size=3, **options)
+
+
+@cache
+def plain_texts(name: str) -> dict[tuple[int, ...], list[int]]:
+    decoder = decoder_of(name)
+    return {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
+
+
+def drafted_texts(name: str, right: int | None) -> list[list[int]]:
+    """Texts of rows that enter and end, from drafts of which `right` tokens are right, or 0, 1, ... in turn."""
+    decoder = decoder_of(name)
+    liar = Liar(plain_texts(name), decoder.target.backend.vocab_size, right)
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
+    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
+    assert liar.rounds
+    return [result.token_ids for result in results]
+
+
+def expected(name: str) -> list[list[int]]:
+    return [plain_texts(name)[tuple(prompt)][:length] for prompt, length in zip(QUEUE, LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("right", [None, 0, 2, 4])
+@pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text"))
+def test_drafts_change_no_text(name: str, right: int | None) -> None:
+    backend = decoder_of(name).target.backend
+    assert isinstance(backend, HFBackend) and backend.cache.states is not None
+    assert drafted_texts(name, right) == expected(name)
+
+
+@pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text", "mamba2"))
+def test_the_text_is_the_models_own(name: str) -> None:
+    """Up to a tie: in half precision the model's own code rounds in other places."""
+    decoder = decoder_of(name)
+    for prompt, text in plain_texts(name).items():
+        whole = torch.tensor([[*prompt, *text]])
+        logits = decoder.target.model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+        assert ((logits.max(1).values - chosen) <= (0.05 if name == HALF else 1e-4) * logits.std(1)).all()
+
+
+Run = Callable[[RecurrentStates, int, torch.Tensor], torch.Tensor]
+
+
+def with_segments(own: Run, change: Callable[[Segment], Segment]) -> Run:
+    def run(states: RecurrentStates, layer: int, x: torch.Tensor) -> torch.Tensor:
+        right = states._segments
+        states._segments = [change(segment) for segment in right]
+        out = own(states, layer, x)
+        states._segments = right
+        return out
+
+    return run
+
+
+def not_restored(own: Run) -> Run:
+    return with_segments(own, lambda s: replace(s, known=s.start, keep=s.start + s.count))
+
+
+def restored_a_token_late(own: Run) -> Run:
+    return with_segments(own, lambda s: replace(s, keep=min(s.keep + 1, s.start + s.count)))
+
+
+def of_another_row(own: Run) -> Run:
+    def run(states: RecurrentStates, layer: int, x: torch.Tensor) -> torch.Tensor:
+        first, count = states._segments[0].slot, len(states._segments)
+        memory = states._memory[layer]
+        memory.states[first : first + count] = memory.states[first].clone()
+        return own(states, layer, x)
+
+    return run
+
+
+@pytest.mark.parametrize("wrong", [not_restored, restored_a_token_late, of_another_row])
+def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = expected("qwen3_5_text")
+    decoder = decoder_of("qwen3_5_text", reproducible=False)
+    liar = Liar(plain_texts("qwen3_5_text"), decoder.target.backend.vocab_size)
+    monkeypatch.setattr(RecurrentStates, "run", wrong(RecurrentStates.run))
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
+    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
+    assert [result.token_ids for result in results] != right
+
+
+def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unequal length share a rectangle: what fills the shorter ones must not enter their states."""
+    decoder = decoder_of("qwen3_5_text", reproducible=False)
+    right = [result.token_ids for result in decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)]
+    assert right == [plain_texts("qwen3_5_text")[tuple(prompt)] for prompt in PROMPTS]
+    decoder.forget()
+
+    def begin(states: RecurrentStates, first_slot: int, starts: list[int], width: int) -> None:
+        states._settled = dict.fromkeys(range(first_slot, first_slot + len(starts)), 1 << 20)
+        own(states, first_slot, starts, width)
+
+    own = RecurrentStates.begin
+    monkeypatch.setattr(RecurrentStates, "begin", begin)
+    liar = Liar(plain_texts("qwen3_5_text"), decoder.target.backend.vocab_size)
+    drafting = decoder.using(liar, num_draft_tokens=4)
+    before = decoder.num_prefilled_tokens
+    drafting.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+    assert decoder.num_prefilled_tokens - before > 2 * sum(map(len, PROMPTS))  # rejected drafts: texts are read again
+
+
+def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
+    decoder = decoder_of("qwen3_5_text")
+    params = [SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
+    plain = [result.token_ids for result in decoder.generate(PROMPTS, params)]
+    drafted = decoder.using("ngram", num_draft_tokens=4, acceptance="match")
+    assert [result.token_ids for result in drafted.generate(PROMPTS, params)] == plain
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_a_model_with_recurrent_layers_drafts(name: str) -> None:
+    model = lasting_model(name)
+    decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
+    result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+    assert [one.token_ids for one in result] == [plain_texts(name)[tuple(prompt)] for prompt in PROMPTS]
+    assert result[0].stats.acceptance_rate > 0.9
+
+
+def test_a_conversation_goes_on_from_its_last_state() -> None:
+    decoder = decoder_of("qwen3_5_text", reproducible=False)
+    first = decoder.generate(PROMPTS[0], GREEDY)
+    turn = [*PROMPTS[0], *first.token_ids, 7, 8, 9]
+    before = decoder.num_prefilled_tokens
+    again = decoder.generate(turn, GREEDY)
+    assert decoder.num_prefilled_tokens - before <= 4  # what the last state lacks
+    assert again.token_ids == decoder_of("qwen3_5_text").generate(turn, GREEDY).token_ids
+
+
+def test_texts_that_begin_alike_are_read_once() -> None:
+    decoder, shared = decoder_of("qwen3_5_text", reproducible=False), [5 + i % 40 for i in range(48)]
+    decoder.generate(shared, GREEDY)
+    before = decoder.num_prefilled_tokens
+    result = decoder.generate([*shared[:47], 7, 8], GREEDY)
+    assert decoder.num_prefilled_tokens - before <= 2
+    assert result.token_ids == decoder_of("qwen3_5_text").generate([*shared[:47], 7, 8], GREEDY).token_ids
+
+
+def test_layer_skip_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="has recurrent layers, whose states a part of the model cannot share"):
+        decoder_of("qwen3_5_text").using("layer_skip")
+
+
+def test_other_callers_run_the_models_own_code() -> None:
+    model = lasting_model("qwen3_5_text")
+    ids = torch.tensor([PROMPTS[0]])
+    before = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    decoder = SpeculativeDecoder(model, drafter="none")
+    decoder.generate(PROMPTS[0], GREEDY)
+    after = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_generate_takes_our_loop_with_padded_rows(name: str) -> None:
+    model = lasting_model(name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    alone = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in PROMPTS[:2]]
+    padded = torch.tensor([PROMPTS[0], [*[0] * 7, *PROMPTS[1]]])
+    texts = model.generate(padded, attention_mask=(padded > 0).long(), custom_generate=custom_generate, **options)
+    assert texts[:, -8:].tolist() == [text.tolist() for text in alone]

@@ -1,0 +1,145 @@
+"""The states of recurrent layers by slot: where a forward may begin, and what it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrences import feed, make_inputs, make_recurrence, make_states, read
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.hf.recurrent import states as module
+from slipstream.models.hf.recurrent.states import RING, RecurrentStates, SlotPositions
+
+LENGTH = 200
+RECURRENCE = make_recurrence("delta rule", torch.float32)
+TEXT, OTHER = make_inputs(RECURRENCE, 2, LENGTH)
+EXPECTED = read(make_states(RECURRENCE), TEXT, [1] * LENGTH)
+
+
+def is_right(out: torch.Tensor, start: int) -> bool:
+    return torch.allclose(out, EXPECTED[start : start + len(out)], rtol=0, atol=1e-4)
+
+
+def test_a_forward_may_begin_at_any_position_that_is_not_settled() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 30, settled=10)
+    assert [states.checkpoint(0, limit) for limit in (5, 10, 20, 30, 99)] == [0, 10, 20, 30, 30]
+    assert is_right(feed(states, TEXT, 17, 4, settled=17), 17)
+    assert [states.checkpoint(0, limit) for limit in (16, 17, 40)] == [0, 17, 21]
+
+
+def test_what_is_not_settled_is_kept_however_much_it_is() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 5, settled=4)
+    feed(states, TEXT, 5, 3 * RING, settled=5)
+    assert states.checkpoint(0, 6) == 6
+    assert is_right(feed(states, TEXT, 6, 3, settled=6), 6)
+
+
+def test_without_a_settled_position_a_forward_may_begin_shortly_before_the_end() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 3 * RING)
+    assert states.checkpoint(0, 3 * RING - RING // 2) == 3 * RING - RING // 2
+    assert states.checkpoint(0, RING) == 0
+
+
+def test_prompts_leave_copies_for_texts_that_begin_alike() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 40, settled=40)
+    feed(states, TEXT, 40, 60, settled=100)
+    assert [states.checkpoint(0, limit) for limit in (39, 40, 99, 100)] == [0, 40, 40, 100]
+    states.copy(0, 2, 40)
+    assert states.checkpoint(2, 99) == 40
+    assert is_right(feed(states, TEXT, 40, 10, slot=2), 40)
+    assert is_right(feed(states, TEXT, 40, 10), 40)  # going back drops what lies behind
+    assert states.checkpoint(0, 100) == 50
+
+
+def test_copies_give_way_to_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 20, settled=20)
+    ((state, inputs),) = states._copies[0, 20]
+    monkeypatch.setattr(module, "COPIES", 2 * (state.nbytes + inputs.nbytes))
+    for start in (20, 40, 60):
+        feed(states, TEXT, start, 20, settled=start + 20)
+    assert [position for _, position in states._copies] == [60, 80]
+
+
+def test_a_position_without_a_state_is_refused() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 30, settled=20)
+    with pytest.raises(SlipstreamError, match="the state at position 12 is not known"):
+        states.begin(0, [12], 4)
+
+
+def test_after_a_forward_that_fails_nothing_is_known_of_its_rows() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, TEXT, 0, 30, settled=20)
+    states.begin(0, [25], 4)
+    with pytest.raises(RuntimeError):
+        states.run(0, torch.zeros(1, 4, 3))
+    assert states.checkpoint(0, 30) == 20 == states.checkpoint(0, 20)  # the copy, which no forward changes
+    assert is_right(feed(states, TEXT, 20, 5), 20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_rounds_of_any_kind_in_any_order(data: st.DataObject) -> None:
+    """Rows advance by rejected drafts, draft column by column, move and restart; each sees its own text only."""
+    states, settled = make_states(RECURRENCE), [0, 0, 0]
+    for _ in range(data.draw(st.integers(1, 10))):
+        slot = data.draw(st.integers(0, 2))
+        kind = data.draw(st.sampled_from(["round", "columns", "copy", "again"]))
+        at = states.checkpoint(slot, settled[slot])
+        if kind == "copy":
+            to = data.draw(st.integers(0, 2))
+            if to != slot:
+                states.copy(slot, to, at)
+                settled[to] = at
+        elif kind == "again":
+            settled[slot] = 0
+        elif at + 40 < LENGTH:
+            right, wrong = data.draw(st.integers(1, 20)), data.draw(st.integers(0, 12))
+            text = torch.cat([TEXT[: at + right], OTHER[at + right :]])
+            if kind == "round":
+                assert is_right(feed(states, text, at, right + wrong, slot, settled=at)[:right], at)
+            else:
+                for column in range(right + wrong):
+                    out = feed(states, text, at + column, 1, slot, settled=at)
+                    assert column >= right or is_right(out, at + column)
+            settled[slot] = at + right
+
+
+def a_token_late(own: RecurrentStates, slot: int) -> None:
+    known = own._slots[slot]
+    own._slots[slot] = SlotPositions(known.kept + 1, known.end)
+
+
+def another_rows(own: RecurrentStates, slot: int) -> None:
+    for memory in own._memory.values():
+        memory.states[slot] = memory.states[1]
+
+
+def overwritten_inputs(own: RecurrentStates, slot: int) -> None:
+    for memory in own._memory.values():
+        memory.inputs[slot] = memory.inputs[1]
+
+
+@pytest.mark.parametrize("wrong", [a_token_late, another_rows, overwritten_inputs])
+def test_a_wrong_state_is_noticed(wrong: Callable[[RecurrentStates, int], None]) -> None:
+    states = make_states(RECURRENCE)
+    feed(states, OTHER, 0, 30, slot=1, settled=10)
+    feed(states, TEXT, 0, 30, settled=10)
+    wrong(states, 0)
+    assert not is_right(feed(states, TEXT, 20, 5), 20)
+
+
+def test_a_state_that_was_not_put_back_is_noticed() -> None:
+    states = make_states(RECURRENCE)
+    feed(states, torch.cat([TEXT[:10], OTHER[10:]]), 0, 30, settled=30)  # takes the draft for settled
+    states._slots[0] = SlotPositions(10, 10)
+    assert not is_right(feed(states, TEXT, 10, 5), 10)
