@@ -32,7 +32,7 @@ class SpeculativeDecoder(ModelHolder):
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2" (the embedded default), "toy", or a loaded
     `PreTrainedModel`.
-    tokenizer: needed only with loaded models and text prompts.
+    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a loaded draft model's, if another.
     The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
 
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
@@ -47,6 +47,7 @@ class SpeculativeDecoder(ModelHolder):
         draft: Any = None,
         *,
         tokenizer: Any = None,
+        draft_tokenizer: Any = None,
         drafter: str | Drafter = DecoderConfig.drafter,
         num_draft_tokens: int | str = DecoderConfig.num_draft_tokens,
         acceptance: str = DecoderConfig.acceptance,
@@ -78,7 +79,7 @@ class SpeculativeDecoder(ModelHolder):
         self.rule: Rule | None = None  # an acceptance rule given as an object
         if isinstance(drafter, str):
             drafters.check_name(drafter)
-        self._take(ModelPair.load(target, draft, self.config, tokenizer))
+        self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
         self._reader = RequestReader(self.target)
         with self._use:
             self._choose_engine()
@@ -132,11 +133,11 @@ class SpeculativeDecoder(ModelHolder):
             other._choose_engine()
             return other
 
-    def with_draft(self, draft: Any) -> SpeculativeDecoder:
+    def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:
         """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
         with self._use:
             other = self._clone()
-            other._take(self._models.with_draft(draft, self.config))
+            other._take(self._models.with_draft(draft, self.config, draft_tokenizer))
         return other.using("auto", num_draft_tokens="auto")
 
     def __repr__(self) -> str:

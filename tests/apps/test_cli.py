@@ -135,7 +135,7 @@ WRONG_USE = [
     (("generate", *TOY, *PROMPT, "--no-such-flag"), "--no-such-flag"),
     (
         ("generate", *TOY, *PROMPT, "--drafter", "magic"),
-        "drafter='magic'; allowed: auto, hybrid, layer_skip, model, ngram, ngram_table",
+        "drafter='magic'; allowed: auto, cross_vocabulary, hybrid, layer_skip, model, ngram, ngram_table",
     ),
     (("generate", *TOY, *PROMPT, "--acceptance", "magic"), "acceptance='magic'; allowed"),
     (("generate", *TOY, *PROMPT, "--num-draft-tokens", "many"), "num_draft_tokens='many'; allowed"),

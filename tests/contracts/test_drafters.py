@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tiny import HashBackend
+from vocabularies import bridge
 
 from slipstream import Draft, Drafter, SamplingParams, drafters
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
 
@@ -40,7 +42,8 @@ def contract(test):
 def make(name: str, coupled: bool) -> Drafter:
     session = Session(ToyBackend(2))
     session.reserve(4, 300)
-    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session))
+    bridged = BridgedSession(session, bridge("toy", "toy")) if drafters.traits(name).other_vocabulary else None
+    return drafters.load(name, drafters.Setup(CPU, VOCAB_SIZE, session, coupled, target=session, bridged=bridged))
 
 
 def make_rows(params: Sequence[SamplingParams]) -> list[Row]:

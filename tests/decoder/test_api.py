@@ -34,6 +34,7 @@ def test_the_constructor_takes_what_the_design_says() -> None:
     found = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
     keywords = {
         "tokenizer": None,
+        "draft_tokenizer": None,
         "drafter": "auto",
         "num_draft_tokens": "auto",
         "acceptance": "auto",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny import VOCAB, fresh, tokenizer
+from tiny import LETTERS, VOCAB, fresh, tokenizer
 from tokenizers import Tokenizer, models
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
@@ -17,12 +17,11 @@ from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary import (
     PROBES,
     Finding,
-    VocabularyInfo,
     VocabularyReport,
-    check_same,
     compare_vocabularies,
-    inspect_vocabulary,
+    same_vocabulary,
 )
+from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 
@@ -72,25 +71,34 @@ def test_heads_of_two_sizes_are_usable_and_it_says_which_is_larger(target: int, 
     report = compare_vocabularies(a, b)
     assert (report.usable, report.conclusion, report.head_sizes) == (True, conclusion, (target, draft))
     assert about(report, "head").same is False and about(report, "tokens").same is True
-    check_same(a, b)
+    assert same_vocabulary(a, b)
     made = SpeculativeDecoder(a.model, b.model, tokenizer=tokenizer(), num_draft_tokens=3, reproducible=False)
     result = made.generate([5, 6, 7], SamplingParams(max_tokens=12))
     assert all(token < min(target, draft) for done in result.rounds for token in done.draft)
     assert result.token_ids == made.using("none").generate([5, 6, 7], SamplingParams(max_tokens=12)).token_ids
 
 
-def test_another_vocabulary_is_not_usable_and_tokens_are_named() -> None:
+def test_another_vocabulary_is_usable_through_bytes_and_tokens_are_named() -> None:
     a, b = loaded(made=tokenizer()), loaded(VOCAB + 6, tokenizer(extra="123456"))
-    report = compare_vocabularies(a, b)
-    assert not report.usable
-    assert report.conclusion == "not usable as a draft model: the same id is another text to the target"
+    report = compare_vocabularies(a, b, "the heron saw a fish, and then another one. " * 4)
+    assert not same_vocabulary(a, b)
+    assert report.usable and report.conclusion == "usable through bytes, verified by match"
     assert report.num_differing == 6 and report.differing[0] == f"'1' is absent in the target and {VOCAB} in the draft"
     assert len(report.differing) == 3
     assert "6 tokens differ, first '1' is absent" in about(report, "tokens").found
     assert about(report, "head").follows == "beside the point, since the tokens decide"
-    with pytest.raises(UsageError, match="6 tokens differ, first '1' is absent in the target") as refusal:
-        check_same(a, b)
-    assert "\n" not in str(refusal.value)
+    assert report.bridge is not None and report.bridge.kept == report.bridge.aligned == report.bridge.known == 1
+    assert f"{len(LETTERS)}: 100.0% of the target's" in about(report, "shared tokens").found
+    assert "0.0% of its tokens rejected" in about(report, "estimated loss").follows
+
+
+def test_a_vocabulary_that_cannot_be_read_as_bytes_is_not_usable_and_both_models_are_named() -> None:
+    inner = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "end": 2, "##s": 3}, unk_token="[UNK]"))
+    pieces = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    report = compare_vocabularies(loaded(made=tokenizer()), loaded(made=pieces))
+    assert not report.usable and report.bridge is None
+    assert report.conclusion.startswith("not usable as a draft model: draft 'LlamaForCausalLM' has another vocabulary")
+    assert "WordPiece" in report.conclusion and "\n" not in report.conclusion
 
 
 @pytest.mark.parametrize(("ours", "theirs", "who"), [(0, 1, "target"), (1, 0, "draft"), (0, 0, "target and draft")])
@@ -105,9 +113,9 @@ def test_without_two_tokenizers_the_heads_decide(ours: bool, theirs: bool, who: 
     if not report.usable:
         assert report.conclusion.startswith("not usable as a draft model: the heads differ")
         with pytest.raises(UsageError, match=f"has {draft} logits, target .* has {VOCAB}, and no tokenizers"):
-            check_same(a, b)
+            same_vocabulary(a, b)
     else:
-        check_same(a, b)
+        assert same_vocabulary(a, b)
 
 
 def test_special_tokens_are_compared_by_text_and_id() -> None:
@@ -183,7 +191,8 @@ def test_a_text_the_tokenizer_cannot_encode_counts_as_different() -> None:
 def test_a_report_is_json_and_lines() -> None:
     report = compare_vocabularies(load("toy", LoadOptions()), loaded(made=tokenizer()))
     values = json.loads(json.dumps(report.to_dict()))
-    assert values["usable"] is False and values["head_sizes"] == [257, VOCAB]
+    assert values["usable"] is True and values["head_sizes"] == [257, VOCAB]
+    assert values["bridge"]["shared"] == len(LETTERS) and 0 < values["bridge"]["known"] < 1
     assert [one["subject"] for one in values["findings"]] == [one.subject for one in report.findings]
     first, *others = report.lines()
     assert first == f"draft 'LlamaForCausalLM' for target 'toy': {report.conclusion}"

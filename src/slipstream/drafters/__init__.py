@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.core.session import Session
     from slipstream.core.traits import Traits
     from slipstream.draft_length.controller import DraftController
+    from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Setup:
     """What a drafter may be built from.
 
     session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
+    bridged: the draft model's over rows of the target, where their vocabularies differ.
     coupled: sample with the target's own random numbers (acceptance "match").
     controller: given where costs decide how much to draft.
     confidence: a draft model stops at the first token of which it is less confident than this.
@@ -45,6 +47,7 @@ class Setup:
     confidence: float = 0.0
     acceptance_probs: bool = False
     target: Session | None = None
+    bridged: BridgedSession | None = None
 
 
 def names() -> list[str]:

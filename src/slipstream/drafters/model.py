@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import DraftScorer, Sampler
+from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
@@ -100,8 +100,8 @@ TRAITS = Traits(
 )
 
 
-def build(setup: Setup, argument: str) -> ModelDrafter:
-    """A `ModelDrafter` over the draft model that the decoder was given: "model", or "model:p=PERCENT" to stop early.
+def build(setup: Setup, argument: str) -> Drafter:
+    """The draft model that the decoder was given, as a drafter: "model", or "model:p=PERCENT" to stop early.
 
     Without an argument it drafts as many tokens as it was told to, and as many as pay where nobody said how many.
     """
@@ -110,6 +110,10 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
+    if setup.bridged is not None:
+        from slipstream.drafters import cross_vocabulary
+
+        return cross_vocabulary.build(setup, argument)
     return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop_for(setup, given and int(given[1])))
 
 

@@ -15,8 +15,11 @@ def load_options_of(config: DecoderConfig) -> LoadOptions:
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options)
 
 
-def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any = None) -> Loaded | None:
-    """The draft model in its own precision, or None if there is none; its vocabulary must be the target's."""
+def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Loaded | None:
+    """The draft model in its own precision, or None if there is none.
+
+    tokenizer: the draft model's, if it is a loaded model and the target's does not serve it.
+    """
     dtype = config.draft_dtype
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
@@ -25,8 +28,4 @@ def load_draft(draft: Any, config: DecoderConfig, target: Loaded, tokenizer: Any
             raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
     if draft is None:
         return None
-    from slipstream.models.hf.vocabulary import check_same  # transformers takes seconds to import
-
-    loaded = load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)
-    check_same(target, loaded)
-    return loaded
+    return load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)

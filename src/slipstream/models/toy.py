@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UsageError
+from slipstream.models.byte_tokens import ByteTokens, Encoding
 from slipstream.models.loaded import Loaded
 
 END = 256
@@ -54,6 +55,16 @@ class ToyTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token text to id."""
         return {f"<0x{i:02X}>": i for i in range(END)} | {"<end>": END}
+
+    def byte_tokens(self) -> ByteTokens:
+        """Every token but the end is its own byte."""
+        return ByteTokens({i: bytes([i]) for i in range(END)}, {"<end>": END}, _encoding)
+
+
+def _encoding(text: str, beginning: bool) -> Encoding:
+    """The bytes of a text, wherever it stands."""
+    sizes = [len(character.encode()) for character in text]
+    return Encoding(list(text.encode()), [at for at, size in enumerate(sizes) for _ in range(size)])
 
 
 class TokenCache:

@@ -6,7 +6,7 @@ Token ids also come as PyTorch tensors, numpy arrays and what Hugging Face token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.errors import UsageError
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
+MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return
 SHAPES = "(n,) or (1, n) for one prompt, (batch, n) for several"
 
 
@@ -34,11 +35,16 @@ def read_prompts(prompt: Any) -> Prompts:
     mapping) drops the padding. What is none of these forms is left as it is, for its reader to refuse.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        for name in prompt:
+            if any(kind in name for kind in MEDIA) and prompt[name] is not None:
+                raise UsageError(f"prompt has {name!r}; allowed: text only, as input_ids and attention_mask")
         return _from_tokenizer(prompt)
     if isinstance(prompt, Tensor | np.ndarray):
         return _from_array(prompt)
     if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
         return Prompts([prompt], True)
+    if is_chat(prompt):
+        _refuse_media(prompt)
     if is_ids(prompt) or is_chat(prompt) or isinstance(prompt[0], int):
         return Prompts([_plain(prompt)], True)
     return Prompts([_one(i, item) for i, item in enumerate(prompt)], False)
@@ -56,6 +62,16 @@ def is_chat(prompt: Any) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse messages that hold images, videos or sounds, which no model is given here."""
+    for number, message in enumerate(messages):
+        parts = message["content"] if isinstance(message["content"], list | tuple) else []
+        for part in parts:
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise UsageError(f"message {number} has a part of type {kind!r}; allowed: 'text'")
 
 
 def _plain(prompt: Any) -> Any:

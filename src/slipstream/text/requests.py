@@ -46,9 +46,8 @@ class RequestReader:
             )
         if isinstance(prompt, str):
             check_text("prompt", prompt)
-            if chat and tokenizer.has_chat_template and prompt:
-                return tokenizer.chat([{"role": "user", "content": prompt}])
-            return tokenizer.encode(prompt)
+            messages = self._messages(prompt, chat)
+            return tokenizer.encode(prompt) if messages is None else tokenizer.chat(messages)
         for message in prompt:
             if isinstance(message["content"], str):
                 check_text("prompt (a chat message)", message["content"])
@@ -63,6 +62,8 @@ class RequestReader:
             first = self._row(len(groups), _single(prompt), one, chat)
             seeds = further_seeds(first.seed, own.n)
             others = [self._row(len(groups), first.tokens, replace(one, seed=seed), chat) for seed in seeds]
+            for other in others:
+                other.messages = first.messages
             groups.append([first, *others])
         return groups
 
@@ -94,7 +95,16 @@ class RequestReader:
         ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
         watch = self._stop_watch(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Row(index, tokens, params, seed, ends, None if watch is None else watch.completes_stop)
+        stop = None if watch is None else watch.completes_stop
+        return Row(index, tokens, params, seed, ends, stop, messages=self._messages(prompt, chat))
+
+    def _messages(self, prompt: Any, chat: bool) -> list[Message] | None:
+        """The chat that a prompt is rendered as, if it is."""
+        tokenizer = self.target.tokenizer
+        if isinstance(prompt, str):
+            templated = chat and tokenizer is not None and tokenizer.has_chat_template and prompt
+            return [{"role": "user", "content": prompt}] if templated else None
+        return None if is_ids(prompt) else prompt
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """Bad words given as text, as token ids: at the beginning of a text and after a space."""

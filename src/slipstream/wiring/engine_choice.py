@@ -41,7 +41,9 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     name, traits = name_of(wanted), drafters.traits_of(wanted)
     check_confidence(choice, config.num_draft_tokens, name, traits)
     acceptance, device = rule or config.acceptance, target.backend.device
-    coupled = acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
+    # drafts through bytes are guesses, which only the target's own draws verify
+    coupled = acceptance == "auto" and models.bridged is not None and traits.needs_draft_model
+    coupled |= acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
     controller = None
     if choice.kind == "auto" and name != "none":
         controller = make_controller(models, config.max_batch_size, traits)
@@ -54,12 +56,13 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         choice.confidence,
         acceptance_probs=controller is not None,
         target=target,
+        bridged=models.bridged,
     )
     drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
     if not isinstance(drafter, Drafter):
         raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
-    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_session)
+    engine = Engine(target, drafter, policy, Sampler, acceptance, models.bridged or models.draft_session)
     if traits.reads_prompt:
         engine.drafts_for = partial(drafts_for, policy)
     return EngineChoice(engine, name, traits)
@@ -78,8 +81,8 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
     )
     longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
     controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
-    if models.draft_session is not None:
-        controller.has_cached = models.draft_session.holds
+    if (reader := models.bridged or models.draft_session) is not None:
+        controller.has_cached = reader.holds
     return controller
 
 

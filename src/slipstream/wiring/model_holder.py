@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
 
+from slipstream.core.cache_state import Shapes
+from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration
@@ -42,7 +44,17 @@ class ModelHolder:
     @property
     def reproducible(self) -> bool:
         """Whether forwards keep to shapes that agree to the bit."""
-        return bool(self._target_session.shapes.widths)
+        return bool(self.shapes.widths)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The forward shapes that the target keeps to."""
+        return self._target_session.shapes
+
+    @property
+    def bridge(self) -> VocabularyBridge | None:
+        """What lies between the target's vocabulary and the draft model's, where these differ."""
+        return None if self._models.bridged is None else self._models.bridged.bridge
 
     @property
     def tokenizer(self) -> Tokenizer | None:

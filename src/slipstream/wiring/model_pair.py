@@ -11,9 +11,11 @@ from torch import Tensor
 from slipstream.config import DecoderConfig
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import set_attended_lengths
-from slipstream.core.ragged_layout import make_session
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from slipstream.core.unpadded_layout import make_session
+from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.drafters.cross_vocabulary.vocabulary_bridge import bridge_between
 from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.loaded import Loaded, refuse_unused
@@ -24,30 +26,41 @@ from slipstream.reproducibility.calibration_cache import choose_shapes
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Loaded models and their sessions. calibration: what was measured of the target's forward shapes, if anything."""
+    """Loaded models and their sessions.
+
+    calibration: what was measured of the target's forward shapes, if anything.
+
+    bridged: the draft model's session over rows of the target, where their vocabularies differ.
+    """
 
     target: Loaded
     draft: Loaded | None
     target_session: Session
     draft_session: Session | None
     calibration: Calibration | None
+    bridged: BridgedSession | None = None
 
     @classmethod
-    def load(cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any) -> ModelPair:
+    def load(
+        cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
+    ) -> ModelPair:
         """Load both and choose the target's forward shapes."""
         refuse_unused(load_options_of(config), (target, draft))
         given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(given):  # they may be packed and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
-            drafting = load_draft(draft, config, loaded, tokenizer)
+            drafting = load_draft(draft, config, tokenizer if draft_tokenizer is None else draft_tokenizer)
+            own = None if drafting is None else make_session(drafting.backend)
+            bridged = _bridged(loaded, drafting, own)
             shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
             session = make_session(loaded.backend, shapes)
-            return cls(loaded, drafting, session, _session_of(drafting), calibration)
+            return cls(loaded, drafting, session, own, calibration, bridged)
 
-    def with_draft(self, draft: Any, config: DecoderConfig) -> ModelPair:
+    def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
-        loaded = load_draft(draft, config, self.target)
-        return replace(self, draft=loaded, draft_session=_session_of(loaded))
+        loaded = load_draft(draft, config, tokenizer)
+        own = None if loaded is None else make_session(loaded.backend)
+        return replace(self, draft=loaded, draft_session=own, bridged=_bridged(self.target, loaded, own))
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """The same models and caches under the forward shapes of other settings."""
@@ -88,5 +101,13 @@ class ModelPair:
         return self.target_session.score([row], nothing, [0])[0, 0]
 
 
-def _session_of(draft: Loaded | None) -> Session | None:
-    return None if draft is None else make_session(draft.backend)
+def _bridged(target: Loaded, draft: Loaded | None, session: Session | None) -> BridgedSession | None:
+    """What drafts through bytes, where the two vocabularies differ."""
+    if draft is None or session is None:
+        return None
+    from slipstream.models.hf.vocabulary import same_vocabulary  # transformers takes seconds to import
+
+    if same_vocabulary(target, draft):
+        return None
+    sizes = target.backend.vocab_size, draft.backend.vocab_size
+    return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,16 +42,21 @@ def models(
 def check(
     target: Annotated[str, typer.Argument(help=NAMED)],
     draft: Annotated[str, typer.Argument(help="draft model, named like the target")],
+    text: Annotated[Path | None, typer.Option("--text", help="try drafts through bytes on this file's text")] = None,
     json_file: Json = None,
 ) -> None:
     """Can DRAFT draft for TARGET? Tokens, heads, special tokens and templates; no weights are loaded.
 
-    Exit code 1 if it cannot.
+    A draft model of another vocabulary drafts through bytes; how much of its drafts that can lose is tried on a text.
+    Exit code 1 if it cannot draft at all.
     """
     quiet_libraries()
-    from slipstream.models.hf.vocabulary import compare_vocabularies, inspect_vocabulary
+    from slipstream.models.hf.vocabulary import compare_vocabularies
+    from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+    from slipstream.text.prompts import read_prompts
 
-    report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft))
+    sample = "" if text is None else "\n\n".join(one.prompt for one in read_prompts(text))
+    report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
     for line in report.lines():
         out.print(line, markup=False, soft_wrap=True)
     write_json(json_file, report.to_dict())

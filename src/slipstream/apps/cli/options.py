@@ -24,7 +24,7 @@ def option(section: str, *names: str, text: str, **more: Any) -> Any:
 
 Target = Annotated[str, option(MODELS, "--target", text=NAMED, metavar="MODEL")]
 DraftModel = Annotated[
-    str | None, option(MODELS, "--draft", text="draft model, named like the target", metavar="MODEL")
+    str | None, option(MODELS, "--draft", text="draft model, of any vocabulary, named like the target", metavar="MODEL")
 ]
 ConfigFile = Annotated[
     Path | None,

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf.model_files import one_line
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -60,6 +61,16 @@ class HFTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token text to id, added tokens included."""
         return dict(self.inner.get_vocab())
+
+    def byte_tokens(self) -> ByteTokens:
+        """See `ReadableAsBytes.byte_tokens`."""
+        from slipstream.models.hf.byte_reading import read_byte_tokens
+
+        if not getattr(self.inner, "is_fast", False):
+            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
+        whole, bare = self.encode("a"), self.bare("a")
+        opened = bool(bare) and whole[-len(bare) :] == bare
+        return read_byte_tokens(self.inner.backend_tokenizer, tuple(whole[: -len(bare)]) if opened else ())
 
 
 def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:

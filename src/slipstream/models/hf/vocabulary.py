@@ -1,25 +1,23 @@
-"""Whether a draft model speaks the target's vocabulary, and what follows where the two differ."""
+"""Whether a draft model speaks the target's vocabulary, and what follows where the two differ.
+
+Draft models of another vocabulary draft through bytes (`drafters/cross_vocabulary`).
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.drafters.cross_vocabulary.vocabulary_bridge import bridge_between
 from slipstream.errors import UsageError
-from slipstream.models.hf.gguf_conversion import unreadable_gguf
-from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
-from slipstream.models.hf.model_files import not_loaded, resolve
-from slipstream.models.hf.weights import READER_ERRORS, quietly
-from slipstream.models.loaded import Loaded, is_toy
-from slipstream.models.toy import load_toy
+from slipstream.models.bridge_estimate import BridgeEstimate, estimate
+from slipstream.models.hf.vocabulary_info import SPECIAL, VocabularyInfo
+from slipstream.models.loaded import Loaded
 from slipstream.text.detokenizer import Tokenizer
 
 T = TypeVar("T")
 SHOWN = 3
-SPECIAL = ("bos", "eos", "pad")
 PROBES = {
     "spaces": " two  spaces,\n\ta tab and a line ",
     "digits": "1234567890 and 3.14",
@@ -27,30 +25,6 @@ PROBES = {
     "emoji": "na\u00efve \N{GRINNING FACE}\N{ROCKET}",
 }
 CHAT_PROBE = [{"role": "user", "content": "Hello!"}]
-
-
-@dataclass(frozen=True)
-class VocabularyInfo:
-    """A model's vocabulary, known without its weights. head_size: how many logits it has, padding included."""
-
-    name: str
-    head_size: int
-    end_ids: tuple[int, ...]
-    tokenizer: Tokenizer | None = None
-
-    @staticmethod
-    def of(loaded: Loaded) -> VocabularyInfo:
-        """That of a loaded model."""
-        return VocabularyInfo(loaded.name, loaded.backend.vocab_size, loaded.end_ids, loaded.tokenizer)
-
-    @property
-    def special(self) -> dict[str, str]:
-        """The tokens and ids of SPECIAL that the tokenizer names."""
-        if not isinstance(self.tokenizer, HFTokenizer):
-            return {}
-        inner = self.tokenizer.inner
-        named = {name: (getattr(inner, f"{name}_token"), getattr(inner, f"{name}_token_id")) for name in SPECIAL}
-        return {name: f"{token!r} ({number})" for name, (token, number) in named.items() if token is not None}
 
 
 @dataclass(frozen=True)
@@ -67,7 +41,8 @@ class Finding:
 class VocabularyReport:
     """Whether `draft` can draft for `target`, and why. differing: the first SHOWN of `num_differing` tokens.
 
-    head_sizes: the target's number of logits and the draft's.
+    head_sizes: the target's number of logits and the draft's. bridge: what to expect of drafts through bytes, where
+    the vocabularies differ and can be read so.
     """
 
     target: str
@@ -78,6 +53,7 @@ class VocabularyReport:
     num_differing: int
     differing: tuple[str, ...]
     findings: tuple[Finding, ...]
+    bridge: BridgeEstimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as values that JSON knows."""
@@ -92,66 +68,47 @@ class VocabularyReport:
         return lines
 
 
-def inspect_vocabulary(source: str) -> VocabularyInfo:
-    """The vocabulary of "toy", the embedded model, a folder, a .gguf file or a hub id; no weights are loaded.
+def compare_vocabularies(
+    target: Loaded | VocabularyInfo, draft: Loaded | VocabularyInfo, text: str = ""
+) -> VocabularyReport:
+    """Whether `draft` can be the draft model of `target`, and what their differences mean.
 
-    Only the embedded model is fetched if it is not at hand. End ids are those of a folder's generation config, else
-    those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
+    text: on which drafts through bytes are tried, where the vocabularies differ; a text of the package's by default.
     """
-    if is_toy(source):
-        return VocabularyInfo.of(load_toy(source))
-    from transformers import AutoConfig  # takes seconds
-
-    is_gguf, path = source.endswith(".gguf"), Path(source).expanduser()
-    if is_gguf and not path.is_file():
-        raise UsageError(f"model {source!r} does not exist; allowed: a readable .gguf file")
-    place = str(path.parent) if is_gguf else resolve(source)
-    options = {"gguf_file": path.name} if is_gguf else {}
-    try:
-        with quietly():
-            config = AutoConfig.from_pretrained(place, **options).get_text_config()
-        generation = Path(place) / "generation_config.json"
-        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() and not is_gguf else None
-    except READER_ERRORS as error:
-        raise unreadable_gguf(path, error) if is_gguf else not_loaded(source, place, error) from error
-    head_size = getattr(config, "vocab_size", None)
-    if head_size is None:
-        raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
-    ends = getattr(config, "eos_token_id", None) if ends is None else ends
-    ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    known = tuple(i for i in ids if 0 <= i < head_size)
-    return VocabularyInfo(source, head_size, known, load_tokenizer(source, place, **options))
-
-
-def compare_vocabularies(target: Loaded | VocabularyInfo, draft: Loaded | VocabularyInfo) -> VocabularyReport:
-    """Whether `draft` can be the draft model of `target`, and what their differences mean."""
     a, b = (one if isinstance(one, VocabularyInfo) else VocabularyInfo.of(one) for one in (target, draft))
     differing = _differing(a, b)
-    usable = _usable(a, b, differing)
-    tokens, head = _tokens(a, b, differing), _head(a, b, usable)
-    conclusion = head.follows if usable else tokens.follows
-    findings = [tokens, head, _special(a, b), _ends(a, b)]
-    if a.tokenizer is not None and b.tokenizer is not None:
+    same = _usable(a, b, differing)
+    bridge, refusal = (None, "") if same or differing is None else _bridge(a, b, text)
+    tokens, head = _tokens(a, b, differing, bridge is not None), _head(a, b, same)
+    conclusion = head.follows if same else refusal or tokens.follows
+    findings = [tokens, head, _special(a, b, same), _ends(a, b, same)]
+    if bridge is not None:
+        findings += [Finding(*one) for one in bridge.findings()]
+    elif a.tokenizer is not None and b.tokenizer is not None:
         findings += _encodings(a.tokenizer, b.tokenizer)
-    sizes, shown = (a.head_size, b.head_size), tuple((differing or [])[:SHOWN])
-    return VocabularyReport(a.name, b.name, usable, conclusion, sizes, len(differing or []), shown, tuple(findings))
+    sizes, shown, usable = (a.head_size, b.head_size), tuple((differing or [])[:SHOWN]), same or bridge is not None
+    count = len(differing or [])
+    return VocabularyReport(a.name, b.name, usable, conclusion, sizes, count, shown, tuple(findings), bridge)
 
 
-def check_same(target: Loaded, draft: Loaded) -> None:
-    """Refuse a draft model of another vocabulary, naming tokens that differ. Heads padded differently are fine."""
+def _bridge(target: VocabularyInfo, draft: VocabularyInfo, text: str) -> tuple[BridgeEstimate | None, str]:
+    """What to expect of drafts through bytes, or why there can be none."""
+    try:
+        return estimate(bridge_between(target, target.head_size, draft, draft.head_size), text), ""
+    except UsageError as error:
+        return None, f"not usable as a draft model: {error}"
+
+
+def same_vocabulary(target: Loaded, draft: Loaded) -> bool:
+    """Whether ids mean the same to both; heads padded differently are fine. Refused where nothing tells."""
     a, b = VocabularyInfo.of(target), VocabularyInfo.of(draft)
     differing = _differing(a, b)
-    if _usable(a, b, differing):
-        return
-    if differing is None:
+    if differing is None and a.head_size != b.head_size:
         raise UsageError(
             f"draft {b.name!r} has {b.head_size} logits, target {a.name!r} has {a.head_size}, and no tokenizers are at "
-            "hand to compare; allowed: the same vocabulary"
+            "hand to compare; allowed: the same vocabulary, or both tokenizers"
         )
-    raise UsageError(
-        f"draft {b.name!r} has another vocabulary than target {a.name!r}: {len(differing)} tokens differ, "
-        f"first {'; '.join(differing[:SHOWN])}; draft models with another vocabulary are not supported yet"
-    )
+    return _usable(a, b, differing)
 
 
 def differing_tokens(target: dict[str, int], draft: dict[str, int]) -> list[str]:
@@ -178,10 +135,11 @@ def _usable(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] 
     return target.head_size == draft.head_size if differing is None else not differing
 
 
-def _tokens(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None) -> Finding:
+def _tokens(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None, bridged: bool) -> Finding:
     if differing:
         found = f"{len(differing)} tokens differ, first {'; '.join(differing[:SHOWN])}"
-        return Finding("tokens", False, found, "not usable as a draft model: the same id is another text to the target")
+        follows = "not usable as a draft model: the same id is another text to the target"
+        return Finding("tokens", False, found, "usable through bytes, verified by match" if bridged else follows)
     if differing is None or target.tokenizer is None:
         lacking = " and ".join(who for who, one in (("target", target), ("draft", draft)) if one.tokenizer is None)
         follows = "taken to be the same, because the heads are of one size"
@@ -208,7 +166,7 @@ def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Findin
     return Finding("head", extra == 0, found, follows)
 
 
-def _special(target: VocabularyInfo, draft: VocabularyInfo) -> Finding:
+def _special(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
     ours, theirs = target.special, draft.special
     found = [
         f"{name} is {ours.get(name, 'none')} in the target and {theirs.get(name, 'none')} in the draft"
@@ -217,12 +175,16 @@ def _special(target: VocabularyInfo, draft: VocabularyInfo) -> Finding:
     ]
     same = ", ".join(f"{name} {token}" for name, token in ours.items()) or "neither tokenizer names one"
     follows = "only the target's are used: it alone encodes prompts"
+    if not same_tokens:
+        follows = "those of one name are turned into each other, never by their text"
     return Finding("special tokens", not found, "; ".join(found) or same, follows)
 
 
-def _ends(target: VocabularyInfo, draft: VocabularyInfo) -> Finding:
+def _ends(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
     ours, theirs = sorted(target.end_ids), sorted(draft.end_ids)
     follows = "the draft's do not matter, because only the target's end the text"
+    if not same_tokens:
+        follows = "where the draft model ends, the target's end is proposed"
     return Finding("end ids", ours == theirs, f"{ours} in the target, {theirs} in the draft", follows)
 
 

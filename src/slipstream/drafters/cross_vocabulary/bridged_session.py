@@ -1,0 +1,147 @@
+"""A draft model and its KV cache over rows of a target with another vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from slipstream.core.interfaces import Backend
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.drafters.cross_vocabulary.draft_text import LONGEST_TAIL, DraftText
+from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
+from slipstream.errors import UsageError
+
+SPARE = 64  # positions reserved beyond a text's own
+
+
+@dataclass
+class _Counterpart:
+    """A row's text in draft tokens, as a row of the draft model's session; drafted: what was fed after it."""
+
+    text: DraftText
+    row: Row
+    opening: int
+    drafted: list[int] = field(default_factory=list)
+
+
+class BridgedSession:
+    """The draft model's session for rows of the target: each has a counterpart in the draft model's own tokens.
+
+    Where a row's end is encoded anew its cached tokens are kept up to the first that differs.
+    """
+
+    def __init__(self, session: Session, bridge: VocabularyBridge) -> None:
+        self.session, self.bridge = session, bridge
+        self._rows: WeakKeyDictionary[Row, _Counterpart] = WeakKeyDictionary()
+        self._reserved = (0, 0)
+
+    @property
+    def backend(self) -> Backend:
+        """The draft model."""
+        return self.session.backend
+
+    @property
+    def longest_draft(self) -> int:
+        """Draft tokens that a round may have, so that a text still fits before them."""
+        return max(1, self.backend.max_length // 4)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """See `Session.reserve`; length: in the target's tokens, more is reserved where a text turns out longer."""
+        length = max(self._reserved[1], min(length, self.backend.max_length))
+        self._reserved = max(self._reserved[0], rows), length
+        self.session.reserve(rows, length)
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        """See `Session.settle`."""
+        self.session.settle([self._counterpart(row).row for row in rows])
+
+    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
+        """See `Session.read_ahead`."""
+        own = {slot: self._updated(row, 1) for slot, row in rows.items()}
+        self._make_room(max(own, default=0) + 1, list(own.values()), 1)
+        self.session.read_ahead(own, budget)
+
+    def has_read(self, row: Row) -> bool:
+        """See `Session.has_read`."""
+        return self.session.has_read(self._updated(row, 1))
+
+    def holds(self, row: Row) -> bool:
+        """See `Session.holds`."""
+        known = self._rows.get(row)
+        return known is not None and self.session.holds(known.row)
+
+    def draft_rows(self, rows: Sequence[Row], steps: int) -> list[Row]:
+        """The rows' texts in draft tokens, with what the target has committed since, and room for a draft."""
+        own = [self._updated(row, steps) for row in rows]
+        self._make_room(len(own), own, steps)
+        return own
+
+    def note_drafted(self, rows: Sequence[Row], drafted: Sequence[Sequence[int]]) -> None:
+        """Draft tokens that are about to be fed after the rows' texts: all of this round so far."""
+        for row, tokens in zip(rows, drafted, strict=True):
+            self._rows[row].drafted = list(tokens)
+
+    def _make_room(self, count: int, own: Sequence[Row], steps: int) -> None:
+        rows, length = self._reserved
+        needed = max((len(row.tokens) for row in own), default=0) + steps
+        if count > rows or needed > length:
+            self.reserve(max(rows, count), max(length, min(needed + needed // 4 + SPARE, self.backend.max_length)))
+
+    def _counterpart(self, row: Row) -> _Counterpart:
+        known = self._rows.get(row)
+        if known is None:
+            known = self._rows[row] = self._made(row)
+        return known
+
+    def _made(self, row: Row) -> _Counterpart:
+        """Chat messages are rendered by the draft model's own template, other texts begin as its tokenizer begins."""
+        target, draft = self.bridge.target, self.bridge.draft
+        tail = min(LONGEST_TAIL, max(1, self.backend.max_length // 4))
+        rendered = self._rendered(row)
+        if rendered is not None:
+            text = DraftText(self.bridge, len(rendered), row.prompt_length, beginning=False, longest_tail=tail)
+            return _Counterpart(text, Row(row.index, rendered, row.params, row.seed), len(draft.tokens.opening))
+        opening = list(draft.tokens.opening)
+        added = len(target.tokens.opening)
+        read = added if tuple(row.tokens[:added]) == target.tokens.opening else 0
+        text = DraftText(self.bridge, len(opening), read, longest_tail=tail)
+        return _Counterpart(text, Row(row.index, opening, row.params, row.seed), len(opening))
+
+    def _rendered(self, row: Row) -> list[int] | None:
+        render = self.bridge.draft.render
+        if row.messages is None or render is None:
+            return None
+        try:
+            return render(row.messages)
+        except UsageError:  # its template refuses what the target's takes
+            return None
+
+    def _updated(self, row: Row, steps: int) -> Row:
+        """The row's counterpart, caught up with the committed tokens; the cache keeps what did not change."""
+        one = self._counterpart(row)
+        own, start = one.row, one.text.settled
+        tail = one.text.follow(row.tokens)
+        was = own.tokens[start:] + one.drafted
+        same = next((at for at, (a, b) in enumerate(zip(was, tail, strict=False)) if a != b), min(len(was), len(tail)))
+        self.session.keep(own, start + same)
+        own.tokens[start:] = tail if start or tail else self._something()
+        one.drafted = []
+        self._shorten(one, steps)
+        own.open_end = max(1, len(own.tokens) - one.text.settled)
+        return own
+
+    def _something(self) -> list[int]:
+        """A text without any token begins with the draft model's end, as documents do that follow each other."""
+        return [self.bridge.draft.end_ids[0] if self.bridge.draft.end_ids else 0]
+
+    def _shorten(self, one: _Counterpart, steps: int) -> None:
+        """Forget the beginning of a text that does not fit the draft model's context."""
+        most, tokens = self.backend.max_length, one.row.tokens
+        if len(tokens) + steps <= most:
+            return
+        removed = min(len(tokens) - most // 2, one.text.settled - one.opening)
+        self.session.keep(one.row, one.opening)
+        del tokens[one.opening : one.opening + removed]
+        one.text.settled -= removed

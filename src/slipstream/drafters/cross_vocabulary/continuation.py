@@ -1,0 +1,104 @@
+"""What a draft model has written after a row's text, on its way into the target's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge, unfinished
+
+CONTEXT, MOST_CONTEXT = 3, 24  # committed tokens that are encoded together with a draft: at least, and to reach a word
+
+
+class Continuation:
+    """One row's draft of one round: draft tokens go in, the target's come out.
+
+    over: the draft model has ended the text, or written a special token that is no text.
+    """
+
+    def __init__(self, bridge: VocabularyBridge, committed: Sequence[int]) -> None:
+        self._bridge, self._text = bridge, b""
+        self._begins: list[int] = []  # byte of the draft at which each draft token begins
+        self._end: int | None = None
+        self.over = False
+        self._context = _context(bridge, committed)
+        self._before = b"".join(bridge.target.texts[token] or b"" for token in self._context)
+        self._known: tuple[int, list[int]] = (-1, [])
+
+    def add(self, token: int) -> None:
+        """The draft model's next token."""
+        if self.over:
+            return
+        text = self._bridge.draft.texts[token]
+        self._end = self._bridge.end_to_target.get(token)
+        if text is None or self._end is not None:
+            self.over = True
+            self._begins += [len(self._text)] * (self._end is not None)
+        else:
+            self._begins.append(len(self._text))
+            self._text += text
+
+    def tokens(self) -> list[int]:
+        """The draft in the target's tokens: encoded together with the text before it, so that it is cut as usual.
+
+        Where that would cut the text before it differently, the draft is encoded alone.
+        """
+        if self._known[0] != len(self._begins):
+            self._known = len(self._begins), self._encoded()
+        return self._known[1]
+
+    def _encoded(self) -> list[int]:
+        target, count = self._bridge.target, len(self._context)
+        text, complete = _whole(self._before + self._text)
+        ids = target.encode(text).ids
+        if ids[:count] == self._context:
+            ids = ids[count:]
+        elif unfinished(self._before):
+            return []
+        else:
+            text, complete = _whole(self._text)
+            ids = target.encode(text).ids
+        known = next((at for at, number in enumerate(ids) if not self._is_text(number)), len(ids))
+        ended = self._end is not None and complete and known == len(ids)
+        return ids[:known] + ([self._end] if ended and self._end is not None else [])
+
+    def _is_text(self, number: int) -> bool:
+        return number < self._bridge.target.head_size and self._bridge.target.texts[number] is not None
+
+    def chances(self, own: Sequence[float]) -> list[float]:
+        """The probability of each of `tokens()`, from the draft model's own of each draft token.
+
+        A draft token counts where it begins: a token of the target's that begins inside one is as good as certain.
+        """
+        texts = [self._bridge.target.texts[token] or b"" for token in self.tokens()]
+        bounds = [0]
+        for text in texts:
+            bounds.append(bounds[-1] + len(text))
+        if self._end is not None and texts and not texts[-1]:
+            bounds[-1] += 1
+        begun = list(zip(self._begins, own, strict=False))
+        return [prod(chance for at, chance in begun if low <= at < high) for low, high in pairwise(bounds)]
+
+
+def _context(bridge: VocabularyBridge, committed: Sequence[int]) -> list[int]:
+    """The last committed tokens from the beginning of a word on, where one is near; never a special token."""
+    target, at = bridge.target, len(committed)
+    fallback = at
+    while at > 0 and len(committed) - at < MOST_CONTEXT and (text := target.texts[committed[at - 1]]) is not None:
+        at -= 1
+        if 0x80 <= text[0] < 0xC0:  # inside a character
+            continue
+        if len(committed) - at <= CONTEXT:
+            fallback = at
+        elif text[:1] == b" ":
+            return list(committed[at:])
+    return list(committed[fallback:])
+
+
+def _whole(data: bytes) -> tuple[str, bool]:
+    """The characters of the data up to the first that is broken or not complete, and whether that is all of it."""
+    try:
+        return data.decode(), True
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode(), False

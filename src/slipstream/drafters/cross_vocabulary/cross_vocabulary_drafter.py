@@ -1,0 +1,172 @@
+"""A draft model of another vocabulary: it reads and writes bytes, and its text is encoded in the target's tokens.
+
+Its drafts are guesses that acceptance by `match` verifies, so the text is the target's whatever becomes of them. Rules
+that need the distribution of a draft get drafts of the shared tokens only (`shared_tokens`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.interfaces import Drafter, Sampler
+from slipstream.core.traits import Traits
+from slipstream.core.types import Draft, Row
+from slipstream.draft_length.early_stop import Stop
+from slipstream.drafters import Setup
+from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.drafters.cross_vocabulary.continuation import Continuation
+from slipstream.drafters.cross_vocabulary.shared_tokens import SharedTokenDrafter, SharedTokens
+from slipstream.drafters.model import annotated, stop_for
+from slipstream.errors import UsageError
+
+
+class CrossVocabularyDrafter:
+    """Drafts text with the draft model and proposes it in the target's tokens.
+
+    A greedy row gets the draft model's likeliest text. For a sampled one the shared tokens race with the numbers that
+    the target will use at that position; a token that the target does not have is taken where it is likelier than all
+    of these together.
+    """
+
+    def __init__(self, bridged: BridgedSession, shared: SharedTokens, stop: Stop | None = None) -> None:
+        self._bridged, self._bridge, self._shared, self._stop = bridged, bridged.bridge, shared, stop
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """As many draft tokens as target tokens are asked for, in the target's tokens: these may be fewer."""
+        width = min(max(lengths, default=0), self._bridged.longest_draft)
+        if width == 0:
+            return Draft.empty(len(rows), sampler.device)
+        texts = [Continuation(self._bridge, row.tokens) for row in rows]
+        own = self._bridged.draft_rows(rows, width)
+        chances: list[list[float]] = [[] for _ in rows]
+        steps = self._in_one_call(own, width, texts, sampler) or self._step_by_step(
+            own, lengths, width, texts, chances, sampler
+        )
+        proposals = [text.tokens()[:length] if length else [] for text, length in zip(texts, lengths, strict=True)]
+        draft = replace(Draft.from_lists(proposals, sampler.device), steps=steps)
+        if self._stop is None:
+            return draft
+        known = [text.chances(its)[:n] if n else [] for text, its, n in zip(texts, chances, draft.lengths, strict=True)]
+        return annotated(draft, self._stop, rows, lengths, known)
+
+    def _in_one_call(self, own: Sequence[Row], width: int, texts: Sequence[Continuation], sampler: Sampler) -> int:
+        """Greedy drafts where the draft model makes them without returning to the host; 0 where it does not."""
+        if self._stop is not None or not sampler.plain:
+            return 0
+        drafted = self._bridged.session.draft_greedy(own, width, self._shared.head_size)
+        if drafted is None:
+            return 0
+        tokens: list[list[int]] = drafted.tolist()
+        self._bridged.note_drafted(sampler.rows, tokens)
+        for text, line in zip(texts, tokens, strict=True):
+            for token in line:
+                text.add(token)
+        return width
+
+    def _step_by_step(
+        self,
+        own: Sequence[Row],
+        lengths: Sequence[int],
+        width: int,
+        texts: Sequence[Continuation],
+        chances: list[list[float]],
+        sampler: Sampler,
+    ) -> int:
+        """A forward of the draft model per token, while a row wants more; returns how many. Fills in `chances`."""
+        rows, session, device = sampler.rows, self._bridged.session, self._bridged.backend.device
+        drafted: list[list[int]] = [[] for _ in rows]
+        wanted = [min(n, width) for n in lengths]
+        for j in range(width):
+            fed = torch.tensor(drafted, dtype=torch.int64).reshape(len(rows), j).to(device)
+            logits = session.score(own, fed, [j] * len(rows), keep=1)[:, 0].to(sampler.device)
+            chosen, probs = self._choose(logits, texts, sampler)
+            told = probs.tolist() if self._stop is not None else [1.0] * len(rows)
+            for i, token in enumerate(chosen.tolist()):
+                texts[i].add(token)
+                drafted[i].append(token)
+                chances[i].append(told[i])
+            self._bridged.note_drafted(rows, drafted)
+            over = [text.over for text in texts]
+            if self._stop is not None:
+                stopped = self._stop.ends(rows, wanted, chances, False)
+                over = [a or b for a, b in zip(over, stopped, strict=True)]
+            wanted = [min(want, j + 1) if end else want for want, end in zip(wanted, over, strict=True)]
+            if max(wanted) <= j + 1:
+                return j + 1
+        return width
+
+    def _choose(self, logits: Tensor, texts: Sequence[Continuation], sampler: Sampler) -> tuple[Tensor, Tensor]:
+        """The next token of each row's draft, and its probability. logits: [B, D], the draft model's."""
+        if sampler.plain:
+            best = logits.argmax(-1)
+            if self._stop is None:
+                return best, best
+            return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]
+        shared, offsets = self._shared, [len(text.tokens()) for text in texts]
+        scores = self._scores(shared.of(logits)[:, None], texts, offsets, sampler)
+        probs = sampler.probs(scores)[:, 0].nan_to_num(0.0)
+        at = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
+        winner = sampler.draw_at(probs, at, max(offsets)).clamp(min=0)
+        heat = torch.tensor([row.params.temperature or 1e-3 for row in sampler.rows]).to(sampler.device)[:, None]
+        all_scores = torch.logsumexp(logits.float() / heat, -1, keepdim=True)
+        mass = (torch.logsumexp(scores[:, 0].clamp(min=-1e30) / heat, -1, keepdim=True) - all_scores).exp()
+        chosen, chance = shared.draft_id[winner], mass[:, 0] * probs.gather(-1, winner[:, None])[:, 0]
+        if not len(shared.others):
+            return chosen, chance
+        other, index = ((logits[:, shared.others].float() / heat - all_scores).exp()).max(-1)
+        better = other > mass[:, 0]
+        return torch.where(better, shared.others[index], chosen), torch.where(better, other, chance.clamp(max=1.0))
+
+    def _scores(
+        self, logits: Tensor, texts: Sequence[Continuation], offsets: Sequence[int], sampler: Sampler
+    ) -> Tensor:
+        """The shared tokens' logits [B, 1, V] under the rows' options, each row after its own draft so far."""
+        drafted = Draft.from_lists([text.tokens() for text in texts], sampler.device).tokens
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        for offset in sorted(set(offsets)):
+            rows = [i for i, own in enumerate(offsets) if own == offset]
+            scores[rows] = sampler.scores(logits, drafted, first=offset, guess=True)[rows]
+        return scores
+
+
+USAGE = "cross_vocabulary[:p=PERCENT]"
+TRAITS = Traits(
+    reads_prompt=True,
+    knows_probs=True,
+    default_length=6,
+    needs_draft_model=True,
+    other_vocabulary=True,
+)
+
+
+def build(setup: Setup, argument: str) -> Drafter:
+    """ "cross_vocabulary", or "cross_vocabulary:p=PERCENT" to stop early; `model` builds it for such a draft model.
+
+    Without acceptance by `match` it drafts tokens that both vocabularies have.
+    """
+    given = re.fullmatch(r"p=(\d{1,2})", argument)
+    if argument and given is None:
+        raise UsageError(
+            f"drafter='cross_vocabulary:{argument}'; allowed: 'cross_vocabulary', or 'cross_vocabulary:p=PERCENT' "
+            "from 0 to 99"
+        )
+    bridged = setup.bridged
+    if bridged is None:
+        lacking = "; give draft=... (command line: --draft)" if setup.session is None else "; allowed: 'model'"
+        raise UsageError(f"drafter='cross_vocabulary' needs a draft model of another vocabulary{lacking}")
+    stop = stop_for(setup, given and int(given[1]))
+    shared = SharedTokens(bridged.bridge, setup.vocab_size, setup.device)
+    if setup.coupled:
+        return CrossVocabularyDrafter(bridged, shared, stop)
+    if not len(shared.in_target):
+        target, draft = bridged.bridge.target.name, bridged.bridge.draft.name
+        raise UsageError(
+            f"draft {draft!r} shares no token with target {target!r}, so that its drafts have no distribution over the "
+            "target's tokens; allowed: acceptance 'auto' or 'match'"
+        )
+    return SharedTokenDrafter(bridged, shared, stop)

@@ -1,0 +1,118 @@
+"""Tokenizers read as bytes: what their tokens stand for, what plain text becomes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from vocabularies import KINDS, SPECIALS, bridge, vocabulary
+
+from slipstream import UsageError
+from slipstream.models.byte_vocabulary import PROBES, ByteVocabulary, byte_vocabulary
+from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from slipstream.models.hf.vocabulary_info import VocabularyInfo
+
+TEXTS = [*PROBES, "The heron, 12345", "\n\n\n    x", "\u6771\u4eac \U0001f600", f"a {SPECIALS[0]} in a text", "  "]
+
+
+def of(kind: str) -> ByteVocabulary:
+    return bridge("toy", kind).draft
+
+
+def pieces(vocabulary: ByteVocabulary, text: str, *, beginning: bool = False) -> list[bytes | None]:
+    return [vocabulary.texts[number] for number in vocabulary.encode(text, beginning=beginning).ids]
+
+
+@pytest.mark.parametrize("kind", ["toy", *KINDS])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+    assert b"".join(piece or b"?" for piece in pieces(of(kind), text)) == text.encode()
+
+
+@pytest.mark.parametrize("kind", ["toy", *KINDS])
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_begin_where_it_is_said(kind: str, text: str) -> None:
+    encoding, at = of(kind).encode(text), 0
+    assert len(encoding.starts) == len(encoding.ids)
+    for number, start in zip(encoding.ids, encoding.starts, strict=True):
+        inside = len(text[:start].encode())
+        assert inside <= at < inside + 4  # bytes of one character all begin where it does
+        at += len(of(kind).texts[number] or b"")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_name_of_a_special_token_in_a_text_stays_text_and_none_is_added(kind: str) -> None:
+    own = of(kind)
+    assert set(own.special) >= set(SPECIALS)
+    ids = own.encode(f"{SPECIALS[0]}x{SPECIALS[1]}", beginning=True).ids
+    assert ids and not set(ids) & set(own.special.values())
+    assert all(own.texts[number] is None for number in own.special.values())
+
+
+@pytest.mark.parametrize(("kind", "opens"), [("bytes", False), ("sentencepiece", True), ("metaspace", True)])
+def test_what_a_tokenizer_puts_in_front_of_every_text_is_known(kind: str, opens: bool) -> None:
+    assert of(kind).tokens.opening == ((of(kind).special["<|user|>"],) if opens else ())
+
+
+@pytest.mark.parametrize(("kind", "adds"), [("bytes", False), ("sentencepiece", False), ("prefixed", True)])
+def test_a_space_is_added_at_the_beginning_of_a_text_only(kind: str, adds: bool) -> None:
+    own = of(kind)
+    assert own.tokens.adds_space is adds
+    assert pieces(own, "The", beginning=True) == ([b" The"] if adds else [b"The"])
+    assert pieces(own, "The") == [b"The"]
+
+
+def test_a_character_is_spelled_by_its_own_token_where_there_is_one_for_its_byte_too() -> None:
+    own = of("sentencepiece")
+    assert own.ids[b"a"] not in own.tokens.fallback and own.ids[b"\n"] not in own.tokens.fallback
+    assert own.ids[b"\xf0"] in own.tokens.fallback
+    assert own.spelled(b"The\xf0\x9f") == [own.ids[b"The"], own.ids[b"\xf0"], own.ids[b"\x9f"]]
+
+
+def test_ids_that_only_pad_the_head_stand_for_nothing() -> None:
+    own, info = of("bytes"), vocabulary("bytes")
+    assert len(own.texts) == info.head_size and own.texts[-7:] == [None] * 7
+    smaller = byte_vocabulary(info, 300)
+    assert len(smaller.texts) == 300 and max(smaller.ids.values()) < 300
+
+
+def test_a_normaliser_changes_the_bytes_of_what_is_not_normal_and_nothing_else() -> None:
+    own = of("normalised")
+    assert b"".join(piece or b"" for piece in pieces(own, "cafe\u0301")) == "caf\u00e9".encode()
+    assert b"".join(piece or b"" for piece in pieces(own, "caf\u00e9")) == "caf\u00e9".encode()
+
+
+def info(inner: Tokenizer) -> VocabularyInfo:
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    return VocabularyInfo("m", 50, (), HFTokenizer(made))
+
+
+def letters(**options: object) -> Tokenizer:
+    vocabulary = {token: number for number, token in enumerate("abcdefghijklmnopqrstuvwxyz .?")}
+    return Tokenizer(models.BPE(vocabulary, [], **options))
+
+
+def test_tokens_that_cannot_be_read_are_refused_saying_why() -> None:
+    with pytest.raises(UsageError, match="it has no tokenizer"):
+        byte_vocabulary(VocabularyInfo("m", 50, ()), 50)
+    with pytest.raises(UsageError, match="of the kind WordPiece"):
+        byte_vocabulary(info(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))), 50)
+    with pytest.raises(UsageError, match="'</w>' in them marks parts of words"):
+        byte_vocabulary(info(letters(end_of_word_suffix="</w>")), 50)
+    spaced = letters()
+    spaced.decoder = decoders.CTC()
+    with pytest.raises(UsageError, match="its decoder CTC changes characters"):
+        byte_vocabulary(info(spaced), 50)
+    lower = letters()
+    lower.normalizer = normalizers.Replace("t", "d")
+    with pytest.raises(UsageError, match="'the end' becomes 'dhe end'"):
+        byte_vocabulary(info(lower), 50)
+    cut = letters()
+    cut.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UsageError, match="'the end' becomes 'theend'"):
+        byte_vocabulary(info(cut), 50)
+
+
+def test_a_tokenizer_of_plain_characters_is_read() -> None:
+    own = byte_vocabulary(info(letters(unk_token="?")), 50)
+    assert own.ids[b"t"] == 19 and b"?" not in own.ids  # what stands for the unknown stands for no text

@@ -1,0 +1,58 @@
+"""Real models of different vocabularies: texts are the plain ones to the bit, greedy and seeded, alone or together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.packed_linear import needs_float32
+
+PROMPTS = [
+    "Write a Python function that reverses a string.",
+    "Name three rivers of Europe and where each one ends.",
+    "Erkl\u00e4re kurz, was eine B\u00e4ckerei verkauft, und ende mit einem Emoji. \N{ROCKET}",
+]
+PAIRS = [("qwen1.5b", "smollm2"), ("smollm2", "gemma3"), ("gemma3", "qwen0.5b")]
+
+
+def folder(name: str) -> str:
+    found = cache_folder() / name
+    if not (found / "config.json").is_file():
+        pytest.skip(f"needs the local model folder {found}")
+    return str(found)
+
+
+def check(decoder: SpeculativeDecoder, count: int) -> int:
+    """Compare all texts with plain decoding; returns how many draft tokens were accepted."""
+    accepted = 0
+    for temperature in (0.0, 0.8):
+        params = [SamplingParams(max_tokens=count, temperature=temperature, seed=seed) for seed in range(len(PROMPTS))]
+        plain = [decoder.using("none").generate(p, one).token_ids for p, one in zip(PROMPTS, params, strict=True)]
+        for drafter in ("model", "auto"):
+            drafting = decoder.using(drafter, num_draft_tokens=4 if drafter == "model" else "auto")
+            alone = [drafting.generate(p, one) for p, one in zip(PROMPTS, params, strict=True)]
+            batch = drafting.generate(PROMPTS, params)
+            assert [one.token_ids for one in alone] == plain == [one.token_ids for one in batch]
+            accepted += sum(one.stats.num_accepted_tokens for one in alone)
+    return accepted
+
+
+@pytest.mark.smollm2
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize(("target", "draft"), [("smollm2", "toy"), ("toy", "smollm2")])
+def test_smollm2_drafts_and_is_drafted_for_across_vocabularies(target: str, draft: str) -> None:
+    decoder = SpeculativeDecoder(target, draft, dtype="float32", reproducible=True, max_batch_size=4)
+    accepted = check(decoder, 20)
+    assert accepted > 0
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+def test_a_pair_of_two_families_leaves_the_text_alone(target: str, draft: str) -> None:
+    if needs_float32(torch.bfloat16):
+        pytest.skip("this processor has no bfloat16 instructions: float32 copies take many minutes")
+    with SpeculativeDecoder(folder(target), folder(draft), reproducible=True, max_batch_size=4) as decoder:
+        assert check(decoder, 24) > 20
