@@ -200,13 +200,14 @@ def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp
     code, _, err = run(capsys, monkeypatch, "bench", "--plan", str(plan), *toy, *small, *fewer)
     assert code == 0, err
     arms = parse_arms(",".join(wanted["arms"]))
-    assert reference_of(arms, wanted["reference"]) == ("hf" if "hf" in wanted["arms"] else "none")
+    assert reference_of(arms, wanted["reference"]) == wanted["reference"]
+    assert wanted["reference"] == "hf" or "hf" not in wanted["arms"]
     assert read_records(tmp_path)[0].settings["repeats"] == 1
 
 
 WRONG_USE = [
     (("--simulate",), "--simulate beside --predict 0"),
-    (("--arms", "magic"), "drafter='magic'; allowed: auto, hybrid, layer_skip, model, ngram"),
+    (("--arms", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary, hybrid, layer_skip, model, ngram"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),
     (("--arms", "none,hf"), "arm 'hf' needs a Hugging Face model; target 'toy' is none"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench_runs import GREEDY, HEADER, PROMPTS, toy
+from toy_bench import GREEDY, HEADER, PROMPTS, toy
 
 from slipstream.bench.arms import parse_arms
 from slipstream.bench.lineup import Lineup

@@ -6,26 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_bench import GREEDY, HEADER, PROMPTS, toy
+from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.bench.arms import parse_arms
 from slipstream.bench.lineup import Lineup
-from slipstream.bench.plan import name_prompts, plan
-from slipstream.bench.records import Arm, Header, Run, read_records, start
+from slipstream.bench.plan import plan
+from slipstream.bench.records import Arm, Run, read_records, start
 from slipstream.bench.runner import Runner
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.acceptance import Rule, block
-from slipstream.text.prompts import NamedPrompt
-
-HEADER = Header({}, {}, {}, "2026-01-01T00:00:00+00:00")
-TEXTS = (("The heron was", "birds"), ("a fish, a", "fish"), ("It", "fish"))
-PROMPTS = name_prompts([NamedPrompt(text, family) for text, family in TEXTS])
-GREEDY = SamplingParams(max_tokens=24)
-
-
-def toy(**options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder("toy", "toy:2", **options)
+from slipstream.models.toy import load_toy
 
 
 def measured(
@@ -158,7 +151,10 @@ def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tm
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
 def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> None:
     """`samples` decides whether sampled texts are compared, so a drafter that declares it must keep to it."""
-    decoder, seen = toy(drafter=name, num_draft_tokens=3), []
+    options: dict[str, Any] = {"drafter": name, "num_draft_tokens": 3}
+    bridged = drafters.traits(name).other_vocabulary
+    decoder = decoder_of(load_toy("toy"), fable_model("bytes"), **options) if bridged else toy(**options)
+    seen = list[bool]()
 
     def watched(p: Any, scores: Any, draft: Draft) -> Any:
         seen.append(draft.probs is not None)

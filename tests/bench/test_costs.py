@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import tiny_model
+from cost_cases import linear_costs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_formula import linear_costs
 from tiny import Oracle, perturbed, shared
+from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.prediction.formula import Costs, Machine, best_length, measure_costs, paper_costs
+from slipstream.models.toy import load_toy
 
 
 def test_costs_are_interpolated_in_tokens() -> None:
@@ -127,6 +130,25 @@ def test_costs_of_the_toy(drafter: str) -> None:
     if drafter == "model":  # each draft token is a forward of its own
         assert costs.draft_step[1] > 0.1 * costs.forward(1, 1)
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "rwkv", "olmo_hybrid", "llama4_text"])
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_costs_of_models_with_states(family: str, drafter: str) -> None:
+    decoder = SpeculativeDecoder(tiny_model(family), tiny_model(family), drafter=drafter)
+    prompt, params = list(range(3, 30)), SamplingParams(max_tokens=12, ignore_eos=True)
+    before = decoder.generate(prompt, params).token_ids
+    costs = measure_costs(decoder, (1, 2), (1, 4), seconds=0.01)
+    assert costs.forward(2, 4) > 0 and costs.drafter == drafter
+    assert decoder.generate(prompt, params).token_ids == before
+
+
+@pytest.mark.parametrize("drafter", ["model", "cross_vocabulary"])
+def test_costs_of_a_draft_model_of_another_vocabulary(drafter: str) -> None:
+    decoder = decoder_of(load_toy("toy"), fable_model("bytes"), drafter=drafter, num_draft_tokens=4)
+    assert decoder.bridge is not None
+    costs = measure_costs(decoder, (1, 2), (1, 4), seconds=0.01)
+    assert costs.forward(2, 4) > 0
 
 
 def test_a_probe_leaves_no_trace() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from cost_cases import RAGGED, linear_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,23 +27,6 @@ from slipstream.core.stats import Stats
 
 ALPHAS = st.floats(0.0, 1.0)
 LENGTHS = st.integers(0, 12)
-
-
-def linear_costs(base: float = 10.0, per_token: float = 0.5, step: float = 1.0, **changes: Any) -> Costs:
-    """Forward = base + per_token * tokens, 0.25 ms around it, at batches 1, 2, 4 and 8 and widths 1 to 17."""
-    batches, widths = (1, 2, 4, 8), range(1, 18)
-    return replace(
-        Costs(
-            target={b: {w: base + per_token * b * w for w in widths} for b in batches},
-            overhead={b: dict.fromkeys(widths, 0.25) for b in batches},
-            draft_step=dict.fromkeys(batches, step),
-            draft_round=dict.fromkeys(batches, 0.5),
-        ),
-        **changes,
-    )
-
-
-RAGGED = Acceptance.by_position([0.9, 0.7, 0.8, 0.5], [0.8, 0.8, 0.6, 0.3])
 
 
 def enumerated(alphas: list[float], lengths: list[float], batch: int, costs: Costs) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_formula import linear_costs
+from cost_cases import linear_costs
 from toy_runs import NASTY, fail, make, timed
 
 from slipstream.apps import cli

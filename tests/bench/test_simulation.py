@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_formula import RAGGED, linear_costs
+from cost_cases import RAGGED, linear_costs
 
 from slipstream import UsageError
 from slipstream.apps.cli.common import app, out

@@ -14,19 +14,20 @@ from itertools import islice
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from slipstream import drafters
 from slipstream.bench.prediction.costs import Costs
-from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.interfaces import Backend, Drafter, Sampler
+from slipstream.bench.prediction.timed_backend import timed
+from slipstream.core.interfaces import Drafter, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Round, Row
+from slipstream.core.unpadded_layout import make_session
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.policies import Fixed
+from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
@@ -34,6 +35,7 @@ from slipstream.sampling.sampler import Sampler as RequestSampler
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
+DRAFT_MODELS = ("model", "cross_vocabulary")  # drafters that a draft model is all of
 MOTIF = 8  # prompts repeat this many random tokens, so that retrieval drafters find something
 
 
@@ -51,48 +53,12 @@ def measure_costs(
     interpolated. drafter: needed where the decoder's own was given as an object. The decoder's KV cache is empty
     afterwards.
     """
-    shapes = _shapes(decoder)
+    shapes = decoder.shapes
     chosen = sorted({shapes.pad(width, 2) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
     decoder.forget()  # its sessions must not rely on a KV cache that is about to be overwritten
     decoder.forget_learned()
     return _Probe(decoder, sorted(set(batch_sizes)), chosen, drafter).measure(seconds)
-
-
-def _shapes(decoder: SpeculativeDecoder) -> Shapes:
-    return decoder.calibration.shapes if decoder.reproducible and decoder.calibration is not None else EXACT_FIT
-
-
-class _Timed:
-    """A backend that awaits each forward whose logits are asked for and notes its seconds."""
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
-        self.last = 0.0
-
-    @property
-    def attended_unit(self) -> int:
-        return self._inner.attended_unit
-
-    @attended_unit.setter
-    def attended_unit(self, value: int) -> None:
-        self._inner.attended_unit = value
-
-    def reserve(self, rows: int, length: int) -> None:
-        self._inner.reserve(rows, length)
-
-    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        begun = perf_counter()
-        out = self._inner.forward(tokens, starts, first_slot=first_slot, logits=logits)
-        if logits:
-            if self.device.type != "cpu":
-                out[-1, -1, -1].item()  # waits for the device
-            self.last = perf_counter() - begun
-        return out
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        self._inner.copy(source, destination, length)
 
 
 @dataclass(frozen=True)
@@ -126,12 +92,14 @@ class _Probe:
         self, decoder: SpeculativeDecoder, batches: list[int], widths: list[int], drafter: Drafter | None
     ) -> None:
         self._decoder, self._batches, self._widths = decoder, batches, widths
-        self._backend = _Timed(decoder.target.backend)
-        self._target = Session(self._backend, _shapes(decoder))
+        self._backend = timed(decoder.target.backend)
+        self._target = make_session(self._backend, decoder.shapes)
         self._name = decoder.drafter_name if drafter is None else type(drafter).__name__
         self._draft: Session | None = None
-        if drafter is None and self._name.partition(":")[0] == "model" and decoder.draft is not None:
-            self._draft = Session(_Timed(decoder.draft.backend), EXACT_FIT)
+        self._bridged: BridgedSession | None = None
+        if drafter is None and self._name.partition(":")[0] in DRAFT_MODELS and decoder.draft is not None:
+            self._draft = make_session(timed(decoder.draft.backend))
+            self._bridged = None if decoder.bridge is None else BridgedSession(self._draft, decoder.bridge)
         self._drafter = self._load_drafter() if drafter is None else drafter
         self._prompts = self._make_prompts(max(batches))
 
@@ -148,7 +116,14 @@ class _Probe:
         target = copy(self._target)  # the same KV cache, but a backend whose layers can be told
         target.table = copy(target.table)
         target.table.backend = self._decoder.target.backend
-        setup = drafters.Setup(backend.device, backend.vocab_size, self._draft, target=target)
+        setup = drafters.Setup(
+            backend.device,
+            backend.vocab_size,
+            self._draft,
+            coupled=self._bridged is not None,
+            target=target,
+            bridged=self._bridged,
+        )
         return drafters.load(name, setup)
 
     def _make_prompts(self, rows: int) -> list[list[int]]:
@@ -192,7 +167,7 @@ class _Probe:
             draft_round={b: max(0.0, ms[FEW] - FEW * steps[b]) for b, ms in drafting.seen.items()},
             drafter=self._name,
             machine=f"measured: {platform.machine()}, {where}, torch {torch.__version__}, {self._decoder.target.name}",
-            padded=_shapes(self._decoder).widths,
+            padded=self._decoder.shapes.widths,
         )
 
     def _time_round(self, batch: int, width: int) -> tuple[float, float]:
@@ -210,7 +185,9 @@ class _Probe:
 
     def _round(self, drafter: Drafter, batch: int, length: int, *, second: bool = False) -> Round:
         """The first or second round of fresh rows, whose prompts are cached since the turn before."""
-        scheduler = Scheduler(Engine(self._target, drafter, Fixed(length), RequestSampler, "auto", self._draft), batch)
+        scheduler = Scheduler(
+            Engine(self._target, drafter, Fixed(length), RequestSampler, "auto", self._bridged or self._draft), batch
+        )
         params = SamplingParams(max_tokens=(length + 1) * (1 + second) + second)
         rows = [Row(i, list(prompt), params, seed=0) for i, prompt in enumerate(self._prompts[:batch])]
         return next(islice(scheduler.run(rows), batch if second else 0, None))
@@ -219,7 +196,7 @@ class _Probe:
 def _check(decoder: SpeculativeDecoder, batches: Sequence[int], widths: Sequence[int], seconds: float) -> None:
     if not batches or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in batches):
         raise UsageError(f"batch_sizes={list(batches)!r}; allowed: whole numbers >= 1, at least one")
-    shapes = _shapes(decoder).widths
+    shapes = decoder.shapes.widths
     widest = shapes[-1] if shapes else MAX_DRAFT_TOKENS + 1
     if not widths or min(widths) < 1 or max(widths) > widest:
         raise UsageError(f"widths={list(widths)!r}; allowed: from 1 to {widest}")
