@@ -22,8 +22,9 @@ from terminal import Count, JsonFile, console, run
 from torch import Tensor
 
 from slipstream.core.interfaces import RaggedForwards, RowSegment
-from slipstream.core.ragged_layout import RaggedLayout, end_to_end, make_session
+from slipstream.core.ragged_layout import RaggedLayout, end_to_end
 from slipstream.core.session import Session
+from slipstream.core.unpadded_layout import make_session
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions

@@ -1,5 +1,6 @@
 """What every test relies on: no network, and one thread for small models."""
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
@@ -34,6 +35,15 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, m
     """Calibrations of small models are not left in the user's cache; real models are looked for there."""
     if all(request.node.get_closest_marker(name) is None for name in ("models", "smollm2")):
         monkeypatch.setenv("SLIPSTREAM_MODELS", models_folder)
+
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> Iterator[None]:
+    """The command line, run within a test, sets what the library logs; the next test must not see it."""
+    logger = logging.getLogger("slipstream")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -88,10 +88,11 @@ def test_drafts_share_the_targets_random_numbers_unless_a_rule_needs_their_distr
 @pytest.mark.parametrize("drafter", ["suffix", "ngram", "model:p=25"])
 def test_confidence_needs_a_drafter_that_knows_its_own(drafter: str) -> None:
     with pytest.raises(
-        UsageError, match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters hybrid, l"
+        UsageError,
+        match=r"num_draft_tokens='confidence:0.4' with drafter=.*allowed: drafters cross_vocabulary, hybrid, l",
     ):
         made(drafter, "confidence:0.4")
-    with pytest.raises(UsageError, match="allowed: drafters hybrid, layer_skip, model"):
+    with pytest.raises(UsageError, match="allowed: drafters cross_vocabulary, hybrid, layer_skip, model"):
         made("auto", "confidence:0.4", draft=None)
 
 

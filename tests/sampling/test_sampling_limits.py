@@ -190,6 +190,33 @@ def test_padding_behind_a_shorter_draft_does_not_fail_a_row() -> None:
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
+class WrongAtFirst:
+    """Proposes the text itself, but for the first draft, which says X where the text goes on otherwise."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.asked = list(text), 0
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        self.asked += 1
+        at = rows[0].num_output_tokens
+        right = self.text[at : at + lengths[0]]
+        return Draft.from_lists([right if self.asked > 1 else [right[0], ord("X"), *right[2:]]], sampler.device)
+
+
+def refuses_an_x(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if ord("X") in input_ids[0].tolist():
+        raise ValueError("asked about an X")
+    return scores
+
+
+def test_a_processor_that_failed_on_a_rejected_draft_fails_no_later_round() -> None:
+    options = SamplingParams(max_tokens=16, logits_processors=[refuses_an_x])
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", options)
+    drafter = WrongAtFirst(plain.token_ids)
+    drafted = SpeculativeDecoder("toy", drafter=drafter, num_draft_tokens=4).generate("The heron", options)
+    assert drafter.asked > 1 and drafted.token_ids == plain.token_ids
+
+
 def none(input_ids: Tensor, scores: Tensor) -> Any:
     return None
 

@@ -68,6 +68,14 @@ def test_several_prompts_in_every_form(form: str) -> None:
         ({"input_ids": [[0, 0]], "attention_mask": [[0, 0]]}, "^prompt .*; allowed"),
         ({"input_ids": "text"}, "^input_ids='text'; allowed: token ids"),
         ({"input_ids": None}, "^input_ids=None; allowed: token ids"),
+        (
+            BatchEncoding({"input_ids": [IDS], "pixel_values": torch.ones(1, 3, 2, 2)}),
+            "^prompt has 'pixel_values'; allowed: text only",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image", "url": "x"}]}],
+            "^message 0 has a part of type 'image'; allowed: 'text'",
+        ),
         ("a\ud800b", r"^prompt has '\\ud800' at character 1; allowed: valid Unicode"),
         (["fine", "\udcff"], r"^prompt has '\\udcff' at character 0; allowed: valid Unicode"),
         ([{"role": "user", "content": "\udcff"}], r"^prompt \(a chat message\) has '\\udcff'"),

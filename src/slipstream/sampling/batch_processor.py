@@ -20,9 +20,11 @@ class BatchProcessor:
     """One kind of processor for a whole batch. Inactive ones are left out of the loop.
 
     `apply` edits scores [B, J, V] in place; draft: [B, K]; `first` draft tokens come before position 0.
+    may_fail: it runs code of the request's.
     """
 
     active = False
+    may_fail = False
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:

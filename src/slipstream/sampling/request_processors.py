@@ -18,6 +18,8 @@ from slipstream.sampling.params import Processor
 class RequestProcessors(BatchProcessor):
     """The request's own Hugging Face processors, called as `generate` calls them: (input_ids [1, n], scores [1, V])."""
 
+    may_fail = True
+
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows = rows
         self._checked: set[int] = set()
@@ -28,6 +30,9 @@ class RequestProcessors(BatchProcessor):
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
         return self._failures
+
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
+        self._failures.pop(row, None)  # what failed on a draft that was rejected says nothing about the next
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, row in enumerate(self._rows):

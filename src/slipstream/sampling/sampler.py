@@ -49,12 +49,16 @@ class Sampler:
         for processor in self._processors:
             processor.advance(row, tokens)
 
-    def scores(self, logits: Tensor, draft: Tensor, first: int = 0) -> Tensor:
-        """Logits after all logits processors, float32. logits: [B, J, V]; draft: [B, >= first + J - 1]."""
-        if not self._processors:
+    def scores(self, logits: Tensor, draft: Tensor, first: int = 0, *, guess: bool = False) -> Tensor:
+        """Logits after all logits processors, float32. logits: [B, J, V]; draft: [B, >= first + J - 1].
+
+        guess: the draft may yet be cut into other tokens; without the processors that may fail at one.
+        """
+        processors = [one for one in self._processors if not (guess and one.may_fail)]
+        if not processors:
             return logits.float()
         scores = logits.to(torch.float32, copy=True)
-        for processor in self._processors:
+        for processor in processors:
             processor.apply(scores, draft, first)
         return scores
 

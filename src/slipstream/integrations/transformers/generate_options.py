@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import logits_process as hf
 from transformers.generation import stopping_criteria as hf_stopping
 
@@ -29,6 +30,7 @@ from slipstream.sampling.params import Processor, SamplingParams
 Criterion = Callable[[Tensor, None], Any]
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+CACHES = {"past_key_values", "cache_params"}  # the names that models have for theirs
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
 ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # a row checks these itself
 # option -> the values that a speculative loop can honour
@@ -65,9 +67,10 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Pad
     """The rows of input_ids [B, n] without their left padding; other inputs of the model are refused."""
     inputs = {name: value for name, value in model_kwargs.items() if value is not None and name not in HARMLESS}
     mask = inputs.pop("attention_mask", torch.ones_like(input_ids)).bool()
-    positions, cache = inputs.pop("position_ids", None), inputs.pop("past_key_values", None)
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        inputs["past_key_values"] = cache
+    positions = inputs.pop("position_ids", None)
+    for name in inputs.keys() & CACHES:
+        if _is_new(inputs[name]):
+            del inputs[name]
     for name in inputs:
         raise UsageError(f"{name} is given; allowed: input_ids and attention_mask only")
     if input_ids.shape != mask.shape:
@@ -81,6 +84,17 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Pad
             raise UsageError(f"attention_mask: row {row} is not padding and then tokens; allowed: padding on the left")
         prompts.append(PaddedPrompt(row, ids[None, :start], ids[start:].tolist()))
     return prompts
+
+
+def _is_new(cache: Any) -> bool:
+    """Whether `generate` has made this cache just now: nothing has been read into it."""
+    if getattr(cache, "_is_user_defined", False):
+        return False
+    layers = getattr(cache, "layers", [])
+    flags = (getattr(layer, "has_previous_state", False) for layer in layers)  # of recurrent ones, by state
+    recurrent = [any(flag.values()) if isinstance(flag, dict) else bool(flag) for flag in flags]
+    attention = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+    return not any(recurrent) and all(layer.get_seq_length() == 0 for layer in attention)
 
 
 @dataclass(frozen=True)
