@@ -16,10 +16,10 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.core.unpadded_layout import make_session
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary_info import VocabularyInfo
 from slipstream.models.toy import ToyTokenizer
+from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
 
 DATA = list("\n".join(TEXT).encode())
 PARAMS = SamplingParams(max_tokens=500)

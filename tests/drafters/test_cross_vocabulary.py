@@ -16,9 +16,9 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary import draft_text
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import load_toy
+from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.sampling.sampler import Sampler
 
 PROMPTS = ["The heron was slow", "It flew ahead of the heron and", '"I am fast," said the']

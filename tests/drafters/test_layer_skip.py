@@ -69,7 +69,7 @@ def test_fewer_layers_draft_worse_and_change_no_text(llama: Any, argument: str) 
 
 @pytest.mark.usefixtures("cache_audit")
 def test_in_reproducible_mode_the_text_is_plain_decodings_too(llama: Any) -> None:
-    decoder = decoder_of(llama, reproducible="auto")
+    decoder = decoder_of(llama, reproducible=True)
     assert decoder.reproducible
     for params in (GREEDY, SAMPLED):
         plain = decoder.generate(PROMPTS, params)

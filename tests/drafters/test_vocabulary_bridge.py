@@ -12,7 +12,7 @@ from vocabularies import KINDS, SPECIALS, TEXT, bridge, vocabulary
 from slipstream.drafters.cross_vocabulary import draft_text
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.drafters.cross_vocabulary.draft_text import DraftText
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge, unfinished
+from slipstream.models.vocabulary_bridge import VocabularyBridge, unfinished
 
 PAIRS = [
     ("bytes", "sentencepiece"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from architecture_checks import PROMPTS, QUEUE, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
+from queued_texts import COUNT, GREEDY, QueuedTexts
 from transformers.cache_utils import DynamicLayer
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -20,8 +20,6 @@ from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCa
 from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
 
-COUNT, LENGTHS = 16, [6, 16, 9, 14, 11]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 HYBRIDS = ("olmo_hybrid", "kimi_linear", "rwkv", "xlstm", "jamba", "nemotron_h", "zamba2")
 At = Callable[[OwnCaches, int, int], State | None]
 
@@ -30,31 +28,14 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
     return SpeculativeDecoder(tiny_model(model_type), drafter="none", max_batch_size=3)
 
 
-@cache
-def plain_texts(model_type: str) -> dict[tuple[int, ...], list[int]]:
-    decoder = decoder_of(model_type)
-    return {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
-
-
-def drafted_texts(model_type: str, right: int | None) -> list[list[int]]:
-    """Texts of rows that enter and end, from drafts of which `right` tokens are right, or 0, 1, ... in turn."""
-    decoder = decoder_of(model_type)
-    liar = Liar(plain_texts(model_type), decoder.target.backend.vocab_size, right)
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
-    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
-    assert liar.rounds
-    return [result.token_ids for result in results]
-
-
-def expected(model_type: str) -> list[list[int]]:
-    return [plain_texts(model_type)[tuple(prompt)][:length] for prompt, length in zip(QUEUE, LENGTHS, strict=True)]
+TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:
     assert isinstance(decoder_of(model_type).target.backend, OwnCacheBackend)
-    assert drafted_texts(model_type, right) == expected(model_type)
+    assert TEXTS.drafted(model_type, right) == TEXTS.expected(model_type)
 
 
 def not_restored(own: At) -> At:
@@ -88,11 +69,11 @@ def of_another_row(own: At) -> At:
 
 @pytest.mark.parametrize("wrong", [not_restored, lacks_a_token, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = expected("olmo_hybrid")
+    right = TEXTS.expected("olmo_hybrid")
     decoder_of("olmo_hybrid")  # whose trials would refuse the model with wrong states
     monkeypatch.setattr("slipstream.models.hf.pretrained.own_cache_backend", OwnCacheBackend)
     monkeypatch.setattr(OwnCaches, "at", wrong(OwnCaches.at))
-    assert drafted_texts("olmo_hybrid", None) != right
+    assert TEXTS.drafted("olmo_hybrid", None) != right
 
 
 def test_a_kept_state_that_forwards_change_is_noticed_at_loading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +107,7 @@ def test_a_stateful_model_drafts(model_type: str) -> None:
     model = tiny_model(model_type)
     decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
     result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
-    assert [one.token_ids for one in result] == [plain_texts(model_type)[tuple(prompt)] for prompt in PROMPTS]
+    assert [one.token_ids for one in result] == [TEXTS.plain(model_type)[tuple(prompt)] for prompt in PROMPTS]
     assert result[0].stats.acceptance_rate > 0.9
 
 
@@ -143,7 +124,7 @@ def test_a_conversation_goes_on_from_a_kept_state() -> None:
 def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:
     backend = decoder_of("mamba").target.backend
     assert isinstance(backend, OwnCacheBackend) and not backend.reads_on
-    assert drafted_texts("mamba", None) == expected("mamba")
+    assert TEXTS.drafted("mamba", None) == TEXTS.expected("mamba")
 
 
 def half(model_type: str) -> Any:

@@ -14,16 +14,11 @@ from tokenizers import Tokenizer, models
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.models.hf.vocabulary import (
-    PROBES,
-    Finding,
-    VocabularyReport,
-    compare_vocabularies,
-    same_vocabulary,
-)
+from slipstream.models.hf.vocabulary import same_vocabulary
 from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
+from slipstream.wiring.vocabulary_report import PROBES, Finding, VocabularyReport, compare_vocabularies
 
 
 def loaded(vocab: int = VOCAB, made: Any = None, **changes: Any) -> Loaded:

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from slipstream import SpeculativeDecoder
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.models import draft_model
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary_info import VocabularyInfo
 from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE, ToyBackend, load_toy
+from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.wiring import model_pair
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

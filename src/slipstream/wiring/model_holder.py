@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
 
 from slipstream.core.cache_state import Shapes
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded
+from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.wiring.model_pair import ModelPair

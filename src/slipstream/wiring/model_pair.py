@@ -15,11 +15,11 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.core.unpadded_layout import make_session
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import bridge_between
 from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.loaded import Loaded, refuse_unused
 from slipstream.models.loading import load
+from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes
 

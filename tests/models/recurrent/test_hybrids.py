@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from architecture_checks import PROMPTS, QUEUE, Liar
+from architecture_checks import PROMPTS, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
+from queued_texts import COUNT, GREEDY, QueuedTexts
 from stateful import make_model
 
 from slipstream import SamplingParams, SpeculativeDecoder, custom_generate
@@ -21,8 +21,6 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.recurrent.recurrence import Segment
 from slipstream.models.hf.recurrent.states import RecurrentStates
 
-COUNT, LENGTHS = 16, [6, 16, 9, 14, 11]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "bamba", "granitemoehybrid")
 HALF = "in bfloat16, with kernels"
 
@@ -45,24 +43,7 @@ def decoder_of(name: str, **options: Any) -> SpeculativeDecoder:
     return SpeculativeDecoder(lasting_model(name), drafter="none", max_batch_size=3, **options)
 
 
-@cache
-def plain_texts(name: str) -> dict[tuple[int, ...], list[int]]:
-    decoder = decoder_of(name)
-    return {tuple(prompt): decoder.generate(list(prompt), GREEDY).token_ids for prompt in QUEUE}
-
-
-def drafted_texts(name: str, right: int | None) -> list[list[int]]:
-    """Texts of rows that enter and end, from drafts of which `right` tokens are right, or 0, 1, ... in turn."""
-    decoder = decoder_of(name)
-    liar = Liar(plain_texts(name), decoder.target.backend.vocab_size, right)
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
-    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
-    assert liar.rounds
-    return [result.token_ids for result in results]
-
-
-def expected(name: str) -> list[list[int]]:
-    return [plain_texts(name)[tuple(prompt)][:length] for prompt, length in zip(QUEUE, LENGTHS, strict=True)]
+TEXTS = QueuedTexts(decoder_of)
 
 
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
@@ -70,14 +51,14 @@ def expected(name: str) -> list[list[int]]:
 def test_drafts_change_no_text(name: str, right: int | None) -> None:
     backend = decoder_of(name).target.backend
     assert isinstance(backend, HFBackend) and backend.cache.states is not None
-    assert drafted_texts(name, right) == expected(name)
+    assert TEXTS.drafted(name, right) == TEXTS.expected(name)
 
 
 @pytest.mark.parametrize("name", mostly_slow([*HYBRIDS, HALF], "qwen3_5_text", "mamba2"))
 def test_the_text_is_the_models_own(name: str) -> None:
     """Up to a tie: in half precision the model's own code rounds in other places."""
     decoder = decoder_of(name)
-    for prompt, text in plain_texts(name).items():
+    for prompt, text in TEXTS.plain(name).items():
         whole = torch.tensor([[*prompt, *text]])
         logits = decoder.target.model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
@@ -118,20 +99,17 @@ def of_another_row(own: Run) -> Run:
 
 @pytest.mark.parametrize("wrong", [not_restored, restored_a_token_late, of_another_row])
 def test_a_wrong_state_is_noticed(wrong: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = expected("qwen3_5_text")
-    decoder = decoder_of("qwen3_5_text", reproducible=False)
-    liar = Liar(plain_texts("qwen3_5_text"), decoder.target.backend.vocab_size)
+    texts = QueuedTexts(lambda name: decoder_of(name, reproducible=False))
+    right = texts.expected("qwen3_5_text")
     monkeypatch.setattr(RecurrentStates, "run", wrong(RecurrentStates.run))
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in LENGTHS]
-    results = decoder.using(liar, num_draft_tokens=4).generate([list(prompt) for prompt in QUEUE], params)
-    assert [result.token_ids for result in results] != right
+    assert texts.drafted("qwen3_5_text", None) != right
 
 
 def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length share a rectangle: what fills the shorter ones must not enter their states."""
     decoder = decoder_of("qwen3_5_text", reproducible=False)
     right = [result.token_ids for result in decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)]
-    assert right == [plain_texts("qwen3_5_text")[tuple(prompt)] for prompt in PROMPTS]
+    assert right == [TEXTS.plain("qwen3_5_text")[tuple(prompt)] for prompt in PROMPTS]
     decoder.forget()
 
     def begin(states: RecurrentStates, first_slot: int, starts: list[int], width: int) -> None:
@@ -140,7 +118,7 @@ def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPat
 
     own = RecurrentStates.begin
     monkeypatch.setattr(RecurrentStates, "begin", begin)
-    liar = Liar(plain_texts("qwen3_5_text"), decoder.target.backend.vocab_size)
+    liar = Liar(TEXTS.plain("qwen3_5_text"), decoder.target.backend.vocab_size)
     drafting = decoder.using(liar, num_draft_tokens=4)
     before = decoder.num_prefilled_tokens
     drafting.generate([list(prompt) for prompt in PROMPTS], GREEDY)
@@ -160,7 +138,7 @@ def test_a_model_with_recurrent_layers_drafts(name: str) -> None:
     model = lasting_model(name)
     decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
     result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
-    assert [one.token_ids for one in result] == [plain_texts(name)[tuple(prompt)] for prompt in PROMPTS]
+    assert [one.token_ids for one in result] == [TEXTS.plain(name)[tuple(prompt)] for prompt in PROMPTS]
     assert result[0].stats.acceptance_rate > 0.9
 
 

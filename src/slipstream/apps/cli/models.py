@@ -51,9 +51,9 @@ def check(
     Exit code 1 if it cannot draft at all.
     """
     quiet_libraries()
-    from slipstream.models.hf.vocabulary import compare_vocabularies
     from slipstream.models.hf.vocabulary_info import inspect_vocabulary
     from slipstream.text.prompts import read_prompts
+    from slipstream.wiring.vocabulary_report import compare_vocabularies
 
     sample = "" if text is None else "\n\n".join(one.prompt for one in read_prompts(text))
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)

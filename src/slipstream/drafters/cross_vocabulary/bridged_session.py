@@ -10,8 +10,8 @@ from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.draft_text import LONGEST_TAIL, DraftText
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
 from slipstream.errors import UsageError
+from slipstream.models.vocabulary_bridge import VocabularyBridge
 
 SPARE = 64  # positions reserved beyond a text's own
 

@@ -105,7 +105,7 @@ class CrossVocabularyDrafter:
         if sampler.plain:
             best = logits.argmax(-1)
             if self._stop is None:
-                return best, best
+                return best, torch.ones(len(best), device=best.device)  # nobody asks how likely they are
             return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]
         shared, offsets = self._shared, [len(text.tokens()) for text in texts]
         scores = self._scores(shared.of(logits)[:, None], texts, offsets, sampler)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge, unfinished
 from slipstream.models.byte_tokens import Encoding
+from slipstream.models.vocabulary_bridge import VocabularyBridge, unfinished
 
 KEPT_WORDS = 2  # words at the end of a text whose tokens may still change
 LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again

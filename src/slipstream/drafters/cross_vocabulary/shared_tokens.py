@@ -16,8 +16,8 @@ from slipstream.core.interfaces import Backend, Sampler
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.early_stop import Stop
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
 from slipstream.drafters.model import ModelDrafter
+from slipstream.models.vocabulary_bridge import VocabularyBridge
 
 
 class SharedTokens:

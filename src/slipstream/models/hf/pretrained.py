@@ -166,7 +166,9 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     config = model.config.get_text_config()
     exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
     fused = "fused " if any(is_fused(module) for module in model.modules()) else ""
+    states = backend.cache.states if isinstance(backend, HFBackend) else None
+    recurrent = "" if states is None else "compiled states " if states.compiled else "states "
     layers, hidden, heads, inner = (getattr(config, name, "") for name in _SIZES)
-    layers = f"{type(model).__name__} {layers} {fused}layers {config._attn_implementation}"
+    layers = f"{type(model).__name__} {layers} {fused}{recurrent}layers {config._attn_implementation}"
     sizes = f"{hidden} {heads} {inner} {backend.vocab_size}"
     return f"{layers} {sizes} {model.dtype} {exact}{kind} {' '.join(shapes)}"

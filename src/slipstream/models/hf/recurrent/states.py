@@ -53,6 +53,11 @@ class RecurrentStates:
         tensors = [part for memory in self._memory.values() for part in (memory.states, memory.inputs)]
         return sum(part.nbytes // max(1, len(part)) for part in tensors)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels of ours advance them all."""
+        return len(self._advances) == len(self._layers)
+
     def reserve(self, slots: int) -> None:
         """Hold at least `slots` slots."""
         if slots > len(self._slots):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.cross_vocabulary.vocabulary_bridge import VocabularyBridge
-from slipstream.text.prompts import builtin_prompts
+from slipstream.models.vocabulary_bridge import VocabularyBridge
 
 DRAFTED, EVERY, CHARACTERS = 6, 3, 8000  # draft tokens of a trial, tokens between two trials, characters tried
 SHOWN = 5
@@ -57,9 +56,9 @@ class BridgeEstimate:
         ]
 
 
-def estimate(bridge: VocabularyBridge, text: str = "") -> BridgeEstimate:
-    """Try the bridge on a text, by default the prompts that come with the package."""
-    text = (text or "\n\n".join(one.prompt for one in builtin_prompts()))[:CHARACTERS]
+def estimate(bridge: VocabularyBridge, text: str) -> BridgeEstimate:
+    """Try the bridge on the first CHARACTERS of a text."""
+    text = text[:CHARACTERS]
     ours, theirs = bridge.target.encode(text).ids, bridge.draft.encode(text).ids
     ends = _ends(bridge.draft.texts, theirs)
     own_ends = _ends(bridge.target.texts, ours)

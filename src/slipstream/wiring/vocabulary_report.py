@@ -1,0 +1,178 @@
+"""What it means for a draft model that its vocabulary is the target's, or another, read through bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from slipstream.drafters.cross_vocabulary.bridge_estimate import BridgeEstimate, estimate
+from slipstream.errors import UsageError
+from slipstream.models.hf.vocabulary import differences, usable
+from slipstream.models.hf.vocabulary_info import SPECIAL, VocabularyInfo
+from slipstream.models.loaded import Loaded
+from slipstream.models.vocabulary_bridge import bridge_between
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.prompts import builtin_prompts
+
+T = TypeVar("T")
+SHOWN = 3
+PROBES = {
+    "spaces": " two  spaces,\n\ta tab and a line ",
+    "digits": "1234567890 and 3.14",
+    "code": "def f(x):\n    return x ** 2",
+    "emoji": "na\u00efve \N{GRINNING FACE}\N{ROCKET}",
+}
+CHAT_PROBE = [{"role": "user", "content": "Hello!"}]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: of what, whether both are the same (None: not comparable), what was found, what follows."""
+
+    subject: str
+    same: bool | None
+    found: str
+    follows: str
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """Whether `draft` can draft for `target`, and why. differing: the first SHOWN of `num_differing` tokens.
+
+    head_sizes: the target's number of logits and the draft's. bridge: what to expect of drafts through bytes, where
+    the vocabularies differ and can be read so.
+    """
+
+    target: str
+    draft: str
+    usable: bool
+    conclusion: str
+    head_sizes: tuple[int, int]
+    num_differing: int
+    differing: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    bridge: BridgeEstimate | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as values that JSON knows."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for people: the conclusion, then two lines per finding."""
+        lines = [f"draft {self.draft!r} for target {self.target!r}: {self.conclusion}"]
+        for one in self.findings:
+            mark = {True: "same", False: "different", None: "unknown"}[one.same]
+            lines += [f"  {one.subject:15} {mark:10} {one.found}", f"  {'':26} {one.follows}"]
+        return lines
+
+
+def compare_vocabularies(
+    target: Loaded | VocabularyInfo, draft: Loaded | VocabularyInfo, text: str = ""
+) -> VocabularyReport:
+    """Whether `draft` can be the draft model of `target`, and what their differences mean.
+
+    text: on which drafts through bytes are tried, where the vocabularies differ; a text of the package's by default.
+    """
+    a, b = (one if isinstance(one, VocabularyInfo) else VocabularyInfo.of(one) for one in (target, draft))
+    differing = differences(a, b)
+    same = usable(a, b, differing)
+    bridge, refusal = (None, "") if same or differing is None else _bridge(a, b, text)
+    tokens, head = _tokens(a, b, differing, bridge is not None), _head(a, b, same)
+    conclusion = head.follows if same else refusal or tokens.follows
+    findings = [tokens, head, _special(a, b, same), _ends(a, b, same)]
+    if bridge is not None:
+        findings += [Finding(*one) for one in bridge.findings()]
+    elif a.tokenizer is not None and b.tokenizer is not None:
+        findings += _encodings(a.tokenizer, b.tokenizer)
+    sizes, shown = (a.head_size, b.head_size), tuple((differing or [])[:SHOWN])
+    count = len(differing or [])
+    return VocabularyReport(
+        a.name, b.name, same or bridge is not None, conclusion, sizes, count, shown, tuple(findings), bridge
+    )
+
+
+def _bridge(target: VocabularyInfo, draft: VocabularyInfo, text: str) -> tuple[BridgeEstimate | None, str]:
+    """What to expect of drafts through bytes, or why there can be none."""
+    text = text or "\n\n".join(one.prompt for one in builtin_prompts())
+    try:
+        return estimate(bridge_between(target, target.head_size, draft, draft.head_size), text), ""
+    except UsageError as error:
+        return None, f"not usable as a draft model: {error}"
+
+
+def _tokens(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None, bridged: bool) -> Finding:
+    if differing:
+        found = f"{len(differing)} tokens differ, first {'; '.join(differing[:SHOWN])}"
+        follows = "not usable as a draft model: the same id is another text to the target"
+        return Finding("tokens", False, found, "usable through bytes, verified by match" if bridged else follows)
+    if differing is None or target.tokenizer is None:
+        lacking = " and ".join(who for who, one in (("target", target), ("draft", draft)) if one.tokenizer is None)
+        follows = "taken to be the same, because the heads are of one size"
+        if target.head_size != draft.head_size:
+            follows = "not usable as a draft model: the heads differ, and nothing shows that ids mean the same"
+        return Finding("tokens", None, f"the {lacking} came without a tokenizer", follows)
+    found = f"{len(target.tokenizer.vocabulary())} tokens, each with the same id"
+    return Finding("tokens", True, found, "a drafted id means the same to the target")
+
+
+def _head(target: VocabularyInfo, draft: VocabularyInfo, usable: bool) -> Finding:
+    extra = draft.head_size - target.head_size
+    found = f"{target.head_size} logits in the target, {draft.head_size} in the draft"
+    if not usable:
+        follows = "beside the point, since the tokens decide"
+    elif extra == 0:
+        follows = "usable as is"
+    elif extra > 0:
+        follows = f"usable, padded head cut: the draft's last {extra} ids are never drafted"
+    else:
+        vocabulary = {} if draft.tokenizer is None else draft.tokenizer.vocabulary()
+        real = sum(number >= draft.head_size for number in vocabulary.values())
+        follows = f"usable, smaller head filled: the target's last {-extra} ids ({real} real tokens) are never drafted"
+    return Finding("head", extra == 0, found, follows)
+
+
+def _special(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
+    ours, theirs = target.special, draft.special
+    found = [
+        f"{name} is {ours.get(name, 'none')} in the target and {theirs.get(name, 'none')} in the draft"
+        for name in SPECIAL
+        if ours.get(name) != theirs.get(name)
+    ]
+    same = ", ".join(f"{name} {token}" for name, token in ours.items()) or "neither tokenizer names one"
+    follows = "only the target's are used: it alone encodes prompts"
+    if not same_tokens:
+        follows = "those of one name are turned into each other, never by their text"
+    return Finding("special tokens", not found, "; ".join(found) or same, follows)
+
+
+def _ends(target: VocabularyInfo, draft: VocabularyInfo, same_tokens: bool) -> Finding:
+    ours, theirs = sorted(target.end_ids), sorted(draft.end_ids)
+    follows = "the draft's do not matter, because only the target's end the text"
+    if not same_tokens:
+        follows = "where the draft model ends, the target's end is proposed"
+    return Finding("end ids", ours == theirs, f"{ours} in the target, {theirs} in the draft", follows)
+
+
+def _encodings(target: Tokenizer, draft: Tokenizer) -> list[Finding]:
+    """Whether probe texts and, where there is a template, a chat become the same ids."""
+    other = [name for name, text in PROBES.items() if not _same_ids(target.bare, draft.bare, text)]
+    found = f"{', '.join(other or PROBES)} become {'other' if other else 'the same'} ids"
+    follows = "the draft model sees text cut as in its training"
+    if other:
+        follows = "only the target's tokenizer cuts text; the draft model is used to other cuts and may guess worse"
+    findings = [Finding("encoding", not other, found, follows)]
+    having = [who for who, one in (("target", target), ("draft", draft)) if one.has_chat_template]
+    if having:
+        same = len(having) == 2 and _same_ids(target.chat, draft.chat, CHAT_PROBE)
+        found = f"a chat becomes {'the same' if same else 'other'} ids"
+        found = found if len(having) == 2 else f"only the {having[0]} has one"
+        findings.append(Finding("chat template", same, found, "only the target's is used, for the draft model as well"))
+    return findings
+
+
+def _same_ids(target: Callable[[T], list[int]], draft: Callable[[T], list[int]], probe: T) -> bool:
+    try:
+        return target(probe) == draft(probe)
+    except ValueError:  # one of them cannot encode it
+        return False
