@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slipstream import SamplingParams
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.types import Draft, Round, Row, Verdict
+from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.none import NoDrafter

@@ -17,7 +17,7 @@ from policy_replay import CPU, Replay, cost_model_of
 from terminal import Count, console, run
 
 from slipstream.bench.prediction.formula import Costs
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.policies import Auto
 from slipstream.drafters import Setup, load

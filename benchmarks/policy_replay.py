@@ -28,7 +28,8 @@ from slipstream.bench.prediction.formula import Costs
 from slipstream.core.interfaces import Drafter, Policy
 from slipstream.core.loop import draft_lengths
 from slipstream.core.rng import Race
-from slipstream.core.types import Round, Row, Seconds
+from slipstream.core.rounds import Round, Seconds
+from slipstream.core.types import Row
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.early_stop import PathBelow, Stop, WhilePays

@@ -33,9 +33,10 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend, Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.types import Round, Row
+from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
 from slipstream.models.hf.model_files import quiet

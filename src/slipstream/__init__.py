@@ -7,8 +7,9 @@ from slipstream.models.paused_collection import paused_collection
 
 if TYPE_CHECKING:
     from slipstream.core.interfaces import Drafter, Policy
+    from slipstream.core.rounds import Round
     from slipstream.core.stats import Stats
-    from slipstream.core.types import Draft, Round, Row, Verdict
+    from slipstream.core.types import Draft, Row, Verdict
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.errors import SlipstreamError, UsageError
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate

@@ -13,8 +13,9 @@ from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
 from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.types import Round, Row
+from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_forms import read_prompts

@@ -13,7 +13,7 @@ from slipstream.bench.plan import groups, name_prompts, plan
 from slipstream.bench.records import FILE, Header, Run, append, compact, finished, read_records, start
 from slipstream.bench.run_header import differences, make_header, open_folder
 from slipstream.config import DecoderConfig
-from slipstream.core.types import Round, Seconds
+from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompts import NamedPrompt
 

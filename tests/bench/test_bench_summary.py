@@ -9,8 +9,8 @@ from fast_part import mostly_slow
 from slipstream.bench.bootstrap import speed, speed_up
 from slipstream.bench.records import Run
 from slipstream.bench.summary import summarise, total_stats, wrong_texts
+from slipstream.core.rounds import Round, Seconds
 from slipstream.core.stats import Stats
-from slipstream.core.types import Round, Seconds
 
 EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 

@@ -16,7 +16,7 @@ import retrieval_drafts  # noqa: E402
 from tiny import shared, tokenizer  # noqa: E402
 
 from slipstream import SamplingParams, SpeculativeDecoder  # noqa: E402
-from slipstream.core.types import Round, Seconds  # noqa: E402
+from slipstream.core.rounds import Round, Seconds  # noqa: E402
 from slipstream.text.prompts import read_prompts  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slipstream import Round, Stats
-from slipstream.core.types import Seconds
+from slipstream.core.rounds import Seconds
 
 
 def make_round(draft: int, accepted: int, tokens: int, *, rejected: bool, step: int = 0, row: int = 0) -> Round:

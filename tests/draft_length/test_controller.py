@@ -8,7 +8,8 @@ import torch
 
 from slipstream import Draft, SamplingParams
 from slipstream.core.loop import draft_lengths
-from slipstream.core.types import Round, Row, Seconds
+from slipstream.core.rounds import Round, Seconds
+from slipstream.core.types import Row
 from slipstream.draft_length.backoff import LATEST, SOONEST, Backoff
 from slipstream.draft_length.controller import DraftController, bin_of
 from slipstream.draft_length.cost_model import CostModel

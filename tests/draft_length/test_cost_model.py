@@ -7,7 +7,8 @@ from math import log
 import pytest
 
 from slipstream import SamplingParams
-from slipstream.core.types import Round, Row, Seconds
+from slipstream.core.rounds import Round, Seconds
+from slipstream.core.types import Row
 from slipstream.draft_length.cost_model import COLUMN, ROW, STEP, CostModel, best_lengths
 
 numbers = itertools.count()

@@ -11,7 +11,8 @@ from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
-from slipstream.core.types import Round, Row
+from slipstream.core.rounds import Round
+from slipstream.core.types import Row
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.drafters.hybrid import HybridDrafter

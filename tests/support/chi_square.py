@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 
 VOCAB = 7
 COUNT = 5  # the first is the prompt's own and never drafted

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 from slipstream.core.acceptance import Rule
 from slipstream.core.interfaces import Drafter, Policy
 from slipstream.core.loop import Engine
+from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.types import Round, Row
+from slipstream.core.types import Row
 from slipstream.sampling.sampler import Sampler
 
 

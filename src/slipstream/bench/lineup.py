@@ -12,8 +12,8 @@ from slipstream.bench.baselines import Baseline, check_params, no_hf_model, plai
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
 from slipstream.certificate.tie_judge import coupled
+from slipstream.core.rounds import Round
 from slipstream.core.stats import Stats
-from slipstream.core.types import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.loaded import LoadOptions

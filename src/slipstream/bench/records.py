@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 from slipstream.errors import SlipstreamError, UsageError
 
 FILE = "runs.jsonl"

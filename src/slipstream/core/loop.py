@@ -20,8 +20,9 @@ from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.logprobs import token_logprobs
 from slipstream.core.rng import Race
+from slipstream.core.rounds import Round, Seconds, TokenLogprobs
 from slipstream.core.session import PromptReader, Session
-from slipstream.core.types import Draft, Round, Row, Seconds, TokenLogprobs, Verdict
+from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import SlipstreamError, UsageError
 
 _steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart

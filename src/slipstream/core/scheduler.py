@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.core.loop import Batch, Clock, Engine
-from slipstream.core.types import Round, Row
+from slipstream.core.rounds import Round
+from slipstream.core.types import Row
 
 PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 

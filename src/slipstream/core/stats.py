@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The data the loop works on: drafts, verdicts, rows and the facts a round leaves behind.
+"""The data the loop works on: drafts, verdicts and rows.
 
 This module knows neither models nor sampling. Shapes: B rows, K the widest draft of the round, V the vocabulary.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-Origin = Literal["accepted", "recovered", "bonus", "plain"]
+from slipstream.core.rounds import FinishReason, Round
 
 
 class RequestOptions(Protocol):
@@ -110,68 +109,6 @@ class Verdict:
 
     accepted: Tensor
     next_token: Tensor
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Where the time of one step went. On a GPU the parts are those of issuing work; the total is exact."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    accept: float = 0.0
-    total: float = 0.0
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one output position: log-softmax of the target's raw logits, in float32.
-
-    logprob: of the committed token; top: ids and log-probabilities of the most likely tokens, the likeliest first.
-    Sampling options (temperature, penalties, ...) do not enter.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One row's share of one propose-verify-accept-commit cycle, on the host.
-
-    `tokens` were committed at position `start` (counted from the first prompt token); the first
-    `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
-    share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
-    logprobs: of each of `tokens`, if the request asks for them.
-    """
-
-    row: int
-    step: int
-    num_rows: int
-    start: int
-    draft: tuple[int, ...]
-    tokens: tuple[int, ...]
-    num_accepted_tokens: int
-    rejected: bool
-    finish_reason: FinishReason | None = None
-    seconds: Seconds = field(default_factory=lambda: Seconds())
-    num_draft_steps: int = 0
-    note: object = field(default=None, compare=False, repr=False)
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens proposed in this round."""
-        return len(self.draft)
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """Where each committed token came from."""
-        last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
-        extra = len(self.tokens) - self.num_accepted_tokens
-        accepted: Origin = "accepted"
-        return (accepted,) * self.num_accepted_tokens + (last,) * extra
 
 
 @dataclass(eq=False)

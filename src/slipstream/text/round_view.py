@@ -13,7 +13,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream, Tokenizer
 
 Kind = Literal["accepted", "rejected", "recovered", "bonus", "plain"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from slipstream.core.rounds import FinishReason, Round
 from slipstream.core.stats import Stats
-from slipstream.core.types import FinishReason, Round
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.figures_as_text import statistics_line
 

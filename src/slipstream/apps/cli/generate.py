@@ -24,8 +24,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt, check_text
 
 if TYPE_CHECKING:
+    from slipstream.core.rounds import Round
     from slipstream.core.stats import Stats
-    from slipstream.core.types import Round
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.text.requests import Prompt
 

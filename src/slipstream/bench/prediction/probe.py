@@ -21,9 +21,10 @@ from slipstream.bench.prediction.timed_backend import timed
 from slipstream.core.interfaces import Drafter, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
+from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.types import Draft, Round, Row
+from slipstream.core.types import Draft, Row
 from slipstream.core.unpadded_layout import make_session
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.policies import Fixed

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.bench.arm_labels import counted
 from slipstream.bench.records import Run
-from slipstream.core.types import Round, Seconds
+from slipstream.core.rounds import Round, Seconds
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.round_view import Piece, RoundView, views
 

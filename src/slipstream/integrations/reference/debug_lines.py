@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.core.types import Round
+from slipstream.core.rounds import Round
 from slipstream.integrations.reference.call_options import TokenNames
 
 
