@@ -22,11 +22,11 @@ from terminal import Count, JsonFile, console, run
 from torch import Tensor
 
 from slipstream.core.interfaces import RaggedForwards, RowSegment
-from slipstream.core.ragged_layout import RaggedLayout, end_to_end
 from slipstream.core.session import Session
-from slipstream.core.unpadded_layout import make_session
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
+from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes

@@ -19,12 +19,12 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
-from slipstream.core.ragged_layout import RaggedLayout, end_to_end, last_of_each, portions
 from slipstream.core.types import Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.ragged_attention import lay_out
+from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end, last_of_each, portions
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.reproducibility.calibration import TOTALS, calibrate
 
 WIDTHS = (1, 2, 4, 8, 16, 32)

@@ -18,10 +18,10 @@ from slipstream.core.cache_state import Shapes
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.draft_length.policies import Fixed, drafts_for
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import FABLE, ToyBackend
 
 TEXT = list(FABLE.replace("\n", " ").encode())

@@ -22,8 +22,8 @@ from slipstream.core.interfaces import Backend, RowSegment
 from slipstream.core.session import Session
 from slipstream.core.slot_table import CATCH_UP
 from slipstream.core.types import Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import ToyBackend
 
 pytestmark = pytest.mark.usefixtures("cache_audit")

@@ -14,10 +14,10 @@ from vocabularies import TEXT, bridge
 from slipstream import SamplingParams, SlipstreamError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary_info import VocabularyInfo
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import ToyTokenizer
 from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
 

@@ -19,7 +19,9 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream, uniform
 from slipstream.core.rule_names import COUPLED, WITH_COUNT, check_rule
+from slipstream.core.trees import match_tree
 from slipstream.core.types import Draft, Verdict
+from slipstream.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ def rule_for(choice: str | Rule, draft: Draft) -> Rule:
 
 def accept(choice: Rule, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
     """Make the random draws of one round. logits: [B, K + 1, V], the target's; the rule decides, `sampler` draws."""
+    if draft.parents is not None:
+        if choice.distributions is not None:
+            raise UsageError(
+                f"acceptance={choice.name!r} with a draft tree; allowed: 'match', or drafts without branches"
+            )
+        return Verdict(*match_tree(sampler.choose_nodes(logits, draft), draft))
     if choice.distributions is None:
         return match(sampler.choose(logits, draft.tokens), draft)
     scores = sampler.scores(logits, draft.tokens)

@@ -1,6 +1,6 @@
 """How the tokens of several rows are laid out in a forward: a rectangle, padded to its longest row.
 
-The alternative, without padding, is `slipstream.core.ragged_layout`; this one is its specification.
+The alternative, without padding, is `slipstream.models.layouts.ragged_layout`; this one is its specification.
 """
 
 from __future__ import annotations

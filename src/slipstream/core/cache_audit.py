@@ -33,6 +33,11 @@ class CacheAudit:
             )
         self._ids[slot] = cached[:start] + tokens
 
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """What stands at these places of a slot is moved to `start` and the positions that follow."""
+        cached = self._ids[slot]
+        self._ids[slot] = cached[:start] + [cached[place] for place in places]
+
     def copy(self, source: int, destination: int, length: int) -> None:
         """The first `length` tokens of one slot are copied to another."""
         self._ids[destination] = self._ids.get(source, [])[:length]

@@ -63,6 +63,8 @@ EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 
 class SlotState:
     """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
 
+    branches: how many nodes of a draft tree stand behind these, at places that are not their positions.
+
     Whether the draft tokens became true is read off the row's round number `round` once that is committed.
     shapes: those of the forwards that computed it.
     """
@@ -72,6 +74,7 @@ class SlotState:
     written: int = 0
     round: int = 0
     shapes: Shapes = EXACT_FIT
+    branches: int = 0
 
     def valid(self, row: Row) -> int:
         """How many leading tokens of `row` the slot holds."""

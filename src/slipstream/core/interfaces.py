@@ -21,6 +21,7 @@ class Sampler(Protocol):
     device: torch.device
     all_greedy: bool  # every row decodes greedily
     plain: bool  # and nothing else changes its logits
+    branching: bool  # no row brings processors of its own, so that a tree can be chosen from
 
     @property
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
@@ -38,6 +39,9 @@ class Sampler(Protocol):
     def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
         """[B, J] the target's own token at every position: what plain decoding would commit there."""
 
+    def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
+        """[B, K + 1] the same of a tree: after the committed tokens, and after each node on its own path."""
+
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
 
@@ -53,10 +57,9 @@ class Drafter(Protocol):
     """Proposes how the rows go on."""
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """Up to lengths[i] tokens for row i, as a `Draft` on the target's device.
+        """Up to lengths[i] tokens for row i, fewer being always allowed, as a `Draft` on the target's device.
 
-        Fewer are always allowed. The target's output distribution rests on one promise: `Draft.probs` is the
-        distribution the tokens were sampled from, or None if they were not sampled at all.
+        The output distribution rests on one promise: `Draft.probs` is what the tokens were sampled from, or None.
         """
 
 
@@ -65,23 +68,20 @@ class Observer(Protocol):
     """Optional capability of a drafter: sees what the target made of its drafts."""
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
-        """Called after every verdict, before its tokens are committed. logits: [B, K + 1, V], the target's.
+        """Called after every verdict; reading any of it waits for the device. The tokens are not yet committed.
 
-        Position j of a row follows its first j draft tokens. Everything is still on the device: reading it waits.
+        logits: [B, K + 1, V], the target's; position j follows the first j draft tokens, of a tree node j - 1.
         """
 
 
 @runtime_checkable
 class Extender(Protocol):
-    """Optional capability of a drafter: continues another drafter's draft."""
+    """Optional capability of a drafter: continues another one's draft."""
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
     ) -> tuple[list[int], list[float]]:
-        """Up to `length` tokens after `tokens`, and the probabilities that all up to each are accepted.
-
-        acceptance_prob: that of `tokens`. Called in a round in which `propose` was called before.
-        """
+        """Up to `length` tokens after `tokens`, whose acceptance_prob this is, and those of all up to each of them."""
 
 
 @runtime_checkable

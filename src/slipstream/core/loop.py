@@ -10,107 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import Rule, accept, rule_for
+from slipstream.core.batch import Batch, Clock
 from slipstream.core.interfaces import Drafter, Observer, Policy, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.logprobs import token_logprobs
 from slipstream.core.rng import Race
-from slipstream.core.rounds import Round, Seconds, TokenLogprobs
+from slipstream.core.rounds import Round
 from slipstream.core.session import PromptReader, Session
+from slipstream.core.trees import arranged, check_parents, main_chain
 from slipstream.core.types import Draft, Row, Verdict
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import UsageError
 
 _steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
-
-
-class Clock:
-    """Takes the times of one step's parts."""
-
-    def __init__(self) -> None:
-        self._started = self._last = perf_counter()
-        self._parts: dict[str, float] = {}
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last lap under `part`."""
-        now = perf_counter()
-        self._parts[part] = now - self._last
-        self._last = now
-
-    def stop(self) -> Seconds:
-        """The parts and the total."""
-        return Seconds(**self._parts, total=perf_counter() - self._started)
-
-
-@dataclass
-class Batch:
-    """The rows under way and their sampling options. Row i uses slot i of every session.
-
-    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities.
-    """
-
-    rows: list[Row]
-    sampler: Sampler
-    logits: Tensor | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether a row asks for log-probabilities."""
-        return any(row.params.logprobs is not None for row in self.rows)
-
-    def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
-        """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
-        columns = [draft.tokens, verdict.next_token[:, None], verdict.accepted[:, None]]
-        table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
-        clock.lap("accept")
-        starts = [len(row.tokens) for row in self.rows]
-        tokens = [self._commit_row(i, line, draft.width) for i, line in enumerate(table)]
-        logprobs = [self._logprobs(i, committed) for i, committed in enumerate(tokens)]
-        seconds = clock.stop()
-        for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
-            length, accepted = draft.lengths[i], line[-1]
-            row.rounds.append(
-                Round(
-                    row=row.index,
-                    step=step,
-                    num_rows=len(self.rows),
-                    start=starts[i],
-                    draft=tuple(line[:length]),
-                    tokens=committed,
-                    num_accepted_tokens=min(accepted, len(committed)),
-                    rejected=accepted < length and len(committed) > accepted,
-                    finish_reason=row.finish_reason,
-                    seconds=seconds,
-                    num_draft_steps=draft.steps,
-                    note=None if draft.notes is None else draft.notes[i],
-                    logprobs=logprobs[i],
-                )
-            )
-        return [row.rounds[-1] for row in self.rows]
-
-    def _logprobs(self, i: int, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-        count = self.rows[i].params.logprobs
-        return None if count is None or self.logits is None else token_logprobs(self.logits[i], tokens, count)
-
-    def _commit_row(self, i: int, line: Sequence[int], width: int) -> tuple[int, ...]:
-        """Append row i's part of the table: `width` draft tokens, the next token, how many drafts were accepted.
-
-        A row fails at the position where plain decoding would: what was accepted before it is committed.
-        """
-        row, (next_token, accepted) = self.rows[i], line[width:]
-        position, error = self.sampler.failures.get(i, (width + 1, None))
-        if position > accepted:
-            position, error = accepted, _no_token() if next_token < 0 else None
-        committed = row.commit(line[:position] if error else [*line[:accepted], next_token])
-        if error is not None and row.finish_reason is None:
-            row.fail(error)
-        self.sampler.advance(i, committed)
-        return committed
 
 
 @dataclass
@@ -177,7 +93,7 @@ class Engine:
         else:
             draft = self.drafter.propose(batch.rows, self._lengths(batch.rows), batch.sampler)
             _check(draft, batch, self.drafter)
-            draft = self.policy.worth_verifying(batch.rows, draft)
+            draft = self._verifiable(batch, self.policy.worth_verifying(batch.rows, draft))
             clock.lap("draft")
             rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
         self.policy.observe(batch.rows)
@@ -189,8 +105,19 @@ class Engine:
         chosen = {id(row): length for row, length in zip(drafting, lengths, strict=True)}
         return [chosen.get(id(row), 0) for row in rows]
 
+    def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
+        """A tree with its nodes in order; its main chain where the target or a request's options take no branches."""
+        if draft.parents is None:
+            return draft
+        tree = arranged(draft)
+        return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
+
     def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
         """Verify and accept: in one call where the target can and nothing but its argmax is needed."""
+        if draft.parents is not None:
+            logits = self.target.score_tree(batch.rows, draft)
+            clock.lap("verify")
+            return self._accept(batch, draft, logits)
         rule = rule_for(self.acceptance, draft)
         if rule.coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs:
             verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
@@ -207,10 +134,6 @@ class Engine:
         if self._observer is not None:
             self._observer.observe(batch.rows, draft, logits, verdict)
         return verdict
-
-
-def _no_token() -> SlipstreamError:
-    return SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
 
 
 def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None) -> list[int]:
@@ -240,3 +163,5 @@ def _check(draft: object, batch: Batch, drafter: Drafter) -> None:
             f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
             f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
         )
+    if draft.parents is not None:
+        check_parents(draft, name)

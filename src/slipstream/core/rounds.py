@@ -40,7 +40,8 @@ class Round:
     `tokens` were committed at position `start` (counted from the first prompt token); the first
     `num_accepted_tokens` of them came from `draft`. `step` numbers the target forward that the rows of a batch
     share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
-    logprobs: of each of `tokens`, if the request asks for them.
+    logprobs: of each of `tokens`, if the request asks for them. parents: of a tree, for each draft token the number of
+    the one it follows, the main chain first; path: the numbers of the accepted ones. Both None for a chain.
     """
 
     row: int
@@ -56,6 +57,23 @@ class Round:
     num_draft_steps: int = 0
     note: object = field(default=None, compare=False, repr=False)
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] | None = None
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """The draft's main chain."""
+        if self.parents is None:
+            return self.draft
+        end = next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
+        return self.draft[:end]
+
+    @property
+    def num_in_place(self) -> int:
+        """Accepted tokens that are the beginning of the main chain."""
+        if self.path is None:
+            return self.num_accepted_tokens
+        return next((at for at, node in enumerate(self.path) if node != at), len(self.path))
 
     @property
     def num_draft_tokens(self) -> int:

@@ -20,7 +20,8 @@ from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
 from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, GreedyRounds
 from slipstream.core.slot_table import CATCH_UP, SlotTable
-from slipstream.core.types import Row, Verdict
+from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segments_of
+from slipstream.core.types import Draft, Row, Verdict
 
 
 class PromptReader(Protocol):
@@ -150,6 +151,44 @@ class Session:
         logits = self.layout.score(self.table, batch, draft, lengths, keep)
         self.table.remember(rows, lengths)
         return logits
+
+    def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
+        """Whether an arranged tree can be verified: the model can, and the forward keeps to the allowed shapes."""
+        backend, shapes = self.backend, self.shapes
+        if not isinstance(backend, TreeForwards) or not backend.branching:
+            return False
+        return not shapes.widths or shapes.pad_total(sum(draft.lengths) + len(rows) * (1 + CATCH_UP)) is not None
+
+    def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
+        """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
+        assert isinstance(self.backend, TreeForwards) and draft.parents is not None
+        batch, device = self._input_batch(rows, draft.tokens[:, :0], 1), self.backend.device
+        segments, source, at, columns = list[TreeSegment](), list[int](), 0, []
+        behind = torch.tensor([token for tail in batch.missing for token in tail], dtype=torch.int64)
+        known = 0
+        for slot, (row, tail, own) in enumerate(zip(rows, batch.missing, draft.parents, strict=True)):
+            segments += segments_of(slot, batch.starts[slot], len(row.tokens), own)
+            nodes = range(slot * draft.width, slot * draft.width + len(own))
+            source += [*range(draft.tokens.numel() + known, draft.tokens.numel() + known + len(tail)), *nodes]
+            root = at + len(tail) - 1
+            columns.append([min(root + i, root + len(own)) for i in range(draft.width + 1)])
+            known, at = known + len(tail), at + len(tail) + len(own)
+        tokens = torch.cat([draft.tokens.flatten().to(device), behind.to(device)])[torch.tensor(source, device=device)]
+        if self.table.audit:
+            self._audit_tree(batch, tokens.tolist(), draft.lengths)
+        total = self.shapes.pad_total(at) or at
+        tokens = torch.cat([tokens, tokens.new_zeros(total - at)])
+        widths = self.shapes.widths
+        logits = self.backend.forward_tree(self.table.known(tokens), segments, widths=widths)
+        self.table.remember(rows, chain_lengths(draft), draft.lengths)
+        return logits[torch.tensor(columns, device=device)]
+
+    def _audit_tree(self, batch: InputBatch, tokens: list[int], lengths: Sequence[int]) -> None:
+        assert self.table.audit is not None
+        for slot, (start, tail, length) in enumerate(zip(batch.starts, batch.missing, lengths, strict=True)):
+            count = len(tail) + length
+            self.table.audit.write(slot, start, tokens[:count])
+            tokens = tokens[count:]
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
         """[B, steps] tokens of the model's own choice, each fed to the next step, in one call of the backend.

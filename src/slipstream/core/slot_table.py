@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.core.cache_audit import CacheAudit
 from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
 from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_attended_lengths
+from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
 
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
@@ -93,7 +94,8 @@ class SlotTable:
         state = self.states[slot]
         if state.row is row:
             if state.round != len(row.rounds):
-                state.base = state.written = self.checkpoint(slot, state.valid(row))
+                known = self._brought_together(slot, state, row) if state.branches else state.valid(row)
+                state.base = state.written = self.checkpoint(slot, known)
             return
         cached = [self.usable(i, row) for i in range(len(self.states))]
         most = max(cached)
@@ -105,6 +107,18 @@ class SlotTable:
         if self.audit:
             self.audit.copy(source, slot, most)
         self.states[slot] = SlotState(row, most, most, len(row.rounds), self.shapes)
+
+    def _brought_together(self, slot: int, state: SlotState, row: Row) -> int:
+        """Move the accepted nodes of a tree to their positions; returns how many tokens are cached then."""
+        done = row.rounds[state.round]
+        path = (done.path or ())[: done.num_accepted_tokens]
+        if len(path) > done.num_in_place:
+            assert isinstance(self.backend, TreeForwards)
+            places, start = [state.base + node for node in path[done.num_in_place :]], state.base + done.num_in_place
+            self.backend.move(slot, places, start)
+            if self.audit:
+                self.audit.move(slot, places, start)
+        return state.base + len(path)
 
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, from which a slot can go on."""
@@ -141,11 +155,14 @@ class SlotTable:
             return self.checkpoint(slot, state.written)  # the columns written earlier in this round stand
         return self.checkpoint(slot, min(state.base, len(row.tokens) - 1))
 
-    def remember(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them."""
+    def remember(self, rows: Sequence[Row], lengths: Sequence[int], nodes: Sequence[int] | None = None) -> None:
+        """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them.
+
+        nodes: of trees, as many nodes, of which lengths[i] are the main chain.
+        """
         for slot, row in enumerate(rows):
-            true = len(row.tokens)
-            self.states[slot] = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes)
+            true, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]
+            self.states[slot] = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes, branches)
 
     def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         """A forward of the model over tokens [B, W]; see `Backend.forward`."""

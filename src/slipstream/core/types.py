@@ -50,6 +50,8 @@ class Draft:
     acceptance_probs: per row the probability that its first 1, 2, ... tokens are all accepted, where the drafter can
     tell, else None. Such a row may be cut before it is verified, so its tokens must not have been sampled.
     steps: forwards of a draft model that it took.
+    parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
+    chains. The first child of a token is what its drafter itself goes on with. Trees are one-hot, verified by `match`.
     notes: per row what the policy wants to know of this draft when it learns from the round; None without any.
     """
 
@@ -59,6 +61,7 @@ class Draft:
     acceptance_probs: tuple[Sequence[float] | None, ...] | None = None
     steps: int = 0
     notes: tuple[object, ...] | None = None
+    parents: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def width(self) -> int:
@@ -80,8 +83,10 @@ class Draft:
         acceptance_probs = self.acceptance_probs and tuple(
             known and known[:n] for known, n in zip(self.acceptance_probs, shorter, strict=True)
         )
+        parents = self.parents and tuple(own[:n] for own, n in zip(self.parents, shorter, strict=True))
+        tokens = self.tokens[:, :width]
         return replace(
-            self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, acceptance_probs=acceptance_probs
+            self, tokens=tokens, lengths=shorter, probs=probs, acceptance_probs=acceptance_probs, parents=parents
         )
 
     @staticmethod
@@ -105,10 +110,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them."""
+    """What the target made of a draft. accepted: [B] how many tokens; next_token: [B] the one that follows them.
+
+    path: [B, D], of a tree the numbers of the accepted tokens, of which the first accepted[i] count.
+    """
 
     accepted: Tensor
     next_token: Tensor
+    path: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -183,4 +192,4 @@ class Row:
         if round_index >= len(self.rounds):
             return base
         done = self.rounds[round_index]
-        return done.start + done.num_accepted_tokens
+        return done.start + done.num_in_place

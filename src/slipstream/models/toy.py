@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ByteTokens, Encoding
 from slipstream.models.loaded import Loaded
@@ -89,6 +90,7 @@ class ToyBackend:
 
     vocab_size = VOCAB_SIZE
     max_length = 1 << 20
+    branching = True
 
     def __init__(
         self, order: int = DEFAULT_ORDER, layers: Sequence[int] | None = None, cache: TokenCache | None = None
@@ -130,6 +132,24 @@ class ToyBackend:
                 context = self._cache.slots[first_slot + row, max(0, end - self._order) : end].tolist()
                 out[row, column] = self._distribution(tuple(context))
         return out
+
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """See `TreeForwards.forward_tree`."""
+        out, at = torch.zeros(len(tokens), VOCAB_SIZE), 0
+        for segment in segments:
+            slot, end = self._cache.slots[segment.slot], segment.place + segment.count
+            slot[segment.place : end] = tokens[at : at + segment.count]
+            fork = segment.start - len(segment.detour)
+            places = [*range(fork), *segment.detour, *range(segment.place, end)]
+            for column in range(segment.count):
+                seen = places[: segment.start + column + 1][-self._order :] if self._order else []
+                out[at + column] = self._distribution(tuple(slot[seen].tolist()))
+            at += segment.count
+        return out
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """See `TreeForwards.move`."""
+        self._cache.slots[slot, start : start + len(places)] = self._cache.slots[slot, list(places)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy token ids between slots."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.unpadded_layout import UnpaddedForwards
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.layouts.unpadded_layout import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.progress import progress_bar

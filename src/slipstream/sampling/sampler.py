@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, Words, absorb, key, words
-from slipstream.core.types import Row
+from slipstream.core.trees import depths, path_to
+from slipstream.core.types import Draft, Row
 from slipstream.sampling.batch_processor import params_of
 from slipstream.sampling.logits_processors import KINDS
 from slipstream.sampling.warpers import Options, Warp
@@ -38,6 +39,7 @@ class Sampler:
         made = [kind(self.rows, vocab_size, device) for kind in KINDS]
         self._processors = [processor for processor in made if processor.active]
         self.plain = self.all_greedy and not self._processors
+        self.branching = not any(processor.may_fail for processor in self._processors)
 
     @property
     def failures(self) -> dict[int, tuple[int, Exception]]:
@@ -80,10 +82,51 @@ class Sampler:
         if self.plain:
             return logits.argmax(-1)
         scores = self.scores(logits, draft)
+        return self._choose(scores, self._token_keys(scores.shape[1]))
+
+    def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
+        """The same of a tree, [B, K + 1]: after the committed tokens, and after each node behind its own path."""
+        if self.plain:
+            return logits.argmax(-1)
+        scores = self._node_scores(logits, draft) if self._processors else logits.float()
+        if not self._groups:
+            return self._choose(scores, None)
+        assert draft.parents is not None
+        seen = [[0, *(1 + depth for depth in depths(own))] for own in draft.parents]
+        offsets = torch.tensor([[*own, *[0] * (scores.shape[1] - len(own))] for own in seen], dtype=torch.int64)
+        keys = self._token_keys(1 + max(map(max, seen)))
+        assert keys is not None
+        return self._choose(scores, keys.gather(1, offsets.to(keys.device, non_blocking=True)))
+
+    def _node_scores(self, logits: Tensor, draft: Draft) -> Tensor:
+        """`scores` of a tree, along the path to each of its leaves."""
+        assert draft.parents is not None
+        scores = logits.to(torch.float32, copy=True)
+        leaves = [[node for node in range(len(own)) if node not in own] or [-1] for own in draft.parents]
+        for number in range(max(map(len, leaves))):
+            ends = [own[min(number, len(own) - 1)] for own in leaves]
+            paths = [path_to(own, end) for own, end in zip(draft.parents, ends, strict=True)]
+            along = scores.new_zeros(len(paths), 1 + max(map(len, paths)), scores.shape[2])
+            tokens = draft.tokens.new_zeros(along.shape[:2])
+            for row, path in enumerate(paths):
+                along[row, : 1 + len(path)] = logits[row, [0, *(1 + node for node in path)]]
+                tokens[row, : len(path)] = draft.tokens[row, path]
+            for processor in self._processors:
+                processor.apply(along, tokens, 0)
+            for row, path in enumerate(paths):
+                scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
+        return scores
+
+    def _token_keys(self, positions: int) -> Tensor | None:
+        """[B, positions] bits of the noise of each position; None if no row is sampled."""
+        return self.race.bits(self._keys(Stream.TOKEN, range(positions))) if self._groups else None
+
+    def _choose(self, scores: Tensor, keys: Tensor | None) -> Tensor:
+        """[B, J] tokens from scores [B, J, V] and the noise of their positions [B, J]."""
         blocks = list(self._blocks(scores.shape[1]))
         covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
-        chosen = draft.new_empty(scores.shape[:2]) if covered else scores.argmax(-1)
-        keys = self.race.bits(self._keys(Stream.TOKEN, range(scores.shape[1]))) if blocks else chosen
+        chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else scores.argmax(-1)
+        keys = chosen if keys is None else keys
         for warp, rows in blocks:
             distributions = self._distribution(warp, scores[rows])
             chosen[rows] = self.race.draw(distributions.flatten(0, 1), keys[rows].flatten()).view(

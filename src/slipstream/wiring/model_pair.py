@@ -13,10 +13,10 @@ from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.exclusive_use import ExclusiveUse
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.loaded import Loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between

@@ -25,11 +25,11 @@ from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
-from slipstream.core.unpadded_layout import make_session
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
+from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
 

@@ -8,7 +8,7 @@ from time import perf_counter
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
-from slipstream.core.unpadded_layout import UnpaddedForwards
+from slipstream.models.layouts.unpadded_layout import UnpaddedForwards
 
 
 class TimedBackend:

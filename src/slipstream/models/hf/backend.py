@@ -11,36 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import RowSegment
+from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.attention_masks import MaskBuilder, Masks
 from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
-from slipstream.models.hf.recurrent.mixers import recurrent_layers, recurrent_states
+from slipstream.models.hf.recurrent.mixers import recurrent_states
+from slipstream.models.hf.supported_models import check_supported
+from slipstream.models.hf.tree_attention import tree_rows
 
-ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
-RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
-KINDS = frozenset(("full_attention", "sliding_attention"))
-RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
 CACHE_NAMES = ("past_key_values", "cache_params")  # of `forward`'s arguments
 
 
 class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
-    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `LayerKinds`, `Checkpoints`,
-    `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and whether kernels
-    compute each token as if it were alone; `fuse_layers` finds out.
+    Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
+    `Checkpoints`, `ShapeIndependent`. ragged, compiled, shape_independent: whether the model's layers take ragged
+    forwards, run in kernels of ours, and compute each token as if it were alone; `fuse_layers` finds out.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -58,7 +50,7 @@ class HFBackend:
         self._cache_name = next(name for name in CACHE_NAMES if name in accepted)
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
-        self.ragged = self.shape_independent = False
+        self.ragged = self.shape_independent = self.compiled = False
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -108,6 +100,35 @@ class HFBackend:
         attended = self.cache.place_ragged(layout)
         mask = self.masks.build(layout.queries, self.key_positions()[:attended])
         return self._run(tokens[None], layout.positions[None], mask, 0 if columns is None else columns)[0]
+
+    @property
+    def branching(self) -> bool:
+        """See `TreeForwards`; recurrent layers read one text."""
+        return self.cache.states is None and not self.compiled
+
+    @torch.inference_mode()
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """See `TreeForwards.forward_tree`: a ragged forward of all chains, or one that pads them to a rectangle."""
+        tree = tree_rows(segments, len(tokens), self.device)
+        if self.ragged:
+            rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
+            layout = lay_out(rows, len(tokens), widths)
+            attended = self.cache.place_tree(tree, layout.end, layout)
+            mask = self.masks.build(layout.queries, self.key_positions()[:attended])
+            return self._run(tokens[None], layout.positions[None], mask, 0)[0]
+        width = max(segment.count for segment in segments)
+        starts = torch.tensor([segment.start for segment in segments], device=self.device)
+        positions = starts[:, None] + torch.arange(width, device=self.device)
+        attended = self.cache.place_tree(tree, int(max(segment.start for segment in segments)) + width)
+        table = tokens.new_zeros(len(segments), width)
+        table[tree.cells] = tokens
+        mask = self.masks.build(positions, self.key_positions()[:attended])
+        return self._run(table, positions, mask, 0)[tree.cells].to(self.device)
+
+    @torch.inference_mode()
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """See `TreeForwards.move`."""
+        self.cache.move(slot, places, start)
 
     @torch.inference_mode()
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -194,39 +215,3 @@ def _new_cache(model: Any, num_layers: int) -> RaggedCache:
     cache = RaggedCache(num_layers)
     cache.states = recurrent_states(model)
     return cache
-
-
-def check_supported(model: Any) -> None:
-    """Refuse, by name and with the reason, models whose state cannot be addressed by position."""
-    if (reason := not_by_position(model)) is not None:
-        raise UsageError(f"model {type(model).__name__} is not supported: {reason}")
-
-
-def not_by_position(model: Any) -> str | None:
-    """Why a model's state cannot be written at explicit positions, behind an explicit mask; None if it can."""
-    config = model.config.get_text_config()
-    parameters = inspect.signature(model.forward).parameters
-    layers = DynamicCache(config=config).layers
-    attends = any(type(layer) is not LinearAttentionLayer for layer in layers)
-    needed = ("position_ids", "past_key_values", "logits_to_keep") if attends else ("cache_params", "logits_to_keep")
-    reason = None
-    if not _known_layers(model, config, layers):
-        reason = "it carries recurrent state or compressed attention"
-    elif missing := [p for p in needed if p not in parameters]:
-        reason = f"its forward takes no {missing[0]}"
-    elif model.get_output_embeddings() is None:
-        reason = "it has no language-modelling head"
-    elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
-        reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
-    return reason
-
-
-def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
-    """Whether all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
-    recurrent = {i for i, layer in enumerate(layers) if type(layer) in RECURRENT}
-    if not all(type(layer) in (*ATTENTION, *RECURRENT) for layer in layers):
-        return False
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if recurrent:
-        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | RECURRENT_KINDS
-    return kinds <= KINDS and not getattr(model, "_is_stateful", False)

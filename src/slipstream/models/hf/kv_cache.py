@@ -5,6 +5,7 @@ A rejected token is simply written over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.hf.recurrent.states import RecurrentStates
+from slipstream.models.hf.tree_attention import TreeRows
 
 ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
 
@@ -69,6 +71,7 @@ class SlotCache(Cache):
         self._attended = 0
         self._span: slice | None = None
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
+        self._tree: TreeRows | None = None
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; existing content stays."""
@@ -90,12 +93,18 @@ class SlotCache(Cache):
         columns: [rows, width]. Returns the attended length, at most the positions reserved.
         """
         width = columns.shape[1]
+        self._tree = None
         self._slots = slice(first_slot, first_slot + len(starts))
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
             self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
             self._columns = columns
         return self._attend_up_to(max(starts) + width)
+
+    def place_tree(self, tree: TreeRows, end: int) -> int:
+        """The same for a forward over a tree; `end` is that of the positions attended to."""
+        self._tree = tree
+        return self._attend_up_to(end)
 
     def _attend_up_to(self, end: int) -> int:
         enough = next((length for length in self.attended_lengths if length >= end), None)
@@ -113,6 +122,13 @@ class SlotCache(Cache):
             layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
         return self._write(layer.keys, key_states), self._write(layer.values, value_states)
 
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """What stands at these places of a slot is to stand from `start` on."""
+        for layer in self.layers:
+            if layer.keys is not None:
+                for cached in (layer.keys, layer.values):
+                    cached[slot, :, start : start + len(places)] = cached[slot, :, list(places)]
+
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another in every layer."""
         for layer in self.layers:
@@ -123,6 +139,12 @@ class SlotCache(Cache):
             self.states.copy(source, destination, length)
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
+        if self._tree is not None:
+            slots, places = self._tree.into
+            ragged = states.shape[0] == 1 and states.shape[2] == len(places)
+            rows, columns = self._tree.cells
+            cached[slots, :, places] = states[0].transpose(0, 1) if ragged else states[rows, :, columns]
+            return self._tree.gathered(cached, self._attended)
         if self._span is not None:
             cached[self._slots, :, self._span] = states
         else:

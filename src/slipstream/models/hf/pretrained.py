@@ -19,7 +19,7 @@ from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.backend import HFBackend, not_by_position
+from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import a_few_logits, make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
@@ -27,6 +27,7 @@ from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
 from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
+from slipstream.models.hf.supported_models import not_by_position
 from slipstream.models.loaded import Loaded, LoadOptions
 
 log = logging.getLogger("slipstream")

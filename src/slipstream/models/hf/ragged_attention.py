@@ -20,6 +20,7 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.errors import SlipstreamError
 from slipstream.models.hf.grouped_attention import LONG, ROWS, Block, Cut, attend, cut_mask
 from slipstream.models.hf.kv_cache import SlotCache
+from slipstream.models.hf.tree_attention import TreeRows
 
 ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of attention for a row on its own
 
@@ -99,9 +100,16 @@ class RaggedCache(SlotCache):
     def place_ragged(self, layout: Layout) -> int:
         """The same for a ragged forward."""
         self._cut(layout.cuts, layout)
+        self._tree = None
         self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
         return self._attend_up_to(layout.end)
+
+    def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
+        """The same for a forward over a tree. layout: of its rows, if it is ragged."""
+        self._cut([] if layout is None else layout.cuts, layout)
+        self._destinations = None
+        return super().place_tree(tree, end)
 
     def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""

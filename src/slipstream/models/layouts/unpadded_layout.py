@@ -11,10 +11,16 @@ from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
-from slipstream.core.ragged_layout import RaggedLayout, end_to_end, forward_segments, last_of_each, without_padding
 from slipstream.core.session import Session
 from slipstream.core.slot_table import SlotTable
 from slipstream.core.types import Row
+from slipstream.models.layouts.ragged_layout import (
+    RaggedLayout,
+    end_to_end,
+    forward_segments,
+    last_of_each,
+    without_padding,
+)
 
 
 @runtime_checkable

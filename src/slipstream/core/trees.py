@@ -1,0 +1,179 @@
+"""Draft trees: nodes that share a beginning are verified in one forward, each behind its own path.
+
+The nodes of a row are numbered chain by chain, the first children of the first children first, and cached in that
+order behind the committed tokens: the main chain stands at its own positions, what branches off behind it. Accepted
+nodes that do not stand where they belong are moved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slipstream.core.types import Draft
+from slipstream.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TreeSegment:
+    """Tokens of a row that follow each other: `count` of them, in `slot` at positions from `start` on.
+
+    place: where their keys and values are written, from there on: at `start`, or behind the row's other tokens.
+    detour: the places of the last positions before `start` that do not stand where they belong.
+    """
+
+    slot: int
+    start: int
+    count: int
+    place: int
+    detour: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class TreeForwards(Protocol):
+    """Optional capability of a backend: tokens of a row that have different beginnings share a forward.
+
+    branching: whether it can with this model here.
+    """
+
+    @property
+    def branching(self) -> bool:
+        """See above."""
+
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
+
+        A segment attends to its row up to its start, as `detour` says, and to itself, with the bits that it would get
+        as a row of its own. widths: see `RaggedForwards.forward_ragged`. Returns logits [T, V].
+        """
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """What stands at these places of a slot is to stand at `start` and the positions that follow."""
+
+
+def arranged(draft: Draft) -> Draft:
+    """The same tree with its nodes chain by chain; without branches a chain. Nodes cut off from the root are left out.
+
+    The first child of a node goes on with its chain.
+    """
+    assert draft.parents is not None
+    orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
+    parents = tuple(_renumbered(old, order) for old, order in zip(draft.parents, orders, strict=True))
+    branching = any(parent != node - 1 for own in parents for node, parent in enumerate(own))
+    return replace(_taken(draft, orders), parents=parents if branching else None)
+
+
+def main_chain(draft: Draft) -> Draft:
+    """Of an arranged tree the main chain alone."""
+    return draft if draft.parents is None else _taken(draft, [range(n) for n in chain_lengths(draft)])
+
+
+def chain_lengths(draft: Draft) -> tuple[int, ...]:
+    """How many nodes of each row's arranged draft are its main chain."""
+    if draft.parents is None:
+        return draft.lengths
+    return tuple(map(chain_end, draft.parents))
+
+
+def chain_end(parents: Sequence[int]) -> int:
+    """Where the main chain of an arranged tree ends."""
+    return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes each node of an arranged tree has before it."""
+    known: list[int] = []
+    for parent in parents:
+        known.append(0 if parent < 0 else known[parent] + 1)
+    return known
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root to this one, itself included."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> list[TreeSegment]:
+    """A row's segments, by nodes; its cache lacks positions `start` to `base` - 1, which the first one begins with."""
+    end = chain_end(parents)
+    segments = [TreeSegment(slot, start, base - start + end, start)]
+    begins = [node for node in range(end, len(parents)) if node == end or parents[node] != node - 1]
+    for begin, stop in pairwise([*begins, len(parents)]):
+        path = path_to(parents, parents[begin])
+        away = next((depth for depth, node in enumerate(path) if node != depth), len(path))
+        detour = tuple(base + node for node in path[away:])
+        segments.append(TreeSegment(slot, base + len(path), stop - begin, base + begin, detour))
+    return segments
+
+
+def check_parents(draft: Draft, drafter: str) -> None:
+    """Refuse what is no tree."""
+    for own, length in zip(draft.parents or (), draft.lengths, strict=True):
+        if len(own) != length or any(not -1 <= parent < length for parent in own) or len(_order(own)) != length:
+            raise UsageError(
+                f"drafter {drafter} returned parents={list(own)!r} for {length} tokens; allowed: for each token the "
+                "number of the one it follows, -1 for the committed text, and no circles"
+            )
+    if draft.probs is not None:
+        raise UsageError(f"drafter {drafter} returned a tree with probs; allowed: trees of one-hot drafts (probs=None)")
+
+
+def match_tree(choice: Tensor, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample and match, node by node: from the root on to the child that the target chose, while there is one.
+
+    choice: [B, K + 1], the target's after the root and after each node. Exact for any tree, as a chain is: what is
+    committed is the target's choice at its position. Returns how many nodes are accepted [B], the target's choice after
+    them [B], and the nodes [B, D].
+    """
+    assert draft.parents is not None
+    device, width = choice.device, draft.width
+    padded = [[*own, *[width] * (width - len(own))] for own in draft.parents]  # padding is nobody's child
+    parents = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
+    at = torch.full((len(padded), 1), -1, dtype=torch.int64, device=device)
+    accepted, walking, path = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), []
+    for _ in range(1 + max(max(depths(own), default=-1) for own in draft.parents)):
+        children = (parents == at) & (draft.tokens == choice.gather(1, at + 1)) & walking
+        walking = children.any(1, keepdim=True)
+        at = torch.where(walking, children.long().argmax(1, keepdim=True), at)
+        accepted = accepted + walking
+        path.append(at)
+    return accepted[:, 0], choice.gather(1, at + 1)[:, 0], torch.cat(path, 1)
+
+
+def _order(parents: Sequence[int]) -> list[int]:
+    """Nodes from the root on: each chain to its end by first children, then what branches off, earliest first."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    order, waiting = list[int](), children.get(-1, [])[::-1]
+    while waiting:
+        chain = [waiting.pop()]
+        while chain:
+            order += chain
+            first, others = children.get(chain[0], [])[:1], children.get(chain[0], [])[1:]
+            waiting += others[::-1]
+            chain = first
+    return order
+
+
+def _renumbered(parents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    place = {node: at for at, node in enumerate(order)} | {-1: -1}
+    return tuple(place[parents[node]] for node in order)
+
+
+def _taken(draft: Draft, orders: Sequence[Sequence[int]]) -> Draft:
+    """Of each row the tokens of these numbers, in this order."""
+    lengths = tuple(map(len, orders))
+    width = max(lengths, default=0)
+    index = torch.tensor([[*order, *[0] * (width - len(order))] for order in orders], dtype=torch.int64)
+    tokens = draft.tokens.gather(1, index.reshape(len(orders), width).to(draft.tokens.device, non_blocking=True))
+    return replace(draft, tokens=tokens, lengths=lengths, parents=None, acceptance_probs=None)

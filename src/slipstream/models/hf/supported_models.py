@@ -1,0 +1,60 @@
+"""Which models can run on a slot-addressed KV cache: those whose state is written at explicit positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from slipstream.errors import UsageError
+from slipstream.models.hf import grouped_attention as grouped
+from slipstream.models.hf.recurrent.mixers import recurrent_layers
+
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+KINDS = frozenset(("full_attention", "sliding_attention"))
+RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
+
+
+def check_supported(model: Any) -> None:
+    """Refuse, by name and with the reason, models whose state cannot be addressed by position."""
+    if (reason := not_by_position(model)) is not None:
+        raise UsageError(f"model {type(model).__name__} is not supported: {reason}")
+
+
+def not_by_position(model: Any) -> str | None:
+    """Why a model's state cannot be written at explicit positions, behind an explicit mask; None if it can."""
+    config = model.config.get_text_config()
+    parameters = inspect.signature(model.forward).parameters
+    layers = DynamicCache(config=config).layers
+    attends = any(type(layer) is not LinearAttentionLayer for layer in layers)
+    needed = ("position_ids", "past_key_values", "logits_to_keep") if attends else ("cache_params", "logits_to_keep")
+    reason = None
+    if not _known_layers(model, config, layers):
+        reason = "it carries recurrent state or compressed attention"
+    elif missing := [p for p in needed if p not in parameters]:
+        reason = f"its forward takes no {missing[0]}"
+    elif model.get_output_embeddings() is None:
+        reason = "it has no language-modelling head"
+    elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
+        reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
+    return reason
+
+
+def _known_layers(model: Any, config: Any, layers: Sequence[Any]) -> bool:
+    """Whether all layers attend to keys and values, or are recurrent layers that can run on states of ours."""
+    recurrent = {i for i, layer in enumerate(layers) if type(layer) in RECURRENT}
+    if not all(type(layer) in (*ATTENTION, *RECURRENT) for layer in layers):
+        return False
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if recurrent:
+        return recurrent == recurrent_layers(model).keys() and kinds <= KINDS | RECURRENT_KINDS
+    return kinds <= KINDS and not getattr(model, "_is_stateful", False)

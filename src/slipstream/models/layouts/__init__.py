@@ -1,0 +1,1 @@
+"""How rows of different length share a forward, where models can do without padding."""
