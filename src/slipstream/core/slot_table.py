@@ -118,6 +118,7 @@ class SlotTable:
             self.backend.move(slot, places, start)
             if self.audit:
                 self.audit.move(slot, places, start)
+        state.branches = 0
         return state.base + len(path)
 
     def checkpoint(self, slot: int, limit: int) -> int:

@@ -1,0 +1,247 @@
+"""Draft trees: whatever is proposed, the text is plain decoding's; what could go wrong is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from fast_part import mostly_slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import RandomTrees
+from tiny import fresh, shared
+from torch import Tensor
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core import session, slot_table
+from slipstream.core.trees import TreeSegment, arranged, chain_lengths, depths, main_chain, match_tree, segments_of
+from slipstream.core.types import Row
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.toy import VOCAB_SIZE
+from slipstream.sampling.sampler import Sampler
+
+MODELS = ("toy", "llama", "llama-eager", "qwen2", "qwen3", "mistral", "gemma3", "gpt2")
+QUEUE = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
+GREEDY = [SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True) for i in range(5)]
+SAMPLED = [replace(one, temperature=0.9, top_p=0.95, seed=i) for i, one in enumerate(GREEDY)]
+PENALISED = [replace(one, temperature=0.7 * (i % 2), repetition_penalty=1.3, seed=i) for i, one in enumerate(GREEDY)]
+OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED, "mixed": [*GREEDY[:2], *SAMPLED[2:]]}
+
+pytestmark = pytest.mark.usefixtures("cache_audit")
+
+
+@cache
+def decoder_of(name: str, reproducible: bool = False) -> SpeculativeDecoder:
+    if reproducible:
+        return SpeculativeDecoder(fresh(name), drafter="none", reproducible=True, fast=True, max_batch_size=3)
+    model = "toy" if name == "toy" else shared(name)
+    return SpeculativeDecoder(model, drafter="none", reproducible=False, max_batch_size=3)
+
+
+def tokens_of(decoder: SpeculativeDecoder, params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [result.token_ids for result in decoder.generate(QUEUE, list(params))]
+
+
+@cache
+def plain_texts(name: str, options: str, reproducible: bool = False) -> list[list[int]]:
+    decoder = decoder_of(name, reproducible)
+    alone = zip(QUEUE, OPTIONS[options], strict=True)
+    return [decoder.generate(prompt, params).token_ids for prompt, params in alone]
+
+
+def with_trees(name: str, options: str, seed: int = 0, count: int = 9, **settings: Any) -> list[list[int]]:
+    decoder, texts = decoder_of(name, settings.get("reproducible", False)), plain_texts(name, options, **settings)
+    told = {tuple(prompt): text for prompt, text in zip(QUEUE, texts, strict=True)}
+    drafter = RandomTrees(told, decoder.target.backend.vocab_size, seed)
+    found = tokens_of(decoder.using(drafter, num_draft_tokens=count), OPTIONS[options])
+    assert count < 9 or drafter.verified
+    return found
+
+
+# the text
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "toy", "llama", "gemma3"))
+def test_random_trees_change_no_text(name: str, options: str) -> None:
+    assert with_trees(name, options) == plain_texts(name, options)
+
+
+@pytest.mark.parametrize("options", ["greedy", "penalised"])
+@pytest.mark.parametrize("name", mostly_slow(("llama", "qwen2", "gemma3"), "llama"))
+def test_in_reproducible_mode_as_well(name: str, options: str) -> None:
+    assert decoder_of(name, True).reproducible
+    assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 30), count=st.integers(2, 16), options=st.sampled_from(sorted(OPTIONS)))
+def test_any_tree_of_the_toy(seed: int, count: int, options: str) -> None:
+    assert with_trees("toy", options, seed, count) == plain_texts("toy", options)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1 << 30), orders=st.lists(st.sampled_from(["add", "cancel", "step"]), max_size=30))
+def test_rows_come_and_are_cancelled(seed: int, orders: list[str]) -> None:
+    told = {tuple(prompt): text for prompt, text in zip(QUEUE, plain_texts("toy", "sampled"), strict=True)}
+    decoder = decoder_of("toy").using(RandomTrees(told, VOCAB_SIZE, seed), num_draft_tokens=7)
+    scheduler, waiting, rows = decoder.scheduler(), list(zip(QUEUE, SAMPLED, strict=True)), list[Row]()
+    for order in [*orders, *["add"] * len(waiting)]:
+        if order == "add" and waiting:
+            prompt, params = waiting.pop()
+            rows.append(Row(len(rows), list(prompt), params, seed=params.seed or 0))
+            scheduler.add(rows[-1])
+        elif order == "cancel" and rows:
+            scheduler.cancel(rows[seed % len(rows)])
+        else:
+            scheduler.step()
+    while scheduler.unfinished:
+        scheduler.step()
+    for row in rows:
+        text = told[tuple(row.tokens[: row.prompt_length])]
+        assert row.output == (text if row.finish_reason == "length" else text[: row.num_output_tokens])
+
+
+# negative controls
+
+
+def shared_slots(segment: TreeSegment) -> TreeSegment:
+    """Siblings are written where the main chain stands."""
+    return replace(segment, place=segment.start, detour=())
+
+
+def a_position_later(segment: TreeSegment) -> TreeSegment:
+    return segment if segment.place == segment.start else replace(segment, start=segment.start + 1)
+
+
+def without_detours(segment: TreeSegment) -> TreeSegment:
+    """A branch of a branch sees the main chain's keys."""
+    return replace(segment, detour=())
+
+
+@pytest.mark.parametrize("wrong", [shared_slots, a_position_later, without_detours])
+def test_wrong_segments_are_noticed(
+    wrong: Callable[[TreeSegment], TreeSegment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_texts("llama", "greedy")
+    monkeypatch.setattr(session, "segments_of", lambda *given: [wrong(one) for one in segments_of(*given)])
+    assert with_trees("llama", "greedy", count=16) != plain_texts("llama", "greedy")
+
+
+def test_keys_of_the_wrong_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_texts("llama", "greedy")
+    monkeypatch.setattr(HFBackend, "move", lambda *given: None)
+    assert with_trees("llama", "greedy", count=16) != plain_texts("llama", "greedy")
+
+
+def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_texts("llama", "penalised")
+
+    def along_the_numbers(self: Sampler, logits: Tensor, draft: Draft) -> Tensor:
+        return self.scores(logits, draft.tokens)
+
+    monkeypatch.setattr(Sampler, "_node_scores", along_the_numbers)
+    assert with_trees("llama", "penalised", count=16) != plain_texts("llama", "penalised")
+
+
+def test_noise_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_texts("toy", "sampled")
+    monkeypatch.setattr("slipstream.sampling.sampler.depths", lambda parents: list(range(len(parents))))
+    assert with_trees("toy", "sampled", count=16) != plain_texts("toy", "sampled")
+
+
+# the parts
+
+
+def tree(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Draft:
+    draft = Draft.from_lists(tokens, torch.device("cpu"))
+    return replace(draft, parents=tuple(map(tuple, parents)))
+
+
+def test_nodes_are_arranged_chain_by_chain() -> None:
+    made = arranged(tree([[5, 6, 7, 8, 9, 4], [1, 2]], [[3, -1, 3, 1, -1, 0], [-1, 0]]))
+    assert made.tokens.tolist() == [[6, 8, 5, 4, 7, 9], [1, 2, 1, 1, 1, 1]] and made.lengths == (6, 2)
+    assert made.parents == ((-1, 0, 1, 2, 1, -1), (-1, 0))
+    assert chain_lengths(made) == (4, 2) and depths(made.parents[0]) == [0, 1, 2, 3, 2, 0]
+    assert main_chain(made).tokens.tolist() == [[6, 8, 5, 4], [1, 2, 1, 1]] and main_chain(made).parents is None
+    assert segments_of(2, 8, 10, made.parents[0]) == [
+        TreeSegment(2, 8, 6, 8),
+        TreeSegment(2, 12, 1, 14),
+        TreeSegment(2, 10, 1, 15),
+    ]
+    assert segments_of(0, 3, 4, (-1, -1, 1, 2, 1)) == [
+        TreeSegment(0, 3, 2, 3),
+        TreeSegment(0, 4, 3, 5),
+        TreeSegment(0, 5, 1, 8, (5,)),
+    ]
+
+
+def test_a_tree_without_branches_is_a_chain_and_a_cut_leaves_out_what_hangs_on_it() -> None:
+    assert arranged(tree([[7, 5, 6]], [[2, -1, 1]])).parents is None
+    assert arranged(tree([[7, 5, 6]], [[2, -1, 1]])).tokens.tolist() == [[5, 6, 7]]
+    assert arranged(tree([[7, 5, 6]], [[2, -1, 1]]).cut([2])).tokens.tolist() == [[5]]
+
+
+def test_the_walk_takes_the_first_child_that_was_chosen() -> None:
+    draft = arranged(tree([[1, 2, 3, 3], [4, 4, 0, 0]], [[-1, -1, 1, 1], [-1, -1, 0, 0]]))
+    assert draft.parents == ((-1, -1, 1, 1), (-1, 0, 0, -1))
+    choice = torch.tensor([[2, 0, 3, 9, 8], [5, 0, 0, 0, 0]])
+    accepted, following, path = match_tree(choice, draft)
+    assert accepted.tolist() == [2, 0] and following.tolist() == [9, 5] and path[0].tolist() == [1, 2]
+
+
+class Proposes:
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+        return self.draft
+
+
+@pytest.mark.parametrize("parents", [[1, 0, -1], [-1, 0], [-1, 3, 0], [-1, 1, 0], [-2, 0, 1]])
+def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
+    decoder = decoder_of("toy").using(Proposes(tree([[1, 2, 3]], [parents])), num_draft_tokens=3)
+    with pytest.raises(UsageError, match=r"drafter Proposes returned parents=\[.*for 3 tokens; allowed: for each"):
+        decoder.generate([5, 6, 7])
+
+
+def test_trees_are_one_hot_and_verified_by_match() -> None:
+    made = tree([[1, 2]], [[-1, -1]])
+    decoder = decoder_of("toy").using(Proposes(made), num_draft_tokens=2, acceptance="rejection")
+    with pytest.raises(UsageError, match="acceptance='rejection' with a draft tree; allowed: 'match'"):
+        decoder.generate([5, 6, 7])
+    sampled = Proposes(replace(made, probs=torch.full((1, 2, 257), 1 / 257)))
+    with pytest.raises(UsageError, match="returned a tree with probs; allowed: trees of one-hot drafts"):
+        decoder_of("toy").using(sampled, num_draft_tokens=2).generate([5, 6, 7])
+
+
+def test_a_request_with_processors_of_its_own_is_verified_along_the_main_chain() -> None:
+    def never_seven(ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, 7] = float("-inf")
+        return scores
+
+    params = replace(GREEDY[0], logits_processors=[never_seven])
+    plain = decoder_of("toy").generate(QUEUE[0], params).token_ids
+    drafter = RandomTrees({tuple(QUEUE[0]): plain}, 257)
+    assert decoder_of("toy").using(drafter, num_draft_tokens=8).generate(QUEUE[0], params).token_ids == plain
+    assert all(done.parents is None for row in drafter.rows for done in row.rounds)
+
+
+def test_accepted_nodes_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round feeds the newest token and its tree, whatever path was taken before."""
+    fed, forward = list[int](), HFBackend.forward_tree
+
+    def counted(self: HFBackend, tokens: Tensor, segments: Sequence[TreeSegment], **options: Any) -> Tensor:
+        fed.append(len(tokens))
+        return forward(self, tokens, segments, **options)
+
+    monkeypatch.setattr(HFBackend, "forward_tree", counted)
+    with_trees("llama", "greedy")
+    moved = sum(fed)
+    monkeypatch.setattr(slot_table.SlotTable, "_brought_together", lambda self, slot, state, row: state.valid(row))
+    fed.clear()
+    assert with_trees("llama", "greedy") == plain_texts("llama", "greedy") and sum(fed) > moved > 0
