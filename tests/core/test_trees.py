@@ -28,7 +28,7 @@ MODELS = ("toy", "llama", "llama-eager", "qwen2", "qwen3", "mistral", "gemma3", 
 QUEUE = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
 GREEDY = [SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True) for i in range(5)]
 SAMPLED = [replace(one, temperature=0.9, top_p=0.95, seed=i) for i, one in enumerate(GREEDY)]
-PENALISED = [replace(one, temperature=0.7 * (i % 2), repetition_penalty=1.3, seed=i) for i, one in enumerate(GREEDY)]
+PENALISED = [replace(one, temperature=0.7 * (i % 2), repetition_penalty=2.0, seed=i) for i, one in enumerate(GREEDY)]
 OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED, "mixed": [*GREEDY[:2], *SAMPLED[2:]]}
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -145,7 +145,7 @@ def test_penalties_that_see_a_siblings_token_are_noticed(monkeypatch: pytest.Mon
         return self.scores(logits, draft.tokens)
 
     monkeypatch.setattr(Sampler, "_node_scores", along_the_numbers)
-    assert with_trees("llama", "penalised", count=16) != plain_texts("llama", "penalised")
+    assert any(with_trees("llama", "penalised", seed, 16) != plain_texts("llama", "penalised") for seed in range(20))
 
 
 def test_noise_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from slipstream.core.loop import draft_lengths
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.backoff import LATEST, SOONEST, Backoff
-from slipstream.draft_length.controller import DraftController, bin_of
+from slipstream.draft_length.confidence import bin_of
+from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.draft_yields import FIRST, DraftNote, DraftYields, Yield
 from slipstream.draft_length.policies import Auto, Heuristic

@@ -68,10 +68,10 @@ def test_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", ["heuristic:", "heuristic:0", "heuristic:x", "confidence", "confidence:1", "fast", -1]
+    "count", ["heuristic:", "heuristic:0", "heuristic:x", "confidence", "confidence:1", "fast", "0x2", "3x1", "3x", -1]
 )
 def test_other_lengths_are_refused(count: int | str) -> None:
-    with pytest.raises(UsageError, match=r"num_draft_tokens=.*; allowed: 'auto', a whole number >= 0, 'heuristic'"):
+    with pytest.raises(UsageError, match=r"num_draft_tokens=.*; allowed: 'auto', 'chain', a whole number >= 0, 'heuristic'"):
         made("model", count)
 
 

@@ -8,7 +8,7 @@ batch is up to `slipstream.core.scheduler`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -21,7 +21,7 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.rng import Race
 from slipstream.core.rounds import Round
 from slipstream.core.session import PromptReader, Session
-from slipstream.core.trees import arranged, check_parents, main_chain
+from slipstream.core.trees import arranged, check_parents, main_chain, with_siblings
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import UsageError
 
@@ -93,6 +93,8 @@ class Engine:
         else:
             draft = self.drafter.propose(batch.rows, self._lengths(batch.rows), batch.sampler)
             _check(draft, batch, self.drafter)
+            if draft.siblings is not None:
+                draft = with_siblings(draft) if batch.sampler.branching else replace(draft, siblings=None)
             draft = self._verifiable(batch, self.policy.worth_verifying(batch.rows, draft))
             clock.lap("draft")
             rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))

@@ -152,12 +152,19 @@ class Session:
         self.table.remember(rows, lengths)
         return logits
 
+    @property
+    def branches(self) -> bool:
+        """Whether trees can be verified, if they are small enough."""
+        able = isinstance(self.backend, TreeForwards) and self.backend.branching
+        return able and not (self.shapes.widths and not self.shapes.totals)
+
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
-        """Whether an arranged tree can be verified: the model can, and the forward keeps to the allowed shapes."""
-        backend, shapes = self.backend, self.shapes
-        if not isinstance(backend, TreeForwards) or not backend.branching:
+        """Whether the forward of an arranged tree keeps to the allowed shapes."""
+        shapes = self.shapes
+        if not self.branches:
             return False
-        return not shapes.widths or shapes.pad_total(sum(draft.lengths) + len(rows) * (1 + CATCH_UP)) is not None
+        missing = sum(self.table.num_missing(slot, row) for slot, row in enumerate(rows))
+        return not shapes.widths or shapes.pad_total(sum(draft.lengths) + missing) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""

@@ -52,6 +52,11 @@ class SlotTable:
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
 
+    def num_missing(self, slot: int, row: Row) -> int:
+        """How many tokens of a row the next forward that scores it is fed, besides its draft."""
+        state = self.states[slot]
+        return max(1, len(row.tokens) - state.base) if state.row is row else CATCH_UP
+
     def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
         """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
         while self.states[slot].base < end:

@@ -18,6 +18,7 @@ class Traits:
     default_length: tokens per round where neither the user nor measured costs say how many.
     preference: `auto` takes the drafter of the highest preference whose needs are met; 0 is never taken.
     needs_draft_model, needs_costs: what must be there for that.
+    branches: it proposes tokens beside those of its chains, where trees are verified.
     other_vocabulary: it is for draft models of another vocabulary, for which those of the same one build it.
     in_other_engines: inference engines have it too, so `tune` compares it, and says how to set it there.
     """
@@ -31,6 +32,7 @@ class Traits:
     preference: int = 0
     needs_draft_model: bool = False
     needs_costs: bool = False
+    branches: bool = False
     other_vocabulary: bool = False
     in_other_engines: bool = False
 

@@ -41,6 +41,15 @@ class RequestOptions(Protocol):
 
 
 @dataclass(frozen=True)
+class Sibling:
+    """Another token for place number `depth` of a chain. acceptance_prob: that the text comes here and goes on so."""
+
+    depth: int
+    token: int
+    acceptance_prob: float = 0.0
+
+
+@dataclass(frozen=True)
 class Draft:
     """Proposed tokens and the distribution they were sampled from.
 
@@ -52,6 +61,7 @@ class Draft:
     steps: forwards of a draft model that it took.
     parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
     chains. The first child of a token is what its drafter itself goes on with. Trees are one-hot, verified by `match`.
+    siblings: of chains, per row the tokens that may be verified beside it.
     notes: per row what the policy wants to know of this draft when it learns from the round; None without any.
     """
 
@@ -62,6 +72,7 @@ class Draft:
     steps: int = 0
     notes: tuple[object, ...] | None = None
     parents: tuple[tuple[int, ...], ...] | None = None
+    siblings: tuple[tuple[Sibling, ...], ...] | None = None
 
     @property
     def width(self) -> int:
@@ -84,10 +95,11 @@ class Draft:
             known and known[:n] for known, n in zip(self.acceptance_probs, shorter, strict=True)
         )
         parents = self.parents and tuple(own[:n] for own, n in zip(self.parents, shorter, strict=True))
-        tokens = self.tokens[:, :width]
-        return replace(
-            self, tokens=tokens, lengths=shorter, probs=probs, acceptance_probs=acceptance_probs, parents=parents
+        siblings = self.siblings and tuple(
+            tuple(one for one in own if one.depth < n) for own, n in zip(self.siblings, shorter, strict=True)
         )
+        cut = replace(self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, parents=parents)
+        return replace(cut, acceptance_probs=acceptance_probs, siblings=siblings)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:

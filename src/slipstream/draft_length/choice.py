@@ -8,17 +8,27 @@ from typing import Literal
 
 from slipstream.errors import UsageError
 
-SPELLED = re.compile(r"(auto)|(heuristic)(?::([1-9]\d?))?|(confidence):(0?\.(?:0[1-9]|[1-9]\d?))")
-ALLOWED = "'auto', a whole number >= 0, 'heuristic', 'heuristic:MOST', or 'confidence:CHANCE' from 0.01 to 0.99"
+SPELLED = re.compile(
+    r"(auto|chain)|(heuristic)(?::([1-9]\d?))?|(confidence):(0?\.(?:0[1-9]|[1-9]\d?))|([1-9]\d?)x([2-9])"
+)
+ALLOWED = (
+    "'auto', 'chain', a whole number >= 0, 'heuristic', 'heuristic:MOST', 'confidence:CHANCE' from 0.01 to 0.99, or a "
+    "tree 'DEPTHxWIDTH' of at least 1x2"
+)
 
 
 @dataclass(frozen=True)
 class LengthChoice:
-    """count: of "fixed", or the most of "heuristic", if given. confidence: where a draft model stops, else 0."""
+    """count: of "fixed", or the most of "heuristic", if given. confidence: where a draft model stops, else 0.
+
+    siblings: tokens beside each of a chain, of a tree that was spelled out; `count` has them in it; -1 for as many as
+    pay.
+    """
 
     kind: Literal["auto", "fixed", "heuristic", "confidence"]
     count: int | None = None
     confidence: float = 0.0
+    siblings: int = 0
 
     @staticmethod
     def parse(value: object) -> LengthChoice:
@@ -30,6 +40,8 @@ class LengthChoice:
             raise UsageError(f"num_draft_tokens={value!r}; allowed: {ALLOWED}")
         if found[4]:
             return LengthChoice("confidence", confidence=float(found[5]))
+        if found[6]:
+            return LengthChoice("fixed", int(found[6]) * int(found[7]), siblings=int(found[7]) - 1)
         if found[2]:
             return LengthChoice("heuristic", int(found[3]) if found[3] else None)
-        return LengthChoice("auto")
+        return LengthChoice("auto", siblings=-1 if value == "auto" else 0)

@@ -15,15 +15,14 @@ from functools import partial
 from weakref import WeakSet
 
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.draft_length.backoff import Backoff
+from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
 from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields, Yield
 
 LONGEST = 15  # tokens of a retrieval draft
 STEPS = 8  # steps of a draft model
 HORIZON = 64  # tokens that a text is expected to have still, if it may
-BINS = 20  # of the draft model's own probability of a token
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,12 @@ class DraftController:
     reads: bool = True
     has_cached: Callable[[Row], bool] = lambda row: False
     draft_yields: DraftYields = field(init=False)
-    confidence: AcceptanceModel = field(init=False)
+    confidence: Confidence = field(default_factory=Confidence)
     backoff: Backoff = field(default_factory=Backoff)
     _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
 
     def __post_init__(self) -> None:
         self.draft_yields = DraftYields(max(self.longest, self.steps))
-        self.confidence = AcceptanceModel([(i + 0.5) / BINS for i in range(BINS)])
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row; rows that have ended teach nothing about what comes."""
@@ -71,8 +69,7 @@ class DraftController:
             if note.unread:
                 self.draft_yields.relax()
                 self.cost_model.doubt_reading()
-            done = row.rounds[-1]
-            self.confidence.learn(row, note.kinds, done.draft, done.tokens)
+            self.confidence.learn(row, note)
             if (accepted := self.draft_yields.learn(row, note)) is not None:
                 self.backoff.tried(row, accepted)
 
@@ -151,7 +148,7 @@ class DraftController:
             return False
         drafted = len(chances[0])
         brought = sum(
-            self.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
+            self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
             for row, own in zip(rows, chances, strict=True)
         )
         verify = partial(self.cost_model.verify, batch)
@@ -163,14 +160,6 @@ class DraftController:
         """Whether a draft model promises to save a row, by itself, more time than it takes to read its text."""
         rate = self._rate([self.draft_yields.of(row)], 1, [])
         return self._pays([row], [row], rate, 1 / self.cost_model.verify(1, 0))[0]
-
-    def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
-        """The probability that the first 1, 2, ... tokens are all accepted, by the draft model's own of each."""
-        path, probs = 1.0, []
-        for chance in chances:
-            path *= self.confidence.chance(row, bin_of(chance))
-            probs.append(path)
-        return probs
 
     def _pays(
         self, rows: Sequence[Row], drafting: Sequence[Row], rate: float, without: float
@@ -237,9 +226,5 @@ def joined(decided: DraftNote, drafted: object) -> DraftNote:
     """A decision's note with what the drafter itself noted of its draft, if anything."""
     if not isinstance(drafted, DraftNote) or drafted.drafted is None:
         return decided
-    return replace(decided, asked=drafted.asked, drafted=drafted.drafted, kinds=drafted.kinds)
-
-
-def bin_of(chance: float) -> int:
-    """The kind of a token by the draft model's own probability of it."""
-    return min(BINS - 1, int(chance * BINS))
+    decided = replace(decided, asked=drafted.asked, drafted=drafted.drafted)
+    return replace(decided, kinds=drafted.kinds, siblings=drafted.siblings)

@@ -22,7 +22,8 @@ class DraftNote:
     asked: tokens asked for; 0 teaches nothing. drafted: how many of the round's draft count; None for all.
     reading: tokens of the row's text that the draft model read first. kinds: of its own confidence in each token.
     decided: whether a choice about drafting at all was made with this row in mind, and how: it "paid", or it did not,
-    so that the backoff "waited" one more round. unread: it did not pay to read a text.
+    so that the backoff "waited" one more round. unread: it did not pay to read a text. siblings: of each of the draft's
+    tokens the one beside it, and of what kind that is.
     """
 
     asked: int = 0
@@ -31,6 +32,7 @@ class DraftNote:
     kinds: tuple[int, ...] = ()
     decided: str = ""
     unread: bool = False
+    siblings: tuple[tuple[int, int], ...] = ()
 
 
 NOTHING = DraftNote()
@@ -70,13 +72,13 @@ class DraftYields:
         if not note.asked or note.drafted == 0:
             return None
         done = row.rounds[-1]
-        drafted = len(done.draft) if note.drafted is None else note.drafted
-        accepted = min(drafted, done.num_accepted_tokens)
-        tested = min(drafted, accepted + done.rejected)
+        drafted = len(done.chain) if note.drafted is None else note.drafted
+        accepted = min(drafted, done.num_in_place)
+        tested = min(drafted, accepted + (len(done.tokens) > done.num_in_place < len(done.chain)))
         kinds = [min(position, self._last) for position in range(tested)]
         self._by_position.learn(row, kinds, [1] * tested, [1] * accepted + [0])
         if drafted <= note.asked and row.remaining > 0:
-            seen = Yield(drafted, accepted)
+            seen = Yield(drafted, accepted + (done.num_accepted_tokens - done.num_in_place))
             self._rows[row] = self.of(row).towards(seen, ROW_WEIGHT)
             self._all = self._all.towards(seen, SHARED_WEIGHT)
         return accepted

@@ -13,7 +13,8 @@ from math import prod
 from typing import Protocol
 
 from slipstream.core.types import Row
-from slipstream.draft_length.controller import DraftController, bin_of
+from slipstream.draft_length.confidence import bin_of, sibling_bin
+from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.draft_yields import DraftNote
 
 REPRODUCIBLE = 0.4  # least probability of the draft so far, where drafts must depend on nothing but the row
@@ -33,8 +34,14 @@ class Stop(Protocol):
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float] | None:
         """The probability that the first 1, 2, ... tokens of a row's draft are all accepted, if it is known."""
 
-    def note(self, length: int, chances: Sequence[float]) -> DraftNote:
-        """What the policy learns from. chances: of the row's draft; length: how many tokens were asked for."""
+    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
+        """The probability that the token beside each of a row's draft is accepted, if it may be verified too."""
+
+    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
+        """What the policy learns from. chances: of the row's draft; length: how many tokens were asked for.
+
+        beside: for each token of the draft the one beside it, and the draft model's probability of that.
+        """
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,11 @@ class Below(ABC):
         """Not known."""
         return None
 
-    def note(self, length: int, chances: Sequence[float]) -> DraftNote:
+    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
+        """Chains only."""
+        return None
+
+    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
         """Nothing that the draft itself does not tell."""
         return DraftNote()
 
@@ -99,8 +110,16 @@ class WhilePays:
 
     def acceptance_probs(self, row: Row, chances: Sequence[float]) -> list[float]:
         """The probability that the first 1, 2, ... tokens of a row's draft are all accepted."""
-        return self.controller.acceptance_probs(row, chances)
+        return self.controller.confidence.acceptance_probs(row, chances)
 
-    def note(self, length: int, chances: Sequence[float]) -> DraftNote:
+    def sibling_probs(self, row: Row, chances: Sequence[float], beside: Sequence[float]) -> list[float] | None:
+        """By what the draft model's tokens have brought; none for rows that asked for a number of tokens."""
+        if row.params.num_draft_tokens is not None:
+            return None
+        return self.controller.confidence.sibling_probs(row, chances, beside)
+
+    def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
         """How many tokens were asked for and drafted, and how confident the draft model was of each."""
-        return DraftNote(length, len(chances), kinds=tuple(map(bin_of, chances)))
+        siblings = zip(chances, beside, strict=False)
+        kinds = tuple((token, sibling_bin(chance, other)) for chance, (token, other) in siblings)
+        return DraftNote(length, len(chances), kinds=tuple(map(bin_of, chances)), siblings=kinds)

@@ -102,7 +102,7 @@ def _extended(by: Extender, rows: Sequence[Row], lengths: Sequence[int], draft: 
         proposals.append(tokens[:length] + more)
         probs.append(None if known is None else [*known, *more_probs])
     longer = Draft.from_lists(proposals, draft.tokens.device)
-    return replace(longer, acceptance_probs=tuple(probs), steps=draft.steps)
+    return replace(longer, acceptance_probs=tuple(probs), steps=draft.steps, siblings=draft.siblings)
 
 
 def _merged(retrieved: Sequence[bool], found: Draft, drafted: Draft) -> Draft:
@@ -115,7 +115,9 @@ def _merged(retrieved: Sequence[bool], found: Draft, drafted: Draft) -> Draft:
     both = zip(retrieved, found.acceptance_probs or nothing, drafted.acceptance_probs or nothing, strict=True)
     merged = Draft(tokens, lengths, None, tuple(a if own else b for own, a, b in both), drafted.steps)
     if drafted.probs is None:
-        return merged
+        beside = drafted.siblings or ((),) * len(retrieved)
+        siblings = tuple(() if own else them for own, them in zip(retrieved, beside, strict=True))
+        return replace(merged, siblings=siblings) if any(siblings) else merged
     sure = one_hot(tokens, drafted.probs.shape[-1]).to(drafted.probs.dtype)
     sampled = pad(drafted.probs, (0, 0, 0, width - drafted.width))
     return replace(merged, probs=torch.where(first[:, None, None], sure, sampled))
@@ -130,6 +132,7 @@ TRAITS = Traits(
     weighs_costs=True,
     reads_prompt=True,
     knows_probs=True,
+    branches=True,
     default_length=7,
     preference=3,
     needs_draft_model=True,

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Sibling
 from slipstream.draft_length.early_stop import PathBelow, Stop, TokenBelow, WhilePays
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
@@ -27,39 +27,49 @@ class ModelDrafter:
     then a function of these numbers alone, so the draft counts as one-hot.
     stop: when a row's draft ends before it has the tokens asked for. The token after which it ends stays in the draft,
     so the end is no choice among tokens and every rule keeps its distribution.
+    siblings: how many tokens are proposed beside each of a one-hot draft: the draft model's next best, or the next
+    fastest in the race that the target will run. Without `stop` they count among the tokens asked for.
     """
 
     session: DraftScorer
     vocab_size: int
     coupled: bool = False
     stop: Stop | None = None
+    siblings: int = 0
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
-        width, ends = max(lengths, default=0), list(lengths)
-        if width and sampler.plain and self.stop is None:
+        sampled = not (sampler.all_greedy or self.coupled)
+        beside = 0 if sampled else self.siblings
+        asked = lengths if self.stop is not None else [-(-length // (1 + beside)) for length in lengths]
+        width, ends = max(asked, default=0), list(asked)
+        if width and sampler.plain and self.stop is None and not beside:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
             if drafted is not None:
                 return Draft(drafted.to(sampler.device, non_blocking=True), tuple(lengths), steps=width)
         device = self.session.backend.device
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
-        sampled = not (sampler.all_greedy or self.coupled)
         distributions: list[Tensor] = []
         chances: list[list[float]] = [[] for _ in rows]
+        others: list[list[list[tuple[int, float]]]] = [[] for _ in rows]
         for j in range(width):
             logits = self.session.score(rows, tokens[:, :j], [j] * len(rows), keep=1)
             scores = self._fit(logits).to(sampler.device)
-            if sampler.plain:
-                chosen = scores[:, 0].argmax(-1)
+            if not sampler.plain:
+                scores = sampler.scores(scores, tokens[:, :j].to(sampler.device), first=j)
+                distributions.append(sampler.probs(scores))
+                stream = Stream.DRAFT if sampled else Stream.TOKEN
+                chosen = sampler.draw(distributions[-1], j, stream)[:, 0]
             else:
-                seen = tokens[:, :j].to(sampler.device)
-                distributions.append(sampler.probs(sampler.scores(scores, seen, first=j)))
-                chosen = sampler.draw(distributions[-1], j, Stream.DRAFT if sampled else Stream.TOKEN)[:, 0]
+                chosen = scores[:, 0].argmax(-1)
             tokens[:, j] = chosen
+            if self.stop is not None or beside:
+                confidence = self._confidence(scores[:, 0], distributions, sampler)
+                told = self._told(confidence, chosen, beside, j, sampler)
+                for i, line in enumerate(told):
+                    chances[i].append(line[0][1])
+                    others[i].append(line[1:])
             if self.stop is not None:
-                distribution = scores[:, 0].float().softmax(-1) if sampler.plain else distributions[-1][:, 0]
-                for row, chance in zip(chances, distribution.gather(-1, chosen[:, None])[:, 0].tolist(), strict=True):
-                    row.append(chance)
                 over = self.stop.ends(rows, lengths, chances, sampled)
                 ends = [min(end, j + 1) if ended else end for end, ended in zip(ends, over, strict=True)]
                 if max(ends) <= j + 1:
@@ -70,7 +80,34 @@ class ModelDrafter:
         draft = tokens[:, :width].to(sampler.device, non_blocking=True)
         probs_of = torch.cat(distributions[:width], dim=1) if sampled and distributions else None
         made = Draft(draft, tuple(ends), probs_of, steps=steps)
-        return made if sampled or self.stop is None else annotated(made, self.stop, rows, lengths, chances)
+        if sampled or self.stop is None:
+            return replace(made, siblings=_leftover(others, ends, lengths)) if beside else made
+        made = annotated(made, self.stop, rows, lengths, chances, others if beside else None)
+        return replace(made, siblings=_likely(self.stop, rows, chances, others, ends)) if beside else made
+
+    def _confidence(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
+        """[B, V] the draft model's own probabilities; a greedy row's are those of its scores. scores: [B, V]."""
+        if sampler.plain:
+            return scores.float().softmax(-1)
+        greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
+        sampled = distributions[-1][:, 0]
+        return torch.where(greedy[:, None], scores.softmax(-1), sampled) if bool(greedy.any()) else sampled
+
+    def _told(
+        self, confidence: Tensor, chosen: Tensor, beside: int, j: int, sampler: Sampler
+    ) -> list[list[tuple[int, float]]]:
+        """For each row the token chosen at offset j and those beside it, with their probabilities, on the host."""
+        columns, left = [chosen], confidence
+        greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=chosen.device)
+        for _ in range(beside):
+            left = left.scatter(1, columns[-1][:, None], 0.0)
+            best = left.argmax(-1)
+            columns.append(
+                best if sampler.all_greedy else torch.where(greedy, best, sampler.draw(left[:, None], j)[:, 0])
+            )
+        tokens = torch.stack(columns, 1)
+        chances: list[list[float]] = confidence.gather(1, tokens).tolist()
+        return [list(zip(line, known, strict=True)) for line, known in zip(tokens.tolist(), chances, strict=True)]
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]
@@ -79,13 +116,44 @@ class ModelDrafter:
         return torch.nn.functional.pad(logits, (0, extra), value=float("-inf"))
 
 
+Others = Sequence[Sequence[Sequence[tuple[int, float]]]]  # by row and depth: tokens beside the draft's own
+
+
+def _leftover(others: Others, ends: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Sibling, ...], ...]:
+    """As many siblings as there is room for besides the chains, the earliest first."""
+    return tuple(
+        tuple(Sibling(depth, token) for depth, them in enumerate(own[:end]) for token, chance in them if chance)[
+            : n - end
+        ]
+        for own, end, n in zip(others, ends, lengths, strict=True)
+    )
+
+
+def _likely(
+    stop: Stop, rows: Sequence[Row], chances: Sequence[Sequence[float]], others: Others, ends: Sequence[int]
+) -> tuple[tuple[Sibling, ...], ...]:
+    """The first sibling of each token, and how likely it is to be accepted."""
+    made = []
+    for row, known, own, end in zip(rows, chances, others, ends, strict=True):
+        first = [them[0] for them in own[:end]]
+        probs = stop.sibling_probs(row, known[:end], [chance for _, chance in first]) or []
+        made.append(tuple(Sibling(at, first[at][0], prob) for at, prob in enumerate(probs) if first[at][1]))
+    return tuple(made)
+
+
 def annotated(
-    draft: Draft, stop: Stop, rows: Sequence[Row], asked: Sequence[int], chances: Sequence[Sequence[float]]
+    draft: Draft,
+    stop: Stop,
+    rows: Sequence[Row],
+    asked: Sequence[int],
+    chances: Sequence[Sequence[float]],
+    others: Others | None = None,
 ) -> Draft:
     """The draft with what `stop` knows of its tokens' acceptance."""
     own = [one[:end] for one, end in zip(chances, draft.lengths, strict=True)]
     probs = tuple(stop.acceptance_probs(row, one) for row, one in zip(rows, own, strict=True))
-    notes = tuple(stop.note(length, one) for length, one in zip(asked, own, strict=True))
+    beside = [()] * len(rows) if others is None else [[them[0] for them in line] for line in others]
+    notes = tuple(stop.note(length, one, them) for length, one, them in zip(asked, own, beside, strict=True))
     return replace(draft, acceptance_probs=probs, notes=notes)
 
 
@@ -96,6 +164,7 @@ TRAITS = Traits(
     default_length=6,
     preference=2,
     needs_draft_model=True,
+    branches=True,
     in_other_engines=True,
 )
 
@@ -114,7 +183,9 @@ def build(setup: Setup, argument: str) -> Drafter:
         from slipstream.drafters import cross_vocabulary
 
         return cross_vocabulary.build(setup, argument)
-    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop_for(setup, given and int(given[1])))
+    stop = stop_for(setup, given and int(given[1]))
+    siblings = setup.siblings if setup.shaped or isinstance(stop, WhilePays) else 0
+    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings)
 
 
 def stop_for(setup: Setup, percent: int | None) -> Stop | None:
@@ -123,6 +194,6 @@ def stop_for(setup: Setup, percent: int | None) -> Stop | None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
         return TokenBelow(setup.confidence)
-    if setup.controller is None or setup.device.type != "cpu":
+    if setup.controller is None or setup.device.type != "cpu" or setup.shaped:
         return None  # on a GPU waiting for every token's probability costs more than it saves
     return WhilePays(setup.controller)

@@ -10,6 +10,7 @@ from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
+from slipstream.core.session import Session
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft
 from slipstream.draft_length.choice import LengthChoice
@@ -57,6 +58,8 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         acceptance_probs=controller is not None,
         target=target,
         bridged=models.bridged,
+        siblings=siblings_of(choice, config.num_draft_tokens, name, traits, target),
+        shaped=choice.siblings > 0,
     )
     drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
     if not isinstance(drafter, Drafter):
@@ -91,3 +94,18 @@ def name_of(choice: object) -> str:
     if isinstance(choice, Rule):
         return choice.name
     return choice if isinstance(choice, str) else type(choice).__name__
+
+
+def siblings_of(choice: LengthChoice, spelled: object, drafter: str, traits: Traits, target: Session) -> int:
+    """How many tokens to propose beside each of a draft; refuses a tree where the drafter or the target takes none."""
+    if choice.siblings <= 0:
+        return int(choice.siblings < 0 and traits.branches and target.branches)
+    if not traits.branches:
+        able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
+        raise UsageError(f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: a tree with drafters {able}")
+    if not target.branches:
+        raise UsageError(
+            f"num_draft_tokens={spelled!r}, but the target's forwards take no trees (it has layers that read one text "
+            "only, or no forward shapes for them); allowed: a number of tokens, or 'auto'"
+        )
+    return choice.siblings
