@@ -14,8 +14,8 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.interfaces import Learner, Observer
 from slipstream.core.rng import Race
 from slipstream.core.types import Row, Verdict
-from slipstream.drafters import Setup, load, token_recycling
-from slipstream.drafters.token_recycling import TokenRecyclingDrafter
+from slipstream.drafters import Setup, load
+from slipstream.drafters.token_recycling import TokenRecyclingDrafter, follower_table
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_what_is_kept_has_the_last_word_over_what_was_rejected() -> None:
 
 
 def test_a_memory_is_bounded_and_the_recent_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_recycling, "SPAN", 60)
+    monkeypatch.setattr(follower_table, "SPAN", 60)
     drafter = TokenRecyclingDrafter(SIZE, 1)
     for token in range(45):
         teach(drafter, row_of(token), [], 0, [token + 1])
@@ -166,7 +166,7 @@ def test_bad_arguments_are_refused(argument: str) -> None:
 
 def test_the_width_is_the_arguments() -> None:
     assert load("token_recycling:64", Setup(CPU, SIZE)) == TokenRecyclingDrafter(SIZE, 64)
-    assert load("token_recycling", Setup(CPU, SIZE)) == TokenRecyclingDrafter(SIZE, token_recycling.WIDTH)
+    assert load("token_recycling", Setup(CPU, SIZE)) == TokenRecyclingDrafter(SIZE, 4)
     with pytest.raises(UsageError, match="token_recycling width=True; allowed: a whole number from 1 to 64"):
         TokenRecyclingDrafter(SIZE, True)
     wide = TokenRecyclingDrafter(3, 8)  # more alternatives than tokens

@@ -88,7 +88,8 @@ class Run:
 def compact(done: Round) -> dict[str, Any]:
     """A round as it is recorded; `seconds` are [prefill, draft, verify, accept, total] of its whole step."""
     parts = done.seconds
-    return {
+    tree = {} if done.path is None else {"parents": list(done.parents or ()), "path": list(done.path)}
+    return tree | {
         "row": done.row,
         "step": done.step,
         "start": done.start,

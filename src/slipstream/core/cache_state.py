@@ -50,6 +50,13 @@ class Shapes:
         at = bisect_left(self.totals, tokens)
         return self.totals[at] if at < len(self.totals) else None
 
+    def pad_tree(self, tokens: int, rows: int) -> int | None:
+        """The same of a forward over trees: those of one row take the layers as a chain of as many tokens would."""
+        if rows > 1 or not self.widths:
+            return self.pad_total(tokens)
+        padded = self.pad(tokens, 1)
+        return padded if padded in self.widths else None
+
     @property
     def shared_chunk(self) -> int:
         """How many tokens of several prompts one forward reads; the last one's may be padded."""

@@ -69,6 +69,23 @@ class Round:
         return self.draft[:end]
 
     @property
+    def unaccepted(self) -> tuple[int, ...]:
+        """Draft tokens that were not accepted."""
+        if self.path is None:
+            return self.draft[self.num_accepted_tokens :]
+        return tuple(token for node, token in enumerate(self.draft) if node not in self.path)
+
+    @property
+    def num_levels(self) -> int:
+        """How deep the draft goes: the length of a chain."""
+        if self.parents is None:
+            return len(self.draft)
+        levels: list[int] = []
+        for parent in self.parents:
+            levels.append(1 if parent < 0 else levels[parent] + 1)
+        return max(levels, default=0)
+
+    @property
     def num_in_place(self) -> int:
         """Accepted tokens that are the beginning of the main chain."""
         if self.path is None:

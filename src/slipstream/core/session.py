@@ -155,16 +155,13 @@ class Session:
     @property
     def branches(self) -> bool:
         """Whether trees can be verified, if they are small enough."""
-        able = isinstance(self.backend, TreeForwards) and self.backend.branching
-        return able and not (self.shapes.widths and not self.shapes.totals)
+        backend = self.backend
+        return isinstance(backend, TreeForwards) and backend.branching and (backend.flat or not self.shapes.widths)
 
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
         """Whether the forward of an arranged tree keeps to the allowed shapes."""
-        shapes = self.shapes
-        if not self.branches:
-            return False
         missing = sum(self.table.num_missing(slot, row) for slot, row in enumerate(rows))
-        return not shapes.widths or shapes.pad_total(sum(draft.lengths) + missing) is not None
+        return self.branches and self.shapes.pad_tree(sum(draft.lengths) + missing, len(rows)) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
@@ -183,7 +180,7 @@ class Session:
         tokens = torch.cat([draft.tokens.flatten().to(device), behind.to(device)])[torch.tensor(source, device=device)]
         if self.table.audit:
             self._audit_tree(batch, tokens.tolist(), draft.lengths)
-        total = self.shapes.pad_total(at) or at
+        total = self.shapes.pad_tree(at, len(rows)) or at
         tokens = torch.cat([tokens, tokens.new_zeros(total - at)])
         widths = self.shapes.widths
         logits = self.backend.forward_tree(self.table.known(tokens), segments, widths=widths)

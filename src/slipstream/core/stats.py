@@ -13,6 +13,7 @@ from slipstream.core.rounds import Round
 class Stats:
     """Totals over rounds; ratios are derived.
 
+    Positions are those of a draft, of a tree its depths: a token counts as accepted there if any of the tree's was.
     Seconds are counted once per step, so the rows of a batch that share a step share its time: the totals of one row
     say how long it was under way, not what it cost alone.
     """
@@ -50,10 +51,10 @@ class Stats:
         self.num_draft_tokens += done.num_draft_tokens
         self.num_accepted_tokens += done.num_accepted_tokens
         self.num_rejected_rounds += done.rejected
-        longer = done.num_draft_tokens - len(self.drafted_per_position)
+        longer = done.num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)
-        for position in range(done.num_draft_tokens):
+        for position in range(done.num_levels):
             self.drafted_per_position[position] += 1
             self.accepted_per_position[position] += position < done.num_accepted_tokens
 

@@ -38,11 +38,16 @@ class TreeSegment:
 class TreeForwards(Protocol):
     """Optional capability of a backend: tokens of a row that have different beginnings share a forward.
 
-    branching: whether it can with this model here.
+    branching: whether it can with this model here. flat: whether its layers take all tokens side by side, and attention
+    alone tells them apart.
     """
 
     @property
     def branching(self) -> bool:
+        """See above."""
+
+    @property
+    def flat(self) -> bool:
         """See above."""
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:

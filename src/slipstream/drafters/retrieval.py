@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -76,4 +76,4 @@ def build(setup: Setup, argument: str) -> RetrievalDrafter:
     known = suffix.build(setup, argument)
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    return RetrievalDrafter(known, token_recycling.build(setup, ""))
+    return RetrievalDrafter(known, token_recycling.build(replace(setup, siblings=0), ""))

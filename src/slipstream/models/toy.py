@@ -90,7 +90,7 @@ class ToyBackend:
 
     vocab_size = VOCAB_SIZE
     max_length = 1 << 20
-    branching = True
+    branching = flat = True
 
     def __init__(
         self, order: int = DEFAULT_ORDER, layers: Sequence[int] | None = None, cache: TokenCache | None = None

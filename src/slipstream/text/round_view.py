@@ -1,7 +1,7 @@
 """What happened round by round: accepted, rejected and target-chosen tokens, for terminals and notebooks.
 
-Every token stands between marks that need no colour: accepted as it is, rejected struck through between - signs, the
-target's own between + signs.
+Every token stands between marks that need no colour: accepted as it is, or between ^ signs if a branch of a draft tree
+had it, rejected struck through between - signs, the target's own between + signs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rich.text import Text
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream, Tokenizer
 
-Kind = Literal["accepted", "rejected", "recovered", "bonus", "plain"]
+Kind = Literal["accepted", "branch", "rejected", "recovered", "bonus", "plain"]
 
 STYLES: dict[Kind, str] = {
     "accepted": "green",
+    "branch": "green underline",
     "rejected": "red strike",
     "recovered": "blue",
     "bonus": "blue",
@@ -27,6 +28,7 @@ STYLES: dict[Kind, str] = {
 }
 MARKS: dict[Kind, tuple[str, str]] = {
     "accepted": ("", ""),
+    "branch": ("^", "^"),
     "rejected": ("-", "-"),
     "recovered": ("+", "+"),
     "bonus": ("+", "+"),
@@ -34,6 +36,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
 }
 _CSS: dict[Kind, str] = {
     "accepted": "color:#14742d",
+    "branch": "color:#14742d;text-decoration:underline",
     "rejected": "color:#b3261e;text-decoration:line-through",
     "recovered": "color:#1a55b0;font-weight:600",
     "bonus": "color:#1a55b0;font-weight:600",
@@ -41,6 +44,7 @@ _CSS: dict[Kind, str] = {
 }
 _LEGEND: tuple[tuple[Kind, str], ...] = (
     ("accepted", "accepted"),
+    ("branch", "accepted from a branch"),
     ("rejected", "rejected"),
     ("recovered", "the target's own (recovered or bonus)"),
 )
@@ -86,8 +90,10 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
         if done.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
         kept = done.num_accepted_tokens
-        rejected = [Piece("rejected", _alone(tokenizer, token)) for token in done.draft[kept:]] if done.rejected else []
-        pieces = (*committed[:kept], *rejected, *committed[kept:])
+        for place in range(done.num_in_place, kept):
+            committed[place] = Piece("branch", committed[place].text)
+        over = done.unaccepted if done.rejected or done.path is not None else ()
+        pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in over), *committed[kept:])
         yield RoundView(number, pieces, done.num_draft_tokens, kept, drafted, accepted)
 
 

@@ -48,6 +48,9 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     controller = None
     if choice.kind == "auto" and name != "none":
         controller = make_controller(models, config.max_batch_size, traits)
+    refused = choice.siblings and no_tree(name, traits, target, acceptance, coupled=coupled)
+    if refused and choice.siblings > 0:
+        raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
     setup = drafters.Setup(
         device,
         target.backend.vocab_size,
@@ -58,7 +61,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         acceptance_probs=controller is not None,
         target=target,
         bridged=models.bridged,
-        siblings=siblings_of(choice, config.num_draft_tokens, name, traits, target),
+        siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
         shaped=choice.siblings > 0,
     )
     drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
@@ -96,16 +99,13 @@ def name_of(choice: object) -> str:
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def siblings_of(choice: LengthChoice, spelled: object, drafter: str, traits: Traits, target: Session) -> int:
-    """How many tokens to propose beside each of a draft; refuses a tree where the drafter or the target takes none."""
-    if choice.siblings <= 0:
-        return int(choice.siblings < 0 and traits.branches and target.branches)
+def no_tree(drafter: str, traits: Traits, target: Session, acceptance: str | Rule, *, coupled: bool) -> str:
+    """Why drafts cannot branch, and what is allowed; empty if they can."""
     if not traits.branches:
         able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
-        raise UsageError(f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: a tree with drafters {able}")
+        return f"drafter={drafter!r}; allowed: trees with drafters {able}"
+    if acceptance != "auto" and not coupled:
+        return f"acceptance={name_of(acceptance)!r}; allowed: trees with acceptance 'match' or 'auto'"
     if not target.branches:
-        raise UsageError(
-            f"num_draft_tokens={spelled!r}, but the target's forwards take no trees (it has layers that read one text "
-            "only, or no forward shapes for them); allowed: a number of tokens, or 'auto'"
-        )
-    return choice.siblings
+        return f"target {type(target.backend).__name__}, whose forwards take no trees; allowed: a number of tokens, or 'auto'"
+    return ""

@@ -38,6 +38,8 @@ def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> li
             rejected=r["rejected"],
             finish_reason="length" if r is own[-1] else None,
             seconds=Seconds(*r["seconds"]),
+            parents=tuple(r["parents"]) if "parents" in r else None,
+            path=tuple(r["path"]) if "path" in r else None,
         )
         for r in own
     ]

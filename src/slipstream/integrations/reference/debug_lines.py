@@ -9,13 +9,16 @@ from slipstream.integrations.reference.call_options import TokenNames
 
 
 def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
-    """Accepted and rejected draft tokens and the token that followed, by name, or by id without a tokenizer.
+    """Accepted draft tokens, of the main chain and of a branch, rejected ones and the token that followed.
+
+    By name, or by id without a tokenizer.
 
     "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
     """
     accepted = done.num_accepted_tokens
-    left = "rejected" if done.rejected else "unused"
-    parts = [("accepted", done.draft[:accepted]), (left, done.draft[accepted:])]
+    left = "rejected" if done.rejected or done.path is not None else "unused"
+    parts = [("accepted", done.tokens[: done.num_in_place]), ("branch", done.tokens[done.num_in_place : accepted])]
+    parts.append((left, done.unaccepted))
     parts += [(origin, (token,)) for origin, token in zip(done.origins[accepted:], done.tokens[accepted:], strict=True)]
     words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
     end = [f"end ({done.finish_reason})"] if done.finish_reason else []

@@ -106,6 +106,11 @@ class HFBackend:
         """See `TreeForwards`; recurrent layers read one text."""
         return self.cache.states is None and not self.compiled
 
+    @property
+    def flat(self) -> bool:
+        """See `TreeForwards`."""
+        return self.ragged
+
     @torch.inference_mode()
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """See `TreeForwards.forward_tree`: a ragged forward of all chains, or one that pads them to a rectangle."""
