@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from slipstream.core.interfaces import Drafter, Extender, Learner, Sampler
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.controller import DraftController, joined
@@ -157,6 +158,8 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
     retrieving = suffix.build(replace(setup, acceptance_probs=True), given[2] or "outputs=0")
     if retrieving.acceptance_model is None:
         raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    stops = setup.controller is None and not setup.confidence and setup.device.type == "cpu"
+    stops = setup.controller is None and not (setup.confidence or setup.shaped) and setup.device.type == "cpu"
+    if setup.shaped:
+        steps = MAX_DRAFT_TOKENS
     drafting = model.build(setup, STOP if stops else "")
     return HybridDrafter(retrieving, drafting, steps, setup.controller, samples=not setup.coupled)

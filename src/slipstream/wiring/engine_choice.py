@@ -107,5 +107,5 @@ def no_tree(drafter: str, traits: Traits, target: Session, acceptance: str | Rul
     if acceptance != "auto" and not coupled:
         return f"acceptance={name_of(acceptance)!r}; allowed: trees with acceptance 'match' or 'auto'"
     if not target.branches:
-        return f"target {type(target.backend).__name__}, whose forwards take no trees; allowed: a number of tokens, or 'auto'"
+        return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
     return ""

@@ -1,0 +1,192 @@
+"""Drafters that propose branches: what stands beside their own tokens, and that no text changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from fast_part import mostly_slow
+from tiny import fresh, perturbed, shared
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.rng import Race, Stream
+from slipstream.core.rounds import Round
+from slipstream.core.session import Session
+from slipstream.core.stats import Stats
+from slipstream.core.trees import arranged, path_to, with_siblings
+from slipstream.core.types import Draft, Row, Sibling, Verdict
+from slipstream.draft_length.choice import LengthChoice
+from slipstream.draft_length.confidence import Confidence, bin_of, sibling_bin
+from slipstream.draft_length.draft_yields import DraftNote
+from slipstream.drafters import Setup, load
+from slipstream.drafters.token_recycling import TokenRecyclingDrafter
+from slipstream.models.toy import VOCAB_SIZE, ToyBackend
+from slipstream.sampling.sampler import Sampler
+from slipstream.text.round_view import views
+
+CPU = torch.device("cpu")
+RACE = Race(VOCAB_SIZE, CPU)
+PROMPTS = [list(range(3 + i, 16 + 2 * i)) for i in range(4)]
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+OPTIONS = {
+    "greedy": GREEDY,
+    "sampled": replace(GREEDY, temperature=0.9, seed=3),
+    "penalised": replace(GREEDY, temperature=0.6, repetition_penalty=1.3, seed=3),
+}
+
+
+@cache
+def decoder() -> SpeculativeDecoder:
+    target, draft = fresh("llama"), perturbed("llama", 0.3)
+    return SpeculativeDecoder(target, draft, drafter="none", acceptance="match", fast=True, max_batch_size=4)
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("drafter", "count"),
+    mostly_slow(
+        [(name, n) for name in ("model", "hybrid", "token_recycling") for n in ("auto", "chain", 6, "3x2", "2x4")],
+        ("model", "3x2"),
+        ("token_recycling", "auto"),
+    ),
+)
+def test_the_text_is_plain_decodings(drafter: str, count: int | str, options: str) -> None:
+    plain = decoder().generate(PROMPTS, OPTIONS[options])
+    branching = decoder().using(drafter, num_draft_tokens=count)
+    results = branching.generate(PROMPTS, OPTIONS[options])
+    assert [one.token_ids for one in results] == [one.token_ids for one in plain]
+    trees = [done for one in results for done in one.rounds if done.parents is not None]
+    assert bool(trees) or count in ("auto", "chain", 6)
+    if count in ("chain", 6):
+        assert not trees or (drafter, count) == ("token_recycling", 6)
+
+
+def test_a_tree_of_as_many_draft_steps_accepts_more() -> None:
+    def accepted(count: int | str) -> int:
+        found = decoder().using("model", num_draft_tokens=count).generate(PROMPTS, OPTIONS["sampled"])
+        return sum(one.stats.num_accepted_tokens for one in found) / sum(one.stats.num_rounds for one in found)
+
+    assert accepted("3x4") > accepted("3x2") > accepted(3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_siblings_are_the_next_fastest_in_the_targets_race(temperature: float) -> None:
+    """All of them at once: the places of a sort by speed."""
+    session = Session(ToyBackend(2))
+    session.reserve(1, 300)
+    row = Row(0, list(b"The heron was s"), SamplingParams(temperature=temperature, max_tokens=99), seed=5)
+    sampler = Sampler([row], RACE, VOCAB_SIZE, CPU)
+    drafter = load("model", Setup(CPU, VOCAB_SIZE, session, coupled=True, siblings=3, shaped=True))
+    with torch.inference_mode():
+        draft = drafter.propose([row], [8], sampler)
+        logits = session.score([row], draft.tokens, draft.lengths)[0]
+    assert draft.lengths == (2,) and draft.siblings is not None
+    for depth in range(2):
+        probs = (logits[depth].float() / (temperature or 1)).softmax(-1)
+        key = RACE.bits(sampler._keys(Stream.TOKEN, range(depth, depth + 1)))[0, 0]
+        speed = probs / RACE.noise(int(key)) if temperature else probs
+        beside = [one.token for one in draft.siblings[0] if one.depth == depth]
+        assert [int(draft.tokens[0, depth]), *beside] == speed.topk(4).indices.tolist()
+
+
+def test_what_the_user_spelled_counts_its_siblings() -> None:
+    assert LengthChoice.parse("4x2") == LengthChoice("fixed", 8, siblings=1)
+    assert LengthChoice.parse("auto").siblings == -1 and LengthChoice.parse("chain") == LengthChoice("auto")
+    results = decoder().using("model", num_draft_tokens="3x2").generate(PROMPTS, GREEDY)
+    first = [one.rounds[1] for one in results]
+    assert {(done.num_draft_tokens, done.num_levels, done.num_draft_steps) for done in first} == {(6, 3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "message"),
+    [
+        (
+            "ngram",
+            {},
+            "num_draft_tokens='4x2' with drafter='ngram'; allowed: trees with drafters hybrid, model, token_",
+        ),
+        ("model", {"acceptance": "block"}, "with acceptance='block'; allowed: trees with acceptance 'match' or 'auto'"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(drafter: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        decoder().using(drafter, num_draft_tokens="4x2", **options)
+    assert message in str(error.value)
+
+
+def test_a_target_that_takes_no_trees_is_named() -> None:
+    made = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", reproducible=True)
+    with pytest.raises(UsageError, match="'4x2' with a target whose forwards take no trees; allowed: a number of"):
+        made.using("model", num_draft_tokens="4x2")
+    assert made.generate(PROMPTS[0], GREEDY).token_ids  # auto drafts chains there
+
+
+def test_nodes_come_likeliest_first_and_a_chain_before_its_siblings() -> None:
+    chain = Draft.from_lists([[5, 6, 7], [8]], CPU, [[0.9, 0.5, 0.1], [0.2]])
+    siblings = ((Sibling(0, 1, 0.06), Sibling(1, 2, 0.3), Sibling(2, 3, 0.2)), (Sibling(0, 4, 0.7),))
+    tree = with_siblings(replace(chain, siblings=siblings))
+    assert tree.tokens.tolist() == [[5, 6, 2, 7, 3, 1], [8, 4, 0, 0, 0, 0]]
+    assert tree.parents == ((-1, 0, 0, 1, 1, -1), (-1, -1))
+    assert tree.acceptance_probs == ([0.9, 0.5, 0.3, 0.1, 0.1, 0.06], [0.2, 0.2])
+    assert arranged(tree.cut([3, 1])).tokens.tolist() == [[5, 6, 2], [8, 8, 8]]
+    assert with_siblings(replace(chain, siblings=((), ()))).parents is None
+
+
+def test_recycled_trees_grow_where_they_are_likely() -> None:
+    drafter, row = TokenRecyclingDrafter(VOCAB_SIZE, branches=2), Row(0, [1, 2], GREEDY, seed=0)
+    for token, ranking in ((2, [7, 8, 9]), (8, [5, 6]), (7, [3])):
+        for _ in range(3):
+            logits = torch.full((1, 1, VOCAB_SIZE), -9.0)
+            logits[0, 0, ranking] = -torch.arange(len(ranking)).float()
+            taught = Row(1, [4, token], GREEDY, seed=0)
+            drafter.observe([taught], Draft.empty(1, CPU), logits, Verdict(torch.tensor([0]), torch.tensor([0])))
+    draft = arranged(drafter.propose([row], [6], Sampler([row], RACE, VOCAB_SIZE, CPU)))
+    assert draft.parents is not None
+    paths = [[draft.tokens[0, n].item() for n in path_to(draft.parents[0], node)] for node in range(draft.lengths[0])]
+    assert paths[:2] == [[7], [7, 3]] and [8] in paths and [8, 5] in paths and [9] in paths
+    chain = TokenRecyclingDrafter(VOCAB_SIZE).propose([row], [6], Sampler([row], RACE, VOCAB_SIZE, CPU))
+    assert chain.parents is None
+
+
+def test_a_tree_teaches_behind_each_of_its_nodes() -> None:
+    drafter = TokenRecyclingDrafter(VOCAB_SIZE)
+    row, tree = Row(0, [1, 2], GREEDY, seed=0), Draft.from_lists([[7, 8, 5]], CPU)
+    tree = replace(tree, parents=((-1, -1, 1),))  # 7, or 8 and then 5
+    logits = torch.full((1, 4, VOCAB_SIZE), -9.0)
+    for place, following in enumerate((8, 3, 5, 6)):
+        logits[0, place, following] = 0.0
+    drafter.observe([row], tree, logits, Verdict(torch.tensor([2]), torch.tensor([6]), torch.tensor([[1, 2]])))
+    after = {token: drafter.propose([Row(1, [9, token], GREEDY, seed=0)], [1], _sampler()) for token in (7, 8, 5)}
+    assert {token: draft.tokens.tolist() for token, draft in after.items()} == {7: [[3]], 8: [[5]], 5: [[6]]}
+
+
+def _sampler() -> Sampler:
+    return Sampler([Row(1, [9], GREEDY, seed=0)], RACE, VOCAB_SIZE, CPU)
+
+
+def test_statistics_count_depths_and_the_view_shows_the_branch() -> None:
+    result = decoder().using("model", num_draft_tokens="3x4").generate(PROMPTS[1], OPTIONS["sampled"])
+    stats = Stats.of(result.rounds)
+    assert len(stats.drafted_per_position) == 3 and stats.accepted_per_position[0] <= stats.drafted_per_position[0]
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    found = list(views(result.rounds, None))
+    pieces = [piece for view in found for piece in view.pieces]
+    branched = sum(len(done.path or ()) - done.num_in_place for done in result.rounds)
+    assert sum(piece.kind == "branch" for piece in pieces) == branched > 0
+    assert sum(piece.kind == "rejected" for piece in pieces) == stats.num_draft_tokens - stats.num_accepted_tokens
+
+
+def test_the_probability_of_a_sibling_is_learned() -> None:
+    confidence, row = Confidence(), Row(0, [1], GREEDY, seed=0)
+    before = confidence.sibling_probs(row, [0.5], [0.2])[0]
+    assert before == pytest.approx(0.475 * 0.425, abs=0.1)
+    for _ in range(40):  # the draft says 8, beside it 9; the text has 9
+        note = DraftNote(1, 1, kinds=(bin_of(0.5),), siblings=((9, sibling_bin(0.5, 0.2)),))
+        row.rounds.append(Round(0, 0, 1, 1, (8, 9), (9, 4), 1, False, parents=(-1, -1), path=(1,)))
+        confidence.learn(row, note)
+    own, beside = confidence.acceptance_probs(row, [0.5])[0], confidence.sibling_probs(row, [0.5], [0.2])[0]
+    assert own < 0.2 and beside > 0.7
