@@ -32,7 +32,9 @@ class DecoderConfig:
         "auto (hybrid if there is a draft model, else suffix) | " + " | ".join(usage()),
     )
     num_draft_tokens: int | str = setting(
-        "auto", "tokens drafted per round: auto (as many as pay) | a number | heuristic[:MOST] | confidence:CHANCE"
+        "auto",
+        "tokens drafted per round: auto (as many as pay) | chain (the same without branches) | a number | "
+        "heuristic[:MOST] | confidence:CHANCE | DEPTHxWIDTH (a tree)",
     )
     acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
