@@ -20,11 +20,21 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core import session, slot_table
 from slipstream.core.trees import TreeSegment, arranged, chain_lengths, depths, main_chain, match_tree, segments_of
 from slipstream.core.types import Row
+from slipstream.models.cpu.kernel_build import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
 
 MODELS = ("toy", "llama", "llama-eager", "qwen2", "qwen3", "mistral", "gemma3", "gpt2")
+COMPILED = "in bfloat16, with kernels"
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+}
 QUEUE = [list(range(3 + i, 9 + 2 * i)) for i in range(5)]
 GREEDY = [SamplingParams(max_tokens=12 + 3 * i, ignore_eos=True) for i in range(5)]
 SAMPLED = [replace(one, temperature=0.9, top_p=0.95, seed=i) for i, one in enumerate(GREEDY)]
@@ -36,6 +46,11 @@ pytestmark = pytest.mark.usefixtures("cache_audit")
 
 @cache
 def decoder_of(name: str, reproducible: bool = False) -> SpeculativeDecoder:
+    if name == COMPILED:
+        if kernels() is None:
+            pytest.skip("Slipstream's own kernels cannot be used on this machine")
+        model = fresh("gemma3", dtype=torch.bfloat16, **WIDE)
+        return SpeculativeDecoder(model, drafter="none", reproducible=reproducible, fast=True, max_batch_size=3)
     if reproducible:
         return SpeculativeDecoder(fresh(name), drafter="none", reproducible=True, fast=True, max_batch_size=3)
     model = "toy" if name == "toy" else shared(name)
@@ -72,7 +87,7 @@ def test_random_trees_change_no_text(name: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("options", ["greedy", "penalised"])
-@pytest.mark.parametrize("name", mostly_slow(("llama", "qwen2", "gemma3"), "llama"))
+@pytest.mark.parametrize("name", mostly_slow(("llama", "qwen2", "gemma3", COMPILED), "llama"))
 def test_in_reproducible_mode_as_well(name: str, options: str) -> None:
     assert decoder_of(name, True).reproducible
     assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)

@@ -1,6 +1,7 @@
 """Compiled layers against the operators they stand for, and when there are none."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tiny import fast, fresh
 from tiny import ragged_logits as logits
 from torch import Tensor
 
+from slipstream.core.trees import depths, path_to, segments_of
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu import kernel_build as native
 from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
@@ -17,6 +19,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
 from slipstream.models.hf.fused_linear import fuse
+from slipstream.models.hf.tree_attention import TreeRows, tree_rows
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 
@@ -141,15 +144,22 @@ def reference(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[i
     return out
 
 
-def attention(heads: Tensor, memory: tuple[Tensor, Tensor], places: list[tuple[int, int]], window: int) -> Tensor:
-    """The same by the kernel, which also writes the memory."""
+def attention(
+    heads: Tensor,
+    memory: tuple[Tensor, Tensor],
+    places: list[tuple[int, int]],
+    window: int,
+    tree: TreeRows | None = None,
+) -> Tensor:
+    """The same by the kernel, which also writes the memory. tree: where the tokens of branches are written."""
     library, tokens, size = native.kernels(), len(places), heads.shape[2]
     assert library is not None
     none, no_norm = LinearStruct(), NormStruct()
     layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
+    own = (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
     where = CacheStruct(
-        *map(native.address, memory), memory[0].shape[2], window, 1 / 8, *map(native.address, (slots, positions))
+        *map(native.address, memory), memory[0].shape[2], window, 1 / 8, *map(native.address, (slots, positions, *own))
     )
     out, groups = heads.new_empty(tokens, 4, size), torch.empty(2 * tokens, dtype=torch.int64)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, groups)]
@@ -189,6 +199,27 @@ def test_attention_gives_the_same_bits_whatever_is_beside_a_token(window: int) -
         assert torch.equal(attention(heads[first:last], memory, places[first:last], window), whole[first:last])
     longer = tuple(torch.cat([part, numbers(3, 2, 256, 64, seed=5)], 2) for part in memory)
     assert torch.equal(attention(heads[90:], (longer[0], longer[1]), places[90:], window), whole[90:])
+
+
+@pytest.mark.parametrize("window", [0, 7, 50])
+@pytest.mark.parametrize("base", [30, 63, 97])
+def test_a_branch_gets_the_bits_of_a_row_of_its_own(base: int, window: int) -> None:
+    """Of a tree every path, written one after the other into a slot of its own, is computed again."""
+    parents = (-1, 0, 1, 2, 1, 4, 5, 4, -1, 8)  # a chain of four, a branch of its second with one of its own, another
+    segments = segments_of(0, base - 2, base, parents)
+    memory = (numbers(2, 2, 256, 64, seed=1), numbers(2, 2, 256, 64, seed=2))
+    for part in memory:
+        part[1, :, :base] = part[0, :, :base]
+    tree, heads = tree_rows(segments, 2 + len(parents), torch.device("cpu")), numbers(2 + len(parents), 8, 64)
+    positions = [base - 2, base - 1, *(base + depth for depth in depths(parents))]
+    found = attention(heads, memory, [(0, position) for position in positions], window, tree)
+    for node in range(len(parents)):
+        path = [0, 1, *(2 + n for n in path_to(parents, node))]
+        places = [(1, base - 2 + i) for i in range(len(path))]
+        assert torch.equal(attention(heads[path], memory, places, window)[-1], found[2 + node])
+    without = replace(tree, paths=tree.paths + 1)
+    wrong = attention(heads, memory, [(0, position) for position in positions], window, without)
+    assert not torch.equal(wrong[6:], found[6:]) and torch.equal(wrong[:6], found[:6])
 
 
 def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:

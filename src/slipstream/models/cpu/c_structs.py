@@ -48,7 +48,7 @@ class CacheStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_long) for name in ("length", "window")),
         ("scaling", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions")),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths")),
     ]
 
 

@@ -90,7 +90,10 @@ class CompiledOps:
         if keys.dtype != hidden.dtype:
             return None
         slots, positions = cache.destinations()
-        where = address(slots), address(positions)
+        tree = cache.tree
+        where = [address(slots), address(positions), address(positions), None, None, None]
+        if tree is not None:
+            where[2:] = map(address, (tree.into[1], tree.forks, tree.begins, tree.paths))
         cached = CacheStruct(address(keys), address(values), keys.shape[2], spec.window or 0, spec.scaling, *where)
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         self._call(self._library.whole_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)

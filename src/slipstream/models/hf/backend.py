@@ -31,8 +31,8 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `ShapeIndependent`. ragged, compiled, shape_independent: whether the model's layers take ragged
-    forwards, run in kernels of ours, and compute each token as if it were alone; `fuse_layers` finds out.
+    `Checkpoints`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and
+    whether kernels compute each token as if it were alone; `fuse_layers` finds out.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -50,7 +50,7 @@ class HFBackend:
         self._cache_name = next(name for name in CACHE_NAMES if name in accepted)
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
-        self.ragged = self.shape_independent = self.compiled = False
+        self.ragged = self.shape_independent = False
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -104,7 +104,7 @@ class HFBackend:
     @property
     def branching(self) -> bool:
         """See `TreeForwards`; recurrent layers read one text."""
-        return self.cache.states is None and not self.compiled
+        return self.cache.states is None
 
     @property
     def flat(self) -> bool:

@@ -120,7 +120,6 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
         return
     for (_, forward), trial in zip(layers, trials, strict=True):
         forward.ops = trial.ops
-    backend.compiled = True
     alone = all(trial.ops.shape_independent for trial in trials)
     backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
 

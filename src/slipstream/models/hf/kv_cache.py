@@ -57,7 +57,8 @@ class SlotCache(Cache):
     """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
 
     attended_unit, attended_lengths: attention reads the first of the lengths that is enough, else a multiple of the
-    unit. shape: slots and positions reserved. states: those of recurrent layers, if there are any.
+    unit. tree: what the next forward is over, if over draft trees. shape: slots and positions reserved. states: those
+    of recurrent layers, if there are any.
     """
 
     states: RecurrentStates | None = None
@@ -71,7 +72,7 @@ class SlotCache(Cache):
         self._attended = 0
         self._span: slice | None = None
         self._rows = self._columns = torch.empty(0, dtype=torch.int64)
-        self._tree: TreeRows | None = None
+        self.tree: TreeRows | None = None
 
     def reserve(self, rows: int, length: int) -> None:
         """Hold at least `rows` slots of `length` positions; existing content stays."""
@@ -93,7 +94,7 @@ class SlotCache(Cache):
         columns: [rows, width]. Returns the attended length, at most the positions reserved.
         """
         width = columns.shape[1]
-        self._tree = None
+        self.tree = None
         self._slots = slice(first_slot, first_slot + len(starts))
         self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
         if self._span is None:
@@ -103,7 +104,7 @@ class SlotCache(Cache):
 
     def place_tree(self, tree: TreeRows, end: int) -> int:
         """The same for a forward over a tree; `end` is that of the positions attended to."""
-        self._tree = tree
+        self.tree = tree
         return self._attend_up_to(end)
 
     def _attend_up_to(self, end: int) -> int:
@@ -139,12 +140,12 @@ class SlotCache(Cache):
             self.states.copy(source, destination, length)
 
     def _write(self, cached: Tensor, states: Tensor) -> Tensor:
-        if self._tree is not None:
-            slots, places = self._tree.into
+        if self.tree is not None:
+            slots, places = self.tree.into
             ragged = states.shape[0] == 1 and states.shape[2] == len(places)
-            rows, columns = self._tree.cells
+            rows, columns = self.tree.cells
             cached[slots, :, places] = states[0].transpose(0, 1) if ragged else states[rows, :, columns]
-            return self._tree.gathered(cached, self._attended)
+            return self.tree.gathered(cached, self._attended)
         if self._span is not None:
             cached[self._slots, :, self._span] = states
         else:

@@ -100,7 +100,7 @@ class RaggedCache(SlotCache):
     def place_ragged(self, layout: Layout) -> int:
         """The same for a ragged forward."""
         self._cut(layout.cuts, layout)
-        self._tree = None
+        self.tree = None
         self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
         return self._attend_up_to(layout.end)
@@ -108,7 +108,7 @@ class RaggedCache(SlotCache):
     def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
         """The same for a forward over a tree. layout: of its rows, if it is ragged."""
         self._cut([] if layout is None else layout.cuts, layout)
-        self._destinations = None
+        self._destinations = None if layout is None else (tree.into[0], layout.positions)
         return super().place_tree(tree, end)
 
     def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,8 @@ class RaggedCache(SlotCache):
             slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
             self._destinations = slots, self._written.flatten()
         slots, positions = self._destinations
-        if int(slots.max()) >= self.shape[0] or int(positions.max()) >= self.shape[1]:
+        written = positions if self.tree is None else self.tree.into[1]
+        if int(slots.max()) >= self.shape[0] or int(written.max()) >= self.shape[1]:
             raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self.shape}")
         return self._destinations
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 
+NOWHERE = 1 << 62  # a position behind all others
+
 
 @dataclass(frozen=True)
 class TreeRows:
@@ -22,7 +24,8 @@ class TreeRows:
 
     slots: [S], where each row's keys are, but for those at `positions` of `rows`, which stand at `places`; all [N].
     cells: row and column of each new token in the rectangle of all rows, [T] each. into: where each is written, slots
-    and places, [T] each.
+    and places, [T] each. forks: [T], the first position that a token sees at another place: at that of number `begins`,
+    [T], of `paths`, and so on.
     """
 
     slots: Tensor
@@ -31,6 +34,9 @@ class TreeRows:
     places: Tensor
     cells: tuple[Tensor, Tensor]
     into: tuple[Tensor, Tensor]
+    forks: Tensor
+    begins: Tensor
+    paths: Tensor
 
     def gathered(self, cached: Tensor, length: int) -> Tensor:
         """[S, heads, length, size] of keys or values [slots, heads, positions, size]."""
@@ -44,13 +50,16 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     counts = [segment.count for segment in segments]
     written = [*counts[:-1], total - sum(counts[:-1])]
     rows, positions, places = list[int](), list[int](), list[int]()
-    for row, segment in enumerate(segments):
+    forks, begins, paths = [NOWHERE] * len(segments), [0] * len(segments), list[int]()
+    for row, (segment, count) in enumerate(zip(segments, written, strict=True)):
         if segment.place != segment.start:
             begin = segment.start - len(segment.detour)
             own = [*segment.detour, *range(segment.place, segment.place + segment.count)]
             rows += [row] * len(own)
             positions += range(begin, begin + len(own))
             places += own
+            forks[row], begins[row] = begin, len(paths)
+            paths += [*segment.detour, *range(segment.place, segment.place + count)]
     of = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
     column = torch.arange(total) - torch.tensor([0, *accumulate(counts)][:-1])[of]
     place = torch.tensor([segment.place for segment in segments])[of] + column
@@ -58,4 +67,5 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     parts = slots, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions), torch.tensor(places)
     own_slots, own_rows, at, of_place = (part.to(device=device, dtype=torch.int64) for part in parts)
     cells, into = (of.to(device), column.to(device)), (slots[of].to(device), place.to(device))
-    return TreeRows(own_slots, own_rows, at, of_place, cells, into)
+    forked = torch.tensor(forks)[of], torch.tensor(begins)[of], torch.tensor(paths, dtype=torch.int64)
+    return TreeRows(own_slots, own_rows, at, of_place, cells, into, *forked)

@@ -127,15 +127,38 @@ static inline __attribute__((always_inline)) void gather_values(const int count,
     }
 }
 
+/* The positions that a group sees: from `fork` on those at the places of `path`, before it those of their own number. */
+struct sight {
+    long fork;
+    const int64_t *path;
+};
+
+/* Copies numbers [size] of positions `begin` to `last`, at most KEYS of them, from where they stand. */
+static void collect(const uint16_t *from, struct sight sight, long begin, long last, long size, uint16_t *to) {
+    for (long i = 0; i < KEYS; i++) {
+        long position = begin + i;
+        if (position > last)
+            memset(to + i * size, 0, size * sizeof *to);
+        else
+            memcpy(to + i * size, from + (position < sight.fork ? position : sight.path[position - sight.fork]) * size,
+                   size * sizeof *to);
+    }
+}
+
 /* Attention of all queries of a group over the positions that any of them sees. */
 static void attend_positions(struct query *group, int count, const uint16_t *keys, const uint16_t *values, long size,
-                 float scaling) {
+                             float scaling, struct sight sight) {
     _Alignas(64) uint32_t transposed[MAX_HEAD_SIZE / 2 * KEYS];
-    _Alignas(64) uint16_t paired[MAX_HEAD_SIZE * KEYS];
+    _Alignas(64) uint16_t paired[MAX_HEAD_SIZE * KEYS], own_keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS];
     long first = group[0].first, last = group[count - 1].last;
     for (long begin = first / KEYS * KEYS; begin <= last; begin += KEYS) {
-        transpose(keys + begin * size, size, transposed);
-        interleave(values + begin * size, last + 1 - begin, size, paired);
+        const uint16_t *these_keys = keys + begin * size, *these_values = values + begin * size;
+        if (sight.path && begin + KEYS > sight.fork) {
+            collect(keys, sight, begin, last, size, own_keys), these_keys = own_keys;
+            collect(values, sight, begin, last, size, own_values), these_values = own_values;
+        }
+        transpose(these_keys, size, transposed);
+        interleave(these_values, last + 1 - begin, size, paired);
         for (int i = 0; i < count; i += TOGETHER) {
             switch (count - i) {
                 case 1: score(1, group + i, begin, size, transposed, _mm512_set1_ps(scaling)); break;
@@ -180,7 +203,10 @@ static void attend_group(const struct layer *layer, const struct kv_cache *m, co
             memset(q->out, 0, size * sizeof *q->out);
         }
     long begin = (m->slots[token] * layer->key_heads + head) * m->length * size;
-    attend_positions(group, (int)(count * repeats), m->keys + begin, m->values + begin, size, m->scaling);
+    struct sight sight = {0, NULL};
+    if (m->forks && m->forks[token] <= m->positions[token + count - 1])
+        sight.fork = m->forks[token], sight.path = m->paths + m->begins[token];
+    attend_positions(group, (int)(count * repeats), m->keys + begin, m->values + begin, size, m->scaling, sight);
     for (long t = 0; t < count; t++)
         for (long r = 0; r < repeats; r++)
             store_head(group + t * repeats + r, size, out + ((token + t) * layer->heads + head * repeats + r) * size);
@@ -194,7 +220,9 @@ void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t 
     long most = QUERIES * shared / layer->heads > 1 ? QUERIES * shared / layer->heads : 1, count = 0;
     for (long t = 0; t < tokens; t++) {
         int64_t *now = groups + 2 * count;
-        if (count && now[-1] < most && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1)
+        int follows = t && m->slots[t] == m->slots[t - 1] && m->positions[t] == m->positions[t - 1] + 1 &&
+                      (!m->forks || (m->forks[t] == m->forks[t - 1] && m->begins[t] == m->begins[t - 1]));
+        if (count && now[-1] < most && follows)
             now[-1]++;
         else
             now[0] = t, now[1] = 1, count++;
@@ -204,7 +232,7 @@ void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t 
         #pragma omp for
         for (long t = 0; t < tokens; t++)
             for (long h = 0; h < shared; h++) {
-                long to = ((m->slots[t] * shared + h) * m->length + m->positions[t]) * size;
+                long to = ((m->slots[t] * shared + h) * m->length + m->places[t]) * size;
                 memcpy(m->keys + to, heads + (t * all + layer->heads + h) * size, size * sizeof *heads);
                 memcpy(m->values + to, heads + (t * all + layer->heads + shared + h) * size, size * sizeof *heads);
             }

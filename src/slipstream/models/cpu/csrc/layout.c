@@ -27,6 +27,7 @@ const struct entry layout[] = {
 
     SIZE_OF(kv_cache), OFFSET(kv_cache, keys), OFFSET(kv_cache, values), OFFSET(kv_cache, length),
     OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
+    OFFSET(kv_cache, places), OFFSET(kv_cache, forks), OFFSET(kv_cache, begins), OFFSET(kv_cache, paths),
 
     SIZE_OF(recurrence), OFFSET(recurrence, weight), OFFSET(recurrence, bias), OFFSET(recurrence, rate),
     OFFSET(recurrence, shift), OFFSET(recurrence, skip), OFFSET(recurrence, channels), OFFSET(recurrence, taps),

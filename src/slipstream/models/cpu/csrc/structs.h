@@ -44,12 +44,14 @@ struct layer {
     float slope, cubic;
 };
 
-/* Keys and values [slots][key_heads][length][size] of a layer, and where its new tokens are written. */
+/* Keys and values [slots][key_heads][length][size] of a layer, and the slots, positions and places of its new tokens:
+ * keys and values are written at a token's place. From position forks[token] on it sees those at paths[begins[token]]
+ * and the places that follow; before, places are positions. NULL for forks: they are everywhere. */
 struct kv_cache {
     uint16_t *keys, *values;
     long length, window; /* window: positions a token sees, itself included; 0 for all */
     float scaling;
-    const int64_t *slots, *positions;
+    const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
 
 /* A recurrent layer between its projections; see `Recurrence` of recurrence.py. Per token it has `inputs` numbers, the
