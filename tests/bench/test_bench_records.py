@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import SamplingParams, UsageError
+from slipstream.bench.arm_labels import label
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.plan import groups, name_prompts, plan
 from slipstream.bench.records import FILE, Header, Run, append, compact, finished, read_records, start
@@ -176,6 +177,9 @@ WRONG_ARMS = {
     "": "at least one",
     "none,none": "given twice",
     "magic": "drafter='magic'",
+    "model@4x1": "num_draft_tokens='4x1'; allowed:",
+    "model@33x2": "draft length 33x2",
+    "hf-lookup@chain": "allowed: hf",
     "model@0": "draft length 0",
     "model@65": "draft length 65",
     "model@x": "arm 'model@x'",
@@ -250,3 +254,9 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             plan(arms, PROMPTS, batches, repeats)
+
+
+def test_trees_and_chains_are_spelled_as_lengths_are() -> None:
+    tree, chain = parse_arms("model@4x2/match~0.8,auto@chain")
+    assert (tree.num_draft_tokens, chain.num_draft_tokens) == ("4x2", "chain")
+    assert label(tree.name) == "model, tree 4x2, match rule, temperature 0.8" and label(chain.name) == "auto, no trees"

@@ -10,8 +10,11 @@ import pytest
 import torch
 from fast_part import mostly_slow
 from tiny import fresh, perturbed, shared
+from vocabularies import decoder_of, fable_model
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.bench.records import compact
+from slipstream.bench.report.text_samples import restored
 from slipstream.core.rng import Race, Stream
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session
@@ -23,7 +26,7 @@ from slipstream.draft_length.confidence import Confidence, bin_of, sibling_bin
 from slipstream.draft_length.draft_yields import DraftNote
 from slipstream.drafters import Setup, load
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
-from slipstream.models.toy import VOCAB_SIZE, ToyBackend
+from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy
 from slipstream.sampling.sampler import Sampler
 from slipstream.text.round_view import views
 
@@ -123,6 +126,11 @@ def test_a_target_that_takes_no_trees_is_named() -> None:
     with pytest.raises(UsageError, match="'4x2' with a target whose forwards take no trees; allowed: a number of"):
         made.using("model", num_draft_tokens="4x2")
     assert made.generate(PROMPTS[0], GREEDY).token_ids  # auto drafts chains there
+    other = decoder_of(load_toy("toy"), fable_model("bytes"), drafter="model")
+    with pytest.raises(UsageError, match="'4x2' with a draft model of another vocabulary; allowed: a number of"):
+        other.using("model", num_draft_tokens="4x2")
+    with pytest.raises(UsageError, match="drafter='model:p=40' with a tree; allowed: 'model'"):
+        decoder().using("model:p=40", num_draft_tokens="4x2")
 
 
 def test_nodes_come_likeliest_first_and_a_chain_before_its_siblings() -> None:
@@ -177,6 +185,8 @@ def test_statistics_count_depths_and_the_view_shows_the_branch() -> None:
     pieces = [piece for view in found for piece in view.pieces]
     branched = sum(len(done.path or ()) - done.num_in_place for done in result.rounds)
     assert sum(piece.kind == "branch" for piece in pieces) == branched > 0
+    again = restored([compact(done) for done in result.rounds], result.rounds[0].row, 1)  # as a report reads it
+    assert [(done.parents, done.path) for done in again] == [(done.parents, done.path) for done in result.rounds]
     assert sum(piece.kind == "rejected" for piece in pieces) == stats.num_draft_tokens - stats.num_accepted_tokens
 
 

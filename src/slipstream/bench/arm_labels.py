@@ -18,7 +18,9 @@ def label(name: str, *, temperature: bool = True) -> str:
     """An arm's name in words. temperature: whether to say it, where the arm has one of its own."""
     arm = parse_arm(name)
     parts = [_BASELINES.get(arm.baseline or "") or ("plain" if arm.drafter == PLAIN else str(arm.drafter))]
-    if arm.num_draft_tokens is not None:
+    if isinstance(arm.num_draft_tokens, str):
+        parts.append("no trees" if arm.num_draft_tokens == "chain" else f"tree {arm.num_draft_tokens}")
+    elif arm.num_draft_tokens is not None:
         parts.append(f"{arm.num_draft_tokens} token{'s' if arm.num_draft_tokens > 1 else ''}")
     if arm.acceptance is not None:
         parts.append(f"{arm.acceptance} rule")

@@ -9,6 +9,7 @@ from slipstream import drafters
 from slipstream.bench.records import Arm
 from slipstream.core.acceptance import load_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.draft_length.choice import LengthChoice
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
@@ -17,13 +18,13 @@ HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-look
 BASELINES = (HF, ASSISTED, TUNED, LOOKUP)
 BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
 SYNTAX = (
-    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], for example none, ngram@7, model@4/rejection, none.plain "
-    f"(unpacked weights), model@4~0.8; or one of transformers' own: {HF}, {ASSISTED} (its defaults), "
-    f"{TUNED}[@LENGTH], {LOOKUP}[@LENGTH]"
+    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], for example none, ngram@7, model@4/rejection, model@4x2 (a tree), "
+    "auto@chain (no trees), none.plain (unpacked weights), model@4~0.8; or one of transformers' own: "
+    f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]"
 )
 
 _ARM = re.compile(
-    r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+))?(?:/(?P<rule>[^.~]+))?"
+    r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[^.~]+))?"
     r"(?P<plain>\.plain)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
 )
 
@@ -44,12 +45,10 @@ def parse_arm(text: str) -> Arm:
     found = _ARM.fullmatch(text)
     if found is None:
         raise UsageError(f"arm {text!r}; allowed: {SYNTAX}")
-    length = None if found["length"] is None else int(found["length"])
+    length = _length(text, found["length"])
     temperature = None if found["temperature"] is None else float(found["temperature"])
     if temperature is not None:
         SamplingParams(temperature=temperature)
-    if length is not None and not 1 <= length <= MAX_DRAFT_TOKENS:
-        raise UsageError(f"arm {text!r}: draft length {length}; allowed: 1 to {MAX_DRAFT_TOKENS}")
     if found["name"] in BASELINES:
         return _baseline(text, found, length, temperature)
     drafter = found["name"] + (found["argument"] or "")
@@ -59,6 +58,16 @@ def parse_arm(text: str) -> Arm:
     if found["rule"] not in (None, "auto"):
         load_rule(found["rule"])
     return Arm(text, drafter, length, found["rule"], False if found["plain"] else None, temperature)
+
+
+def _length(text: str, spelled: str | None) -> int | str | None:
+    """A number of tokens, or a form that `num_draft_tokens` has."""
+    if spelled is None:
+        return None
+    choice = LengthChoice.parse(int(spelled) if spelled.isdecimal() else spelled)
+    if choice.count is not None and not 1 <= choice.count <= MAX_DRAFT_TOKENS:
+        raise UsageError(f"arm {text!r}: draft length {spelled}; allowed: 1 to {MAX_DRAFT_TOKENS} tokens")
+    return int(spelled) if spelled.isdecimal() else spelled
 
 
 def reference_of(arms: Sequence[Arm], name: str | None) -> str:
@@ -74,13 +83,14 @@ def runs_in_batches(arm: Arm) -> bool:
     return arm.baseline in (None, HF)
 
 
-def _baseline(text: str, found: re.Match[str], length: int | None, temperature: float | None) -> Arm:
+def _baseline(text: str, found: re.Match[str], length: int | str | None, temperature: float | None) -> Arm:
     name = found["name"]
     if (
         found["argument"]
         or found["rule"]
         or found["plain"]
         or (length is not None and name not in BASELINE_DRAFT_TOKENS)
+        or isinstance(length, str)
     ):
         raise UsageError(
             f"arm {text!r}; allowed: {HF}, {ASSISTED}, {TUNED}[@LENGTH], {LOOKUP}[@LENGTH], [~TEMPERATURE]"

@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     drafter: str | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int | str | None = None
     acceptance: str | None = None
     fast: bool | None = None
     temperature: float | None = None

@@ -137,7 +137,7 @@ def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
         arm = parse_arm(one.arm)
         if arm.drafter == PLAIN:
             plain[arm.temperature, arm.fast, one.batch] = one
-        elif arm.num_draft_tokens is not None and arm.baseline is None:
+        elif isinstance(arm.num_draft_tokens, int) and arm.baseline is None:
             kind = replace(arm, name=arm.name.replace(f"@{arm.num_draft_tokens}", ""), num_draft_tokens=None)
             cells.setdefault((kind, one.batch), []).append(Cell(arm.num_draft_tokens, one))
     found = []

@@ -177,6 +177,8 @@ def build(setup: Setup, argument: str) -> Drafter:
     given = re.fullmatch(r"p=(\d{1,2})", argument)
     if argument and given is None:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
+    if argument and setup.shaped:
+        raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', whose drafts are then all of it")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:

@@ -10,7 +10,6 @@ from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
-from slipstream.core.session import Session
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft
 from slipstream.draft_length.choice import LengthChoice
@@ -48,7 +47,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     controller = None
     if choice.kind == "auto" and name != "none":
         controller = make_controller(models, config.max_batch_size, traits)
-    refused = choice.siblings and no_tree(name, traits, target, acceptance, coupled=coupled)
+    refused = choice.siblings and no_tree(name, traits, models, acceptance, coupled=coupled)
     if refused and choice.siblings > 0:
         raise UsageError(f"num_draft_tokens={config.num_draft_tokens!r} with {refused}")
     setup = drafters.Setup(
@@ -99,13 +98,15 @@ def name_of(choice: object) -> str:
     return choice if isinstance(choice, str) else type(choice).__name__
 
 
-def no_tree(drafter: str, traits: Traits, target: Session, acceptance: str | Rule, *, coupled: bool) -> str:
+def no_tree(drafter: str, traits: Traits, models: ModelPair, acceptance: str | Rule, *, coupled: bool) -> str:
     """Why drafts cannot branch, and what is allowed; empty if they can."""
     if not traits.branches:
         able = ", ".join(name for name in drafters.names() if drafters.traits(name).branches)
         return f"drafter={drafter!r}; allowed: trees with drafters {able}"
     if acceptance != "auto" and not coupled:
         return f"acceptance={name_of(acceptance)!r}; allowed: trees with acceptance 'match' or 'auto'"
-    if not target.branches:
+    if models.bridged is not None and traits.needs_draft_model:
+        return "a draft model of another vocabulary; allowed: a number of tokens, or 'auto'"
+    if not models.target_session.branches:
         return "a target whose forwards take no trees; allowed: a number of tokens, or 'auto'"
     return ""

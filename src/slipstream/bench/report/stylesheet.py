@@ -43,6 +43,7 @@ td.wrap { white-space: normal; min-width: 16rem; }
 .text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size: 0.85rem; background: var(--box);
   padding: 0.6rem; max-height: 24rem; overflow: auto; }
 .acc { color: var(--acc); background: var(--acc-bg); }
+.tree { text-decoration: underline double; }
 .rej { color: var(--rej); text-decoration: line-through; }
 .own { color: var(--own); text-decoration: underline dotted; }
 .legend span { margin-right: 0.8rem; }

@@ -1,6 +1,6 @@
 """The coloured text of recorded runs: what was accepted, what was rejected, what the target chose itself.
 
-Marks need no colour: rejected tokens are struck through, the target's own are underlined.
+Marks need no colour: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.round_view import Piece, RoundView, views
 
 LONGEST = 400  # output tokens shown of a text
-_CLASSES = {"accepted": "acc", "rejected": "rej", "recovered": "own", "bonus": "own", "plain": ""}
+_CLASSES = {"accepted": "acc", "branch": "acc tree", "rejected": "rej", "recovered": "own", "bonus": "own", "plain": ""}
 LEGEND = (
-    '<p class="legend"><span class="acc">accepted draft token</span> <span class="rej">rejected draft token</span> '
+    '<p class="legend"><span class="acc">accepted draft token</span> '
+    '<span class="acc tree">accepted from a branch</span> <span class="rej">rejected draft token</span> '
     '<span class="own">the target\'s own (after a rejection, or a bonus)</span> plain: nothing was drafted</p>'
 )
 
