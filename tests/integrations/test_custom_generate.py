@@ -13,6 +13,8 @@ from tiny import VOCAB, fresh, perturbed, shared, tokenizer
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopStringCriteria, TextStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from vocabularies import speaking
+from vocabularies import tokenizer as tokenizer_of
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
@@ -32,6 +34,25 @@ def test_greedy_text_of_a_padded_batch_is_that_of_generate(name: str, drafter: s
 def test_the_batches_end_raggedly() -> None:
     padded = [(expected(name)[:, WIDTH:] == 0).any(1) for name in ("llama", "qwen2", "gpt2", "gemma3")]
     assert any(rows.any() and not rows.all() for rows in padded)
+
+
+def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
+    target, draft = speaking("bytes"), speaking("sentencepiece", 1)
+    ids = torch.tensor([tokenizer_of("bytes")("The heron was slow")["input_ids"]] * 2)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, **given)
+    spoken = CustomGenerate(tokenizer=tokenizer_of("bytes"), drafter="model", num_draft_tokens=3)
+    drafted = target.generate(
+        ids,
+        **given,
+        custom_generate=spoken,
+        draft=draft,
+        draft_tokenizer=tokenizer_of("sentencepiece"),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(drafted.sequences, plain) and drafted.slipstream_stats.num_draft_tokens > 0
+    with pytest.raises(UsageError, match="no tokenizers are at hand"):
+        target.generate(ids, **given, custom_generate=CustomGenerate(drafter="model"), draft=draft)
 
 
 def test_a_lossy_rule_fails_the_comparison() -> None:

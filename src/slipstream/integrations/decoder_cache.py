@@ -25,6 +25,7 @@ class DecoderSettings:
 
     draft: Any = None
     tokenizer: Any = None
+    draft_tokenizer: Any = None
     drafter: str | Drafter = DecoderConfig.drafter
     num_draft_tokens: int | str = DecoderConfig.num_draft_tokens
     max_batch_size: int = DecoderConfig.max_batch_size
@@ -35,7 +36,8 @@ class DecoderSettings:
         drafts = self.draft is other.draft if modules else self.draft == other.draft
         plain = (self.drafter, self.num_draft_tokens, self.max_batch_size)
         same = plain == (other.drafter, other.num_draft_tokens, other.max_batch_size)
-        return drafts and self.tokenizer is other.tokenizer and same
+        tokenizers = self.tokenizer is other.tokenizer and self.draft_tokenizer is other.draft_tokenizer
+        return drafts and tokenizers and same
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,7 @@ def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder
         target,
         settings.draft,
         tokenizer=settings.tokenizer,
+        draft_tokenizer=settings.draft_tokenizer,
         drafter=settings.drafter,
         num_draft_tokens=settings.num_draft_tokens,
         fast=False,

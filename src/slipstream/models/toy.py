@@ -135,7 +135,7 @@ class ToyBackend:
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """See `TreeForwards.forward_tree`."""
-        out, at = torch.zeros(len(tokens), VOCAB_SIZE), 0
+        out, at = torch.zeros(len(tokens), self.vocab_size), 0
         for segment in segments:
             slot, end = self._cache.slots[segment.slot], segment.place + segment.count
             slot[segment.place : end] = tokens[at : at + segment.count]

@@ -29,9 +29,10 @@ from slipstream.integrations.transformers.hf_processors import PaddedPrompt
 class CustomGenerate:
     """A loop for `generate`: exact, in batches, with a drafter. `slipstream.custom_generate` has the defaults.
 
-    draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer: as in
-    `SpeculativeDecoder`. All but tokenizer, which `generate` does not pass on, may also be given to `generate` itself
-    for one call; `assistant_model=` is another way to say `draft=`.
+    draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer, draft_tokenizer:
+    as in `SpeculativeDecoder`; a draft model of another vocabulary needs both tokenizers. All but tokenizer, which
+    `generate` does not pass on, may also be given to `generate` itself for one call; `assistant_model=` is another way
+    to say `draft=`.
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
     same distribution. Each row's seed comes from torch's global generator: `torch.manual_seed` makes a call repeatable.
@@ -60,6 +61,7 @@ class CustomGenerate:
     acceptance: str | Rule = DecoderConfig.acceptance
     max_batch_size: int = DecoderConfig.max_batch_size
     tokenizer: Any = None
+    draft_tokenizer: Any = None
 
     def __call__(
         self,
@@ -75,6 +77,7 @@ class CustomGenerate:
         acceptance: str | Rule | None = None,
         max_batch_size: int | None = None,
         tokenizer: Any = None,
+        draft_tokenizer: Any = None,
         stop_strings: Any = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -92,6 +95,7 @@ class CustomGenerate:
             "acceptance": acceptance,
             "max_batch_size": max_batch_size,
             "tokenizer": tokenizer,
+            "draft_tokenizer": draft_tokenizer,
         }
         settings = replace(self, **{name: value for name, value in own.items() if value is not None})
         cached = settings.decoder_of(model)
@@ -126,8 +130,8 @@ class CustomGenerate:
         for one in (model, self.draft):
             if isinstance(one, torch.nn.Module) and one.training:
                 raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
-        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, max_batch_size=self.max_batch_size)
-        return decoder_for(model, settings)
+        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=self.draft_tokenizer)
+        return decoder_for(model, replace(settings, max_batch_size=self.max_batch_size))
 
     def stop_criteria(self, stop_strings: Any) -> list[Any]:
         """Stop strings as `generate` watches for them."""
