@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.costs import Costs
 from slipstream.bench.prediction.simulation import Simulation, simulate
 from slipstream.bench.summary import ArmSummary, total_stats
+from slipstream.errors import UsageError
+
+log = logging.getLogger("slipstream")
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,11 @@ def simulate_arms(summaries: Sequence[ArmSummary], costs: Mapping[str, Costs]) -
     made = []
     for arm, known in costs.items():
         counted = [one.stats.to_dict() for one in summaries if one.arm == arm and one.stats is not None]
-        acceptance = Acceptance.from_stats(total_stats(counted).to_dict())
+        try:
+            acceptance = Acceptance.from_stats(total_stats(counted).to_dict())
+        except UsageError as error:
+            log.warning("no simulation for %s: %s", arm, error)
+            continue
         made.append(ArmSimulation(arm, known, acceptance, simulate(known, acceptance)))
     return made
 

@@ -66,6 +66,11 @@ class Acceptance:
         if not rounds:
             raise UsageError("stats: num_rounds=0; allowed: at least one round")
         accepted, proposed = stat(stats, "accepted_per_position"), stat(stats, "drafted_per_position")
+        if (drafted := stat(stats, "num_draft_tokens")) > sum(proposed):
+            raise UsageError(
+                f"stats: {drafted} draft tokens in {sum(proposed)} places, which were trees; allowed: chains, as "
+                "num_draft_tokens='chain' drafts them, since the model knows no cost of branches"
+            )
         return cls(tuple(n / rounds for n in accepted), tuple(n / rounds for n in proposed))
 
     @property
