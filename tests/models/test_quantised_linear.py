@@ -20,6 +20,7 @@ from slipstream.models.cpu.quantised_linear import (
     multiplies_integers,
     quantise,
 )
+from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 
@@ -143,6 +144,7 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
     plain = decoder.using("none").generate([PROMPT, PROMPT[:4]], params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert any(type(m) is QuantisedLinear for m in draft.modules())
+    assert decoder.draft is not None and isinstance(decoder.draft.backend, HFBackend)  # rounding is no other attention
     assert all(r.stats.num_draft_tokens > 0 for r in results)
     if temperature == 0:
         assert results[0].token_ids == reference(target, PROMPT, 24)

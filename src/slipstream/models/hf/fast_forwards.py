@@ -18,6 +18,7 @@ from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import FusedLayer, UnknownLayerError, fused_layers
 
+START = 6  # tokens of the first of two forwards that a model is tried with
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
 
 
@@ -139,8 +140,8 @@ def a_few_logits(backend: HFBackend) -> Tensor:
     """Logits of a few tokens, float32: some at the start, and some that attend to them."""
     backend.reserve(1, 2 * backend.attended_unit)
     tokens = a_few_tokens(backend.vocab_size, backend.device)
-    first = backend.forward(tokens[:, :6], [0], first_slot=0, logits=True)
-    return torch.cat([first, backend.forward(tokens[:, 6:], [6], first_slot=0, logits=True)], 1).float()
+    first = backend.forward(tokens[:, :START], [0], first_slot=0, logits=True)
+    return torch.cat([first, backend.forward(tokens[:, START:], [START], first_slot=0, logits=True)], 1).float()
 
 
 def _differs(backend: HFBackend, expected: Tensor) -> bool:

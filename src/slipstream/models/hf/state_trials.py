@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.fast_forwards import a_few_tokens
+from slipstream.models.hf.fast_forwards import START, a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
 
 log = logging.getLogger("slipstream")
@@ -77,11 +77,25 @@ def check_causal(backend: Backend, model: Any) -> None:
 
 @torch.inference_mode()
 def differ(model: Any, logits: Tensor) -> bool:
-    """Whether a model's forward of `a_few_tokens` gives other logits than these, [1, 9, V], from a slot cache."""
+    """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
+
+    Either in one forward or, where quantised layers read many tokens in another precision, in as many tokens at a time.
+    """
     tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
+    given = logits.nan_to_num()
     own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    return not _agree(own.nan_to_num(), logits.to(own.dtype).nan_to_num())
+    if _agree(own.nan_to_num(), given.to(own.dtype)):
+        return False
+    try:
+        begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
+        cache = {"past_key_values": begun.past_key_values}
+        rest = model(input_ids=tokens[:, START:], position_ids=positions[:, START:], use_cache=True, **cache)
+    except MODEL_ERRORS as error:
+        log.info("%s does not go on from its own cache: %s", type(model).__name__, error)
+        return True
+    own = torch.cat([begun.logits, rest.logits], 1)
+    return not _agree(own.nan_to_num(), given.to(own.dtype))
 
 
 def _ids(backend: Backend) -> Tensor:
