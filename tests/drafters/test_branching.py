@@ -122,6 +122,8 @@ def test_trees_that_cannot_be_are_refused(drafter: str, options: dict[str, Any],
 
 
 def test_a_target_that_takes_no_trees_is_named() -> None:
+    with pytest.raises(UsageError, match="num_draft_tokens='40x9', a tree of 360 tokens; allowed: at most"):
+        decoder().using("model", num_draft_tokens="40x9")
     made = SpeculativeDecoder(shared("llama"), perturbed("llama"), drafter="model", reproducible=True)
     with pytest.raises(UsageError, match="'4x2' with a target whose forwards take no trees; allowed: a number of"):
         made.using("model", num_draft_tokens="4x2")

@@ -134,7 +134,9 @@ def make_policy(
     length = most if choice.count is None else choice.count
     if length > most:
         why = "" if limit is None else " in reproducible mode, or reproducible=False"
-        said = f"heuristic:{length}" if choice.kind == "heuristic" else length
+        said: object = f"heuristic:{length}" if choice.kind == "heuristic" else length
+        if choice.siblings > 0:
+            said = f"'{length // (1 + choice.siblings)}x{1 + choice.siblings}', a tree of {length} tokens"
         raise UsageError(f"num_draft_tokens={said}; allowed: at most {most}{why}")
     return Heuristic(length) if choice.kind == "heuristic" else Fixed(length)
 
