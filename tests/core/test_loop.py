@@ -243,7 +243,7 @@ def _next_result_is_right(made: SpeculativeDecoder) -> None:
 
 def test_an_interrupted_row_goes_on_where_it_was() -> None:
     made = tiny_decoder("model", num_draft_tokens=3)
-    row = made._reader.rows([PROMPTS[3]], GREEDY)[0]
+    row = made.reader.rows([PROMPTS[3]], GREEDY)[0]
     failing = made.using(Stumbling(made._engine.drafter, 2, ValueError("stumbled")), num_draft_tokens=3)
     with pytest.raises(ValueError, match="stumbled"):
         list(failing.run([row]))

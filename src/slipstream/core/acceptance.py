@@ -127,7 +127,7 @@ def rejection(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
     """
     px, qx = _drafted(p, draft)
-    ratio = torch.where(qx > 0, (px / qx).clamp(max=1.0), (px > 0).double()) * _proposed(draft)
+    ratio = torch.where(qx > 0, (px / qx).clamp(max=1.0), 0.0) * _proposed(draft)
     survive = ratio.cumprod(-1)
     start = torch.ones(len(p), 1, dtype=torch.float64, device=p.device)
     keep = torch.cat([start, survive], -1) * torch.cat([1 - ratio, start], -1)
@@ -144,7 +144,7 @@ def block(p: Tensor, scores: Tensor, draft: Draft) -> Distributions:
     if draft.probs is None or draft.width == 0:
         return rejection(p, scores, draft)
     px, qx = _drafted(p, draft)
-    ratio = torch.where(qx > 0, px / qx, (px > 0).double())
+    ratio = torch.where(qx > 0, px / qx, 0.0)  # no token was left to draft where q is zero everywhere
     weight = [torch.ones_like(px[:, 0])]  # P_0 = 1, P_i = min(1, P_{i-1} p(x_i) / q(x_i))
     for j in range(draft.width):
         weight.append((weight[-1] * ratio[:, j]).clamp(max=1.0))

@@ -83,6 +83,8 @@ class Batch:
                     logprobs=logprobs[i],
                     parents=parents,
                     path=None if path is None else tuple(path[: len(committed)]),
+                    num_prediction_tokens=(draft.predicted[i] if draft.predicted else 0) if row.prediction else None,
+                    forced=(0, 0) if draft.forced is None else draft.forced[i],
                 )
             )
         return [row.rounds[-1] for row in self.rows]
@@ -102,7 +104,7 @@ class Batch:
         row, (accepted, next_token) = self.rows[i], verdict
         position, error = self.sampler.failures.get(i, (len(draft) + 1, None))
         if position > accepted:
-            position, error = accepted, _no_token() if next_token < 0 else None
+            position, error = accepted, _no_token(row) if next_token < 0 else None
         committed = row.commit(draft[:position] if error else [*draft[:accepted], next_token])
         if error is not None and row.finish_reason is None:
             row.fail(error)
@@ -117,5 +119,6 @@ def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Se
     return (path[-1] if path else -1) in parents
 
 
-def _no_token() -> SlipstreamError:
-    return SlipstreamError("the sampling options leave no token to choose from (every logit is -inf)")
+def _no_token(row: Row) -> SlipstreamError:
+    what = "sampling options leave" if row.constraint is None else "constraint and the other sampling options leave"
+    return SlipstreamError(f"the {what} no token to choose from (every logit is -inf)")

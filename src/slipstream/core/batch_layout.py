@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.input_batch import InputBatch, last
 from slipstream.core.slot_table import SlotTable, in_order
 from slipstream.core.types import Row
@@ -26,6 +27,9 @@ class BatchLayout(Protocol):
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[B, K + 1] the likeliest token after the committed tokens and after each draft token."""
 
 
 class Rectangle:
@@ -49,3 +53,7 @@ class Rectangle:
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One padded forward."""
         return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See `BatchLayout`."""
+        return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -26,6 +27,7 @@ from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import UsageError
 
 _steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
+Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
 
@@ -34,7 +36,9 @@ class Engine:
     """A target, a drafter, a policy and an acceptance rule: all that a round needs besides its rows.
 
     draft_session: the draft model's, which grows with the target's. drafts_for: whether the draft model drafts for
-    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for.
+    a row, as far as is known beforehand; it reads the prompts of rows beside one that it drafts for. predicting: the
+    same engine with a drafter that asks the predictions of requests first; it takes the rounds of rows that have some.
+    constrain: calls the drafter, and edits the drafts of rows with constraints.
     """
 
     target: Session
@@ -44,6 +48,8 @@ class Engine:
     acceptance: str | Rule = "auto"
     draft_session: PromptReader | None = None
     drafts_for: Callable[[Row], bool] = lambda row: False
+    predicting: Engine | None = None
+    constrain: Callable[[Sequence[Row], Propose], Draft] = lambda rows, propose: propose(None)
 
     def __post_init__(self) -> None:
         backend = self.target.backend
@@ -83,6 +89,8 @@ class Engine:
         Where the forwards that read a prompt say what comes next, a row's first round is that token and drafts nothing:
         always, so that its rounds depend neither on other rows nor on what is cached.
         """
+        if self.predicting is not None and any(row.prediction for row in batch.rows):
+            return self.predicting.step(batch, clock, read_ahead)
         answer = self.target.prefill(batch.rows, answer=not any(row.rounds for row in batch.rows))
         if read_ahead is not None:
             read_ahead()
@@ -91,15 +99,21 @@ class Engine:
             nothing = Draft.empty(len(batch.rows), answer.device)
             rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(_steps))
         else:
-            draft = self.drafter.propose(batch.rows, self._lengths(batch.rows), batch.sampler)
-            _check(draft, batch, self.drafter)
-            if draft.siblings is not None:
-                draft = with_siblings(draft) if batch.sampler.branching else replace(draft, siblings=None)
-            draft = self._verifiable(batch, self.policy.worth_verifying(batch.rows, draft))
+            draft = self._verifiable(batch, self.constrain(batch.rows, partial(self._propose, batch)))
             clock.lap("draft")
             rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
         self.policy.observe(batch.rows)
         return rounds
+
+    def _propose(self, batch: Batch, most: Sequence[int] | None) -> Draft:
+        """The drafter's proposal as far as it is worth verifying."""
+        lengths = self._lengths(batch.rows)
+        lengths = lengths if most is None else list(map(min, lengths, most))
+        draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
+        check_draft(draft, batch.rows, self.drafter)
+        if draft.siblings is not None:
+            draft = with_siblings(draft) if batch.sampler.branching else replace(draft, siblings=None)
+        return self.policy.worth_verifying(batch.rows, draft)
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
@@ -115,7 +129,7 @@ class Engine:
         return tree if batch.sampler.branching and self.target.fits_tree(batch.rows, tree) else main_chain(tree)
 
     def _verdict(self, batch: Batch, draft: Draft, clock: Clock) -> Verdict:
-        """Verify and accept: in one call where the target can and nothing but its argmax is needed."""
+        """Verify and accept: in one call where nothing but the target's argmax is needed."""
         if draft.parents is not None:
             logits = self.target.score_tree(batch.rows, draft)
             clock.lap("verify")
@@ -123,9 +137,8 @@ class Engine:
         rule = rule_for(self.acceptance, draft)
         if rule.coupled and batch.sampler.plain and self._observer is None and not batch.wants_logprobs:
             verdict = self.target.verify_greedy(batch.rows, draft.tokens, draft.lengths)
-            if verdict is not None:
-                clock.lap("verify")
-                return verdict
+            clock.lap("verify")
+            return verdict
         logits = self.target.score(batch.rows, draft.tokens, draft.lengths)
         clock.lap("verify")
         return self._accept(batch, draft, logits)
@@ -153,8 +166,9 @@ def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None)
     ]
 
 
-def _check(draft: object, batch: Batch, drafter: Drafter) -> None:
-    name, rows = type(drafter).__name__, len(batch.rows)
+def check_draft(draft: object, of: Sequence[Row], drafter: Drafter) -> None:
+    """Refuse what is no draft for these rows; the message names the drafter."""
+    name, rows = type(drafter).__name__, len(of)
     if not isinstance(draft, Draft):
         raise UsageError(
             f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
+
 Words = NDArray[np.uint64]
 HOST_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 25  # numbers of noise made at once: what a cache holds, what fills a GPU
 SPARSE = 4  # noise is made for the possible tokens alone where they are fewer than one in this many
@@ -92,7 +94,7 @@ class Race:
             if len(possible) * SPARSE < probs.numel():
                 return self._draw_among(torch.from_numpy(possible), probs, bits)
         blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
-        winners = [(distributions / _exponential(self._steps + ks[:, None])).argmax(-1) for distributions, ks in blocks]
+        winners = [argmax(distributions / _exponential(self._steps + ks[:, None])) for distributions, ks in blocks]
         return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
 
     def bits(self, keys: Words) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Origin = Literal["accepted", "recovered", "bonus", "plain"]
+Origin = Literal["accepted", "forced", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Round:
     share; the seconds and the draft model's forwards are those of that whole step. note: see `Draft.notes`.
     logprobs: of each of `tokens`, if the request asks for them. parents: of a tree, for each draft token the number of
     the one it follows, the main chain first; path: the numbers of the accepted ones. Both None for a chain.
+    num_prediction_tokens: how many of the draft's tokens, its first, are the request's prediction; None without one.
+    forced: how many of the draft's first and of its last tokens a constraint forced; they are no drafter's.
     """
 
     row: int
@@ -59,6 +61,22 @@ class Round:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] | None = None
+    num_prediction_tokens: int | None = None
+    forced: tuple[int, int] = (0, 0)
+
+    @property
+    def own(self) -> Round:
+        """The round without forced tokens: what became of the drafter's."""
+        before, behind = self.forced
+        if not before + behind:
+            return self
+        draft = self.draft[before : len(self.draft) - behind]
+        accepted = max(0, min(self.num_accepted_tokens - before, len(draft)))
+        rejected = self.rejected and 0 <= self.num_accepted_tokens - before < len(draft)
+        parents = self.parents and tuple(max(-1, parent - before) for parent in self.parents[before:])
+        path = self.path and tuple(node - before for node in self.path[before:])
+        own = replace(self, draft=draft, tokens=self.tokens[before:], num_accepted_tokens=accepted, rejected=rejected)
+        return replace(own, start=self.start + before, parents=parents, path=path, forced=(0, 0))
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -102,5 +120,7 @@ class Round:
         """Where each committed token came from."""
         last: Origin = "recovered" if self.rejected else "bonus" if self.draft else "plain"
         extra = len(self.tokens) - self.num_accepted_tokens
-        accepted: Origin = "accepted"
-        return (accepted,) * self.num_accepted_tokens + (last,) * extra
+        drafter: tuple[Origin, Origin] = ("accepted", "forced")
+        before, end = self.forced[0], len(self.draft) - self.forced[1]
+        accepted = tuple(drafter[not before <= at < end] for at in range(self.num_accepted_tokens))
+        return (*accepted, *(last,) * extra)

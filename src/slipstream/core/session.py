@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.core.acceptance import match
 from slipstream.core.batch_layout import BatchLayout, Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
 from slipstream.core.input_batch import InputBatch
@@ -212,13 +213,14 @@ class Session:
                 self.table.audit.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
         return tokens
 
-    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict | None:
-        """`score`, argmax and the longest matching prefix in one call; None if the backend has no `GreedyRounds`."""
-        backend = self.backend
-        if not isinstance(backend, GreedyRounds):
-            return None
-        width = draft.shape[1]
+    def verify_greedy(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int]) -> Verdict:
+        """`score`, argmax and the longest matching prefix; in one call where the backend has `GreedyRounds`."""
+        backend, width = self.backend, draft.shape[1]
         batch = self._input_batch(rows, draft, width + 1)
+        if not isinstance(backend, GreedyRounds):
+            best = self.layout.best(self.table, batch, draft, lengths)
+            self.table.remember(rows, lengths)
+            return match(best.to(draft.device, non_blocking=True), Draft(draft, tuple(lengths)))
         inputs = batch.padded(draft, self.table)
         table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=width)
         self.table.remember(rows, lengths)

@@ -141,7 +141,7 @@ class SlotTable:
         other, known = state.row, self.checkpoint(slot, state.valid(row))
         if other is row or other is None:
             return known
-        if state.shapes != self.shapes:
+        if state.shapes != self.shapes or other.group != row.group:
             return 0
         if self.shapes.reuse > 1:
             # reuse what any prefill of this prompt would have computed bit for bit: the same prompt, or whole chunks

@@ -76,7 +76,8 @@ def with_siblings(draft: Draft) -> Draft:
     ]
     made = Draft.from_lists([tokens for tokens, _, _ in rows], draft.tokens.device)
     parents, probs = tuple(parents for _, parents, _ in rows), tuple(probs for _, _, probs in rows)
-    return replace(made, parents=parents, acceptance_probs=probs, steps=draft.steps, notes=draft.notes)
+    made = replace(made, parents=parents, acceptance_probs=probs)
+    return replace(made, steps=draft.steps, notes=draft.notes, predicted=draft.predicted)
 
 
 def _comb(

@@ -62,7 +62,9 @@ class Draft:
     parents: of a tree, for each token of a row the number of the one it follows, -1 for the committed text; None for
     chains. The first child of a token is what its drafter itself goes on with. Trees are one-hot, verified by `match`.
     siblings: of chains, per row the tokens that may be verified beside it.
+    predicted: how many of each row's tokens, its first, are its request's prediction; None for none.
     notes: per row what the policy wants to know of this draft when it learns from the round; None without any.
+    forced: per row how many of its first and of its last tokens a constraint forces, which no drafter proposed.
     """
 
     tokens: Tensor
@@ -73,6 +75,8 @@ class Draft:
     notes: tuple[object, ...] | None = None
     parents: tuple[tuple[int, ...], ...] | None = None
     siblings: tuple[tuple[Sibling, ...], ...] | None = None
+    predicted: tuple[int, ...] | None = None
+    forced: tuple[tuple[int, int], ...] | None = None
 
     @property
     def width(self) -> int:
@@ -98,8 +102,9 @@ class Draft:
         siblings = self.siblings and tuple(
             tuple(one for one in own if one.depth < n) for own, n in zip(self.siblings, shorter, strict=True)
         )
+        predicted = self.predicted and tuple(map(min, self.predicted, shorter))
         cut = replace(self, tokens=self.tokens[:, :width], lengths=shorter, probs=probs, parents=parents)
-        return replace(cut, acceptance_probs=acceptance_probs, siblings=siblings)
+        return replace(cut, acceptance_probs=acceptance_probs, siblings=siblings, predicted=predicted)
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
@@ -139,7 +144,10 @@ class Row:
     `completes_stop`, where given, is told every committed output token once, in order, and says whether a stop
     string is complete with it. error: why the row failed, with finish reason "error". messages: the chat that the
     prompt was rendered from, if it was, for draft models with a format of their own. open_end: how many tokens at its
-    end may change yet, or are read again.
+    end may change yet, or are read again. prediction: token ids that the output will probably resemble. together: all
+    rows of a call that returns when the last of them has ended.
+    constraint: what its text must be, known to the sampler alone. group: rows of different groups
+    share nothing that is cached or learned.
     """
 
     index: int
@@ -153,6 +161,10 @@ class Row:
     error: Exception | None = None
     messages: Sequence[Any] | None = None
     open_end: int = 1
+    prediction: Sequence[int] = ()
+    together: Sequence[Row] = ()
+    constraint: object | None = None
+    group: str = ""
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:

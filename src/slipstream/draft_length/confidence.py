@@ -23,7 +23,7 @@ class Confidence:
 
     def learn(self, row: Row, note: DraftNote) -> None:
         """Take in the row's newest round."""
-        done = row.rounds[-1]
+        done = row.rounds[-1].own
         self._own.learn(row, note.kinds, done.chain, done.tokens)
         at = done.num_in_place
         if at < min(len(done.chain), len(done.tokens), len(note.siblings)):

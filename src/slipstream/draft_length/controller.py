@@ -15,6 +15,7 @@ from functools import partial
 from weakref import WeakSet
 
 from slipstream.core.types import Draft, Row
+from slipstream.draft_length.awaited_rows import worth_of_tokens
 from slipstream.draft_length.backoff import Backoff
 from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
@@ -68,7 +69,7 @@ class DraftController:
                 self.backoff.waited(row)
             if note.unread:
                 self.draft_yields.relax()
-                self.cost_model.doubt_reading()
+                self.cost_model.doubt_drafting()
             self.confidence.learn(row, note)
             if (accepted := self.draft_yields.learn(row, note)) is not None:
                 self.backoff.tried(row, accepted)
@@ -102,8 +103,9 @@ class DraftController:
         whole = [n for n, known in zip(draft.lengths, probs, strict=True) if known is None]
         least, beside = max(whole, default=0), sum(whole)
         sure = sum(self.draft_yields.of(row).accepted for row, known in zip(rows, probs, strict=True) if known is None)
+        worth = worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0))
         chosen, _ = best_lengths(
-            [known or [] for known in probs],
+            [[by * prob for prob in known or ()] for by, known in zip(worth, probs, strict=True)],
             lambda longest, drafted: self.cost_model.verify(len(rows), max(longest, least), drafted + beside),
             len(rows) + sure,
             even=self.cost_model.even,
@@ -147,9 +149,10 @@ class DraftController:
         if not rows:
             return False
         drafted = len(chances[0])
+        worth = worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0))
         brought = sum(
-            self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
-            for row, own in zip(rows, chances, strict=True)
+            by * self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
+            for by, row, own in zip(worth, rows, chances, strict=True)
         )
         verify = partial(self.cost_model.verify, batch)
         longer = verify(drafted + 1, (drafted + 1) * len(rows)) - verify(drafted, drafted * len(rows))

@@ -20,7 +20,7 @@ COLUMN = 0.04  # what a further token costs, as a share of a forward of one, whe
 STEP = 0.25  # what a step of a draft model costs, likewise
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
 LEAST = 1e-3  # what a forward is taken to cost at least, in the unit of the measurements
-DOUBT = 0.97  # what the time of a reading counts after a round in which it kept a text unread
+DOUBT = 0.97  # what the time of a reading or a step counts after a round in which it kept a text unread
 
 
 @dataclass
@@ -123,10 +123,16 @@ class CostModel:
             return tokens * self._each
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
-    def doubt_reading(self) -> None:
-        """A round in which a text stayed unread: what reading took counts a little less, or it might for ever."""
+    def doubt_drafting(self) -> None:
+        """A round in which a text stayed unread: what reading and steps took counts less, or it might for ever.
+
+        They may have been measured while the machine was busy with something else, and are not measured again until a
+        text is read.
+        """
         if self._each is not None:
             self._each *= DOUBT
+        for count, taken in self._steps.items():
+            self._steps[count] = deque((seconds * DOUBT for seconds in taken), maxlen=REMEMBERED)
 
     def _assumed(self, shape: tuple[int, int]) -> float:
         """Relative cost of a forward by its rows and tokens; noisy measurements never make one free."""

@@ -71,7 +71,7 @@ class DraftYields:
         """Take in the row's newest round: the tokens its draft brought, or None if there is no news."""
         if not note.asked or note.drafted == 0:
             return None
-        done = row.rounds[-1]
+        done = row.rounds[-1].own
         drafted = len(done.chain) if note.drafted is None else note.drafted
         accepted = min(drafted, done.num_in_place)
         tested = min(drafted, accepted + (len(done.tokens) > done.num_in_place < len(done.chain)))

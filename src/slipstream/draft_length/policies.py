@@ -55,7 +55,7 @@ class Heuristic:
     def observe(self, rows: Sequence[Row]) -> None:
         """Move each row's number by its newest round."""
         for row in rows:
-            done = row.rounds[-1]
+            done = row.rounds[-1].own
             if done.draft:
                 by = UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
                 self._lengths[row] = max(1, min(self._length(row) + by, self.longest))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import common_beginning
 from slipstream.core.input_batch import InputBatch
@@ -53,16 +54,32 @@ class RaggedLayout:
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
         """One forward without padding, where that takes fewer tokens than the rectangle."""
-        width, rows = draft.shape[1], len(batch.starts)
-        if rows == 1 or (keep <= width and set(lengths) != {width}):
+        width = draft.shape[1]
+        flat = None if keep <= width and set(lengths) != {width} else self._flat(table, batch, draft, lengths)
+        if flat is None:
             return self._rectangle.score(table, batch, draft, lengths, keep)
+        return last_of_each(*flat, [keep - width + n for n in lengths], keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See `BatchLayout`; the tokens are put in rows, not the logits."""
+        if (flat := self._flat(table, batch, draft, lengths)) is None:
+            return self._rectangle.best(table, batch, draft, lengths)
+        logits, counts = flat
+        return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
+
+    def _flat(
+        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, list[int]] | None:
+        """[T, V] logits of all rows one behind the other, and how many are whose; None if a rectangle is as small."""
+        if (rows := len(batch.starts)) == 1 or not self.allowed(table):
+            return None
         texts = without_padding(batch, draft, lengths)
         total = self.num_tokens(table, rows, sum(map(len, texts)) - rows)
-        if total is None or total >= rows * batch.width or not self.allowed(table):
-            return self._rectangle.score(table, batch, draft, lengths, keep)
+        if total is None or total >= rows * batch.width:
+            return None
         segments = [RowSegment(slot, start, len(texts[slot])) for slot, start in enumerate(batch.starts)]
         logits = forward_segments(table, end_to_end(texts, total), segments, texts, table.shapes.widths)
-        return last_of_each(logits, [len(text) for text in texts], [keep - width + n for n in lengths], keep)
+        return logits, [len(text) for text in texts]
 
 
 def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
@@ -135,12 +152,12 @@ def end_to_end(texts: Sequence[Sequence[int]], total: int) -> Tensor:
     return torch.tensor(tokens + [0] * (total - len(tokens)), dtype=torch.int64)
 
 
-def last_of_each(logits: Tensor, counts: Sequence[int], wanted: Sequence[int], most: int) -> Tensor:
-    """The last wanted[i] of row i's counts[i] positions, then its last one again. logits: [T, V] -> [B, most, V]."""
+def last_of_each(values: Tensor, counts: Sequence[int], wanted: Sequence[int], most: int) -> Tensor:
+    """The last wanted[i] of row i's counts[i] positions, then its last again. values: [T, ...] -> [B, most, ...]."""
     ends = torch.tensor(counts).cumsum(0)
     own = torch.tensor(wanted)[:, None]
     columns = torch.minimum(torch.arange(most), own - 1)
-    return logits[ends[:, None] - own + columns]
+    return values[ends[:, None] - own + columns]
 
 
 def portions(needs: Sequence[RowSegment], most: int) -> Iterator[list[RowSegment]]:

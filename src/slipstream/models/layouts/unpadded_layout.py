@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.batch_layout import Rectangle
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.input_batch import InputBatch
@@ -55,15 +56,26 @@ class UnpaddedLayout:
         """One forward of all rows' real tokens."""
         width = draft.shape[1]
         real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
-        texts = without_padding(batch, draft, real)
+        logits, counts = self._flat(table, batch, draft, real)
+        return last_of_each(logits, counts, [keep - width + n for n in real], keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See `BatchLayout`."""
+        logits, counts = self._flat(table, batch, draft, lengths)
+        return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
+
+    def _flat(
+        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """[T, V] logits of all rows one behind the other, and how many are whose."""
+        texts = without_padding(batch, draft, lengths)
         counts = [len(text) for text in texts]
         segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]
         pieces = texts
         if table.shapes.token_by_token:
             segments = [RowSegment(one.slot, one.start + i, 1) for one in segments for i in range(one.count)]
             pieces = [[token] for text in texts for token in text]
-        logits = forward_segments(table, end_to_end(texts, sum(counts)), segments, pieces, None)
-        return last_of_each(logits, counts, [keep - width + n for n in real], keep)
+        return forward_segments(table, end_to_end(texts, sum(counts)), segments, pieces, None), counts
 
 
 def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:

@@ -14,8 +14,11 @@ class Stats:
     """Totals over rounds; ratios are derived.
 
     Positions are those of a draft, of a tree its depths: a token counts as accepted there if any of the tree's was.
+    Forced tokens are those of a constraint's drafts; what drafters proposed and what became of it leaves them out.
     Seconds are counted once per step, so the rows of a batch that share a step share its time: the totals of one row
     say how long it was under way, not what it cost alone.
+    accepted_prediction_tokens: committed tokens that came from requests' predictions; rejected_prediction_tokens: the
+    others that were verified. Both None where no request had one.
     """
 
     num_rounds: int = 0
@@ -23,7 +26,10 @@ class Stats:
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_forced_tokens: int = 0
     num_rejected_rounds: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -48,9 +54,16 @@ class Stats:
     def _count(self, done: Round) -> None:
         self.num_rounds += 1
         self.num_output_tokens += len(done.tokens)
+        self.num_forced_tokens += done.origins.count("forced")
+        done = done.own
         self.num_draft_tokens += done.num_draft_tokens
         self.num_accepted_tokens += done.num_accepted_tokens
         self.num_rejected_rounds += done.rejected
+        if done.num_prediction_tokens is not None:
+            accepted = min(done.num_prediction_tokens, done.num_accepted_tokens)
+            rejected = done.num_prediction_tokens - accepted
+            self.accepted_prediction_tokens = (self.accepted_prediction_tokens or 0) + accepted
+            self.rejected_prediction_tokens = (self.rejected_prediction_tokens or 0) + rejected
         longer = done.num_levels - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * longer)
         self.accepted_per_position.extend([0] * longer)

@@ -1,0 +1,128 @@
+"""Draft trees of a given number of nodes, grown where they are likeliest to be accepted.
+
+Of all trees of so many nodes, the one of the likeliest paths is expected to have the most tokens accepted, and
+best-first search finds it (OPT-Tree, Wang et al. 2024, arXiv:2406.17276, section 3). This module knows no drafter and
+no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from slipstream.core.types import Draft, Row
+from slipstream.draft_length.acceptance_model import AcceptanceModel
+
+UNLIKELY = 0.01  # a path less likely than this is not followed
+LEFT = 0.05  # where less is left of the probability of a path, no further token for its next place is looked for
+
+
+class Follower(NamedTuple):
+    """A token that may come next. kind: of its chance; prob: of the path with it; place: where that path then ends."""
+
+    token: int
+    kind: int
+    prob: float
+    place: Any
+
+
+class Node(NamedTuple):
+    """A token of a draft. parent: number of the node it follows, -1 for none; kind: of its chance; prob: of its path.
+
+    The chance of a token is given that those proposed before it for the same place are wrong.
+    """
+
+    parent: int
+    token: int
+    kind: int
+    prob: float
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """How likely the tokens are that a drafter knows for the same place.
+
+    chance: of a token by its kind, given that those before it are wrong. most: tokens of a place. kinds: how many there
+    are of first choices; as many follow for each further rank, up to `ranks`.
+    """
+
+    chance: Callable[[int], float]
+    most: int
+    kinds: int
+    ranks: int = 2
+
+    def followers(self, known: Iterable[tuple[int, int, Any]], prob: float) -> Iterator[Follower]:
+        """The tokens of a place whose path is so likely. known: token, kind as a first choice and place, best first."""
+        at_most, rank = prob, 0
+        for token, kind, place in islice(known, self.most):
+            kind += self.kinds * rank
+            own = self.chance(kind)
+            at_most = min(at_most, prob * own)
+            yield Follower(token, kind, at_most, place)
+            prob, rank = prob * (1 - own), min(rank + 1, self.ranks - 1)
+            if prob < LEFT:
+                return
+
+
+def grown(
+    followers: Callable[[Any, float], Iterator[Follower]],
+    start: Any,
+    length: int,
+    deepest: int | None = None,
+) -> list[Node]:
+    """Up to `length` nodes, at least one wanted, the likeliest first, none less likely than UNLIKELY.
+
+    followers(place, prob): what may follow at a place whose path is so likely; none may be likelier than the path or
+    than the one before it. It is read as far as the tree needs. deepest: a chain of up to so many tokens and leaves
+    beside it; by default every node may be followed.
+    """
+    nodes, waiting = list[Node](), list[tuple[Any, ...]]()  # by probability, then by age
+
+    def wait(siblings: Iterator[Follower], parent: int, depth: int, leads: bool) -> None:
+        for one in siblings:  # the next alone
+            if one.prob >= UNLIKELY:
+                heappush(waiting, (-one.prob, depth, len(nodes), not leads, one, parent, siblings))
+            break
+
+    wait(followers(start, 1.0), -1, 0, True)
+    while waiting:
+        _, depth, _, beside, (token, kind, prob, place), parent, siblings = heappop(waiting)
+        nodes.append(Node(parent, token, kind, prob))
+        if len(nodes) == length:
+            break
+        wait(siblings, parent, depth, False)
+        if deepest is None or not (beside or depth + 1 >= deepest):
+            wait(followers(place, prob), len(nodes) - 1, depth + 1, not beside)
+    return nodes
+
+
+def draft_of(trees: Sequence[Sequence[Node]], device: torch.device, *, told: bool = True) -> Draft:
+    """A draft of one tree per row, with acceptance probabilities if `told`; without branches a chain."""
+    probs = [[node.prob for node in nodes] for nodes in trees] if told else None
+    made = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
+    parents = tuple(tuple(node.parent for node in nodes) for nodes in trees)
+    branching = any(parent != at - 1 for own in parents for at, parent in enumerate(own))
+    return replace(made, parents=parents) if branching else made
+
+
+def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:
+    """Take in what became of a tree that stood at `start`: at each place its tokens up to the one that came.
+
+    The text may be shorter or longer than the tree.
+    """
+    at = -1
+    for came in row.tokens[start:]:
+        for number in range(at + 1, len(nodes)):
+            parent, token, kind, _ = nodes[number]
+            if parent == at:
+                acceptance_model.learn(row, (kind,), (token,), (came,))
+                if token == came:
+                    break
+        else:
+            return
+        at = number

@@ -1,0 +1,72 @@
+"""Drafts of rows that a caller waits for together go where they bring the end nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.draft_length.awaited_rows import awaited_together, worth_of_tokens
+
+
+def rows_of(remaining: Sequence[int]) -> list[Row]:
+    rows = []
+    for index, left in enumerate(remaining):
+        row = Row(index, [1], SamplingParams(max_tokens=64), seed=0)
+        row.tokens += [2] * (64 - left)
+        row.rounds = [None]  # type: ignore[list-item]  # one is under way
+        rows.append(row)
+    return rows
+
+
+def seconds(count: int) -> float:
+    return 10.0 + 0.5 * count
+
+
+def test_rows_that_are_ahead_gain_only_what_a_row_costs() -> None:
+    rows = rows_of([60, 60, 30, 1])
+    with awaited_together(rows):
+        worth = worth_of_tokens(rows, seconds)
+    least = 0.5 * 4 / 12
+    assert worth[:2] == [1.0, 1.0]
+    assert worth[2] == pytest.approx(least + (1 - least) / 16) and worth[3] == pytest.approx(least, abs=1e-6)
+
+
+def test_all_tokens_are_worth_the_same_where_nobody_waits_for_the_last_row() -> None:
+    rows = rows_of([60, 30])
+    assert worth_of_tokens(rows, seconds) == [1.0, 1.0]  # rows of a scheduler
+    others = rows_of([50, 20])
+    with awaited_together(rows), awaited_together(others):
+        assert worth_of_tokens([rows[0], others[1]], seconds) == [1.0, 1.0]  # of two callers
+    with awaited_together([*rows, *others]):
+        others[1].rounds = []  # still has to find a place, which an early end gives it
+        assert worth_of_tokens(rows, seconds) == [1.0, 1.0]
+    with awaited_together(rows[:1]):
+        assert worth_of_tokens(rows[:1], seconds) == [1.0]
+
+
+def test_rows_do_not_refer_to_each_other_after_their_call() -> None:
+    rows = rows_of([5, 5])
+    with pytest.raises(RuntimeError), awaited_together(rows):
+        assert rows[0].together is rows
+        raise RuntimeError
+    assert not rows[0].together and not rows[1].together
+
+
+def test_a_batch_is_decoded_together_and_its_texts_are_those_of_the_rows_alone() -> None:
+    prompts = ["The heron and the heron and the", "A sparrow", "and the sparrow was"]
+    decoder = SpeculativeDecoder("toy", drafter="suffix", max_batch_size=3)
+    seen: list[Sequence[Row]] = []
+    watched = decoder._engine.policy.lengths
+
+    def lengths(rows: Sequence[Row]) -> list[int]:
+        seen.append(rows[0].together)
+        return watched(rows)
+
+    decoder._engine.policy.lengths = lengths  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=24)
+    texts = [result.token_ids for result in decoder.generate(prompts, params)]
+    assert {len(together) for together in seen} == {3}
+    assert texts == [decoder.generate(prompt, params).token_ids for prompt in prompts]
