@@ -5,10 +5,17 @@
     python benchmarks/drafter_replay.py README.md docs/*.md --tokenizer smollm2 --row-length 100000
 
 The target is taken to say exactly the recorded text, as greedy decoding would: a round keeps the draft tokens that
-agree with it and adds one. Inputs: `runs.jsonl` of a benchmark (the texts of its first arm; prompts are those that
-come with the package, or --prompt-file), other .jsonl files with {"prompt": [ids], "output": [ids], "family": name} in
-each line, or text files, of which the first part is the prompt. The texts of a family are replayed in order with one
-drafter, whose store, if it has one, learns from each.
+agree with it, of a tree the longest path that does, and adds one. Inputs: see `recorded_texts.py`. The texts of a
+family are replayed in order with one drafter, whose store, if it has one, learns from each. Drafters that learn from
+the target's rankings are told those of the recorded positions, where the recording has them (`ranking_record.py`);
+what they would learn behind rejected tokens is not known.
+
+With --trees each drafter drafts as for num_draft_tokens="auto", as far as is likely, and those that can branch do so
+twice: chains, then trees of at most as many tokens. --least cuts both to the tokens that are so likely to be accepted,
+as costs would; where drafts have no acceptance probabilities nothing is cut.
+
+    python benchmarks/ranking_record.py smollm2 recorded.jsonl
+    python benchmarks/drafter_replay.py recorded.jsonl --trees --drafter suffix --drafter token_recycling
 
 With --row-length N there is a second table: rows that begin with N tokens (all texts, over and over), then 2,000 rounds
 of which each commits one token. Times are those of this process on the processor, so that other load matters less.
@@ -16,10 +23,9 @@ of which each commits one token. Times are those of this process on the processo
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from pathlib import Path
 from time import process_time
@@ -27,37 +33,25 @@ from typing import Annotated
 
 import torch
 import typer
+from recorded_texts import Recorded, read_texts, tokenizer_of
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from slipstream import Drafter, SamplingParams, SlipstreamError, UsageError
-from slipstream.bench.plan import name_prompts
-from slipstream.bench.records import FILE, read_records
+from slipstream.core.interfaces import Observer
 from slipstream.core.rng import Race
-from slipstream.core.types import Row
-from slipstream.drafters import Setup, load
+from slipstream.core.types import Draft, Row, Verdict
+from slipstream.drafters import Setup, load, traits
 from slipstream.drafters.suffix import SuffixDrafter
-from slipstream.models.hf.hf_tokenizer import load_tokenizer
-from slipstream.models.hf.model_files import quiet, resolve
-from slipstream.models.toy import ToyTokenizer
+from slipstream.models.hf.model_files import quiet
 from slipstream.sampling.sampler import Sampler
-from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.prompts import builtin_prompts, read_prompts
 
 CPU = torch.device("cpu")
 ROUNDS = 2000  # of the second table
 DRAFTERS = ["ngram", "ngram_table", "suffix:outputs=0", "suffix"]
+Variant = tuple[str, str, Setup]  # its title, the drafter's name and what it is built from
 console = Console(width=None if sys.stdout.isatty() else 120)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A prompt and what was said to it, as token ids."""
-
-    family: str
-    prompt: list[int]
-    output: list[int]
 
 
 @dataclass
@@ -69,6 +63,11 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """Count another tally in."""
+        for one in fields(other):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def cells(self) -> list[str]:
         """Tokens per forward, drafted tokens per round, acceptance rate, microseconds per round."""
@@ -84,6 +83,7 @@ class Replay:
     drafter: Drafter
     vocab_size: int
     num_draft_tokens: int
+    least: float = 0.0  # acceptance probability below which tokens are not verified, where it is known
 
     def __post_init__(self) -> None:
         self._race = Race(self.vocab_size, CPU)
@@ -92,23 +92,48 @@ class Replay:
         """Rounds until the whole output is said."""
         row, output = _row(text.prompt, len(text.output)), text.output
         while (at := row.num_output_tokens) < len(output):
-            draft = self.propose(row, into)
-            accepted = next((i for i, token in enumerate(draft) if token != output[at + i]), len(draft))
+            accepted = _accepted(self.propose(row, into), output[at:])
+            if text.rankings is not None:
+                self._tell(row, output[at : at + accepted], text.rankings[at : at + accepted + 1])
             row.commit(output[at : at + accepted + 1])
             into.accepted += accepted
         into.tokens += len(output)
 
-    def propose(self, row: Row, into: Tally) -> list[int]:
+    def propose(self, row: Row, into: Tally) -> Draft:
         """One draft, timed and counted."""
         sampler = Sampler([row], self._race, self.vocab_size, CPU)
         length = min(self.num_draft_tokens, row.remaining - 1)
         started = process_time()
         draft = self.drafter.propose([row], [length], sampler)
         into.seconds += process_time() - started
+        if draft.acceptance_probs is not None:
+            draft = draft.cut([sum(prob >= self.least for prob in known or ()) for known in draft.acceptance_probs])
         into.rounds += 1
         into.drafted += draft.lengths[0]
-        tokens: list[int] = draft.tokens[0, : draft.lengths[0]].tolist()
-        return tokens
+        return draft
+
+    def _tell(self, row: Row, accepted: list[int], rankings: list[list[int]]) -> None:
+        """Let a drafter that observes see what the target ranked highest along the accepted tokens and after them."""
+        if isinstance(self.drafter, Observer):
+            logits = torch.zeros(1, len(rankings), self.vocab_size)
+            ranked = torch.tensor([rankings])
+            logits.scatter_(2, ranked, torch.arange(ranked.shape[2], 0, -1.0).expand(ranked.shape))
+            draft = Draft.from_lists([accepted], CPU)
+            verdict = Verdict(torch.tensor([len(accepted)]), torch.tensor([rankings[-1][0]]))
+            self.drafter.observe([row], draft, logits, verdict)
+
+
+def _accepted(draft: Draft, text: Sequence[int]) -> int:
+    """How many tokens of the text the draft has, from its beginning on."""
+    tokens: list[int] = draft.tokens[0, : draft.lengths[0]].tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents[0]
+    node, count = -1, 0
+    for came in text:
+        children = [n for n, parent in enumerate(parents) if parent == node and tokens[n] == came]
+        if not children:
+            break
+        node, count = children[0], count + 1
+    return count
 
 
 def _row(prompt: Sequence[int], count: int) -> Row:
@@ -126,44 +151,54 @@ def main(
     prompt_share: Annotated[float, typer.Option(min=0.01, max=0.99, help="of a text file")] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="of each output")] = 1000,
     row_length: Annotated[int, typer.Option(min=0, help="tokens before the rounds of the second table; 0: none")] = 0,
+    trees: Annotated[bool, typer.Option("--trees", help="compare trees with chains")] = False,
+    least: Annotated[float, typer.Option(min=0, max=1, help="of --trees: verify no token less likely than this")] = 0,
 ) -> None:
     """Print a line per family and drafter."""
     quiet()
     try:
-        _report(
-            read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens),
-            drafter,
-            num_draft_tokens,
-            row_length,
-        )
+        texts = read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens)
+        setup = Setup(CPU, 1 + max(token for text in texts for token in text.token_ids()))
+        made = [*_in_both_ways(drafter, setup)] if trees else [(name, name, setup) for name in drafter]
+        _report(texts, made, num_draft_tokens, least)
+        if row_length:
+            _long_row(texts, made, num_draft_tokens, row_length)
     except SlipstreamError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
-def _report(texts: list[Recorded], drafters: list[str], num_draft_tokens: int, row_length: int) -> None:
-    largest = max(token for text in texts for token in (*text.prompt, *text.output))
-    setup = Setup(CPU, largest + 1)
+def _in_both_ways(drafters: list[str], setup: Setup) -> Iterator[Variant]:
+    for name in drafters:
+        told = replace(setup, acceptance_probs=True)
+        yield f"{name}, chain", name, told
+        if traits(name).branches:
+            yield f"{name}, tree", name, replace(told, siblings=1)
+
+
+def _report(texts: list[Recorded], variants: list[Variant], num_draft_tokens: int, least: float) -> None:
     families = [*dict.fromkeys(text.family for text in texts)]
     table = _table("family", "drafter", "tokens per forward", "drafted per round", "acceptance", "us per round")
+    sums = {title: Tally() for title, *_ in variants}
     for family in families:
-        for name in drafters:
-            replay, tally = Replay(load(name, setup), setup.vocab_size, num_draft_tokens), Tally()
+        for title, name, setup in variants:
+            replay, tally = Replay(load(name, setup), setup.vocab_size, num_draft_tokens, least), Tally()
             for text in texts:
                 if text.family == family:
                     replay.play(text, tally)
-            table.add_row(family, name, *tally.cells())
+            table.add_row(family, title, *tally.cells())
+            sums[title].add(tally)
         table.add_section()
+    for title, tally in sums.items():
+        table.add_row("all", title, *tally.cells())
     console.print(table)
-    if row_length:
-        _long_row(texts, drafters, setup, num_draft_tokens, row_length)
 
 
-def _long_row(texts: list[Recorded], drafters: list[str], setup: Setup, num_draft_tokens: int, row_length: int) -> None:
+def _long_row(texts: list[Recorded], variants: list[Variant], num_draft_tokens: int, row_length: int) -> None:
     tokens = [*islice(cycle(token for text in texts for token in (*text.prompt, *text.output)), row_length + ROUNDS)]
     unique = sum(len(text.prompt) + len(text.output) for text in texts)
     table = _table("drafter", f"first {row_length:,} tokens, us each", "then us per token and draft", "bytes per token")
-    for name in drafters:
+    for title, name, setup in variants:
         made = load(name, setup)
         replay, first, then = Replay(made, setup.vocab_size, num_draft_tokens), Tally(), Tally()
         row = _row(tokens[:row_length], ROUNDS + num_draft_tokens + 1)
@@ -172,7 +207,7 @@ def _long_row(texts: list[Recorded], drafters: list[str], setup: Setup, num_draf
             row.commit([token])
             replay.propose(row, then)
         size = f"{made.memory_bytes() / len(row.tokens):.0f}" if isinstance(made, SuffixDrafter) else "-"
-        table.add_row(name, f"{first.seconds / row_length * 1e6:.1f}", f"{then.seconds / then.rounds * 1e6:.1f}", size)
+        table.add_row(title, f"{first.seconds / row_length * 1e6:.1f}", f"{then.seconds / then.rounds * 1e6:.1f}", size)
     console.print(table)
     console.print(f"{min(unique, len(tokens)):,} of the tokens are different texts; the rest repeats them.")
 
@@ -182,68 +217,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in ("family", "drafter") else "right")
     return table
-
-
-def tokenizer_of(source: str) -> Tokenizer:
-    """The tokenizer of a model by its name."""
-    found = ToyTokenizer() if source == "toy" else load_tokenizer(source, resolve(source))
-    if found is None:
-        raise UsageError(f"model {source!r} has no tokenizer; allowed: a model with one, or toy")
-    return found
-
-
-def read_texts(
-    inputs: Sequence[Path], tokenizer: Tokenizer, prompt_file: Path | None, share: float, max_tokens: int
-) -> list[Recorded]:
-    """The texts of the inputs, see above."""
-    found: list[Recorded] = []
-    for path in inputs:
-        if path.name == FILE:
-            found += _of_runs(path, tokenizer, prompt_file)
-        elif path.suffix == ".jsonl":
-            found += _of_ids(path)
-        else:
-            ids = tokenizer.encode(read_prompts(path)[0].prompt)
-            cut = int(len(ids) * share)
-            found.append(Recorded(path.suffix.lstrip(".") or "text", ids[:cut], ids[cut:]))
-    texts = [Recorded(t.family, t.prompt, t.output[:max_tokens]) for t in found if t.prompt and t.output]
-    if not texts:
-        raise UsageError(f"{', '.join(map(str, inputs))}: no texts; allowed: inputs with a prompt and an output")
-    return texts
-
-
-def _of_runs(path: Path, tokenizer: Tokenizer, prompt_file: Path | None) -> Iterator[Recorded]:
-    """The texts that the first arm said to each prompt."""
-    header, runs = read_records(path.parent)
-    named = name_prompts(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))
-    prompts = {prompt.digest: prompt for prompt in named}
-    first, digests, seen = header.settings["arms"][0], header.settings["prompts"], set[str]()
-    for run in runs:
-        for name, text in zip(run.prompts, run.texts, strict=run.error is None):
-            if run.arm != first or name in seen:
-                continue
-            seen.add(name)
-            if digests[name] not in prompts:
-                raise UsageError(f"{str(path)!r}: prompt {name!r} is not known; allowed: its file as --prompt-file")
-            prompt = prompts[digests[name]].text
-            chat = tokenizer.has_chat_template and header.settings["chat"]
-            ids = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-            yield Recorded(name.partition("/")[0], ids, text)
-
-
-def _of_ids(path: Path) -> Iterator[Recorded]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
-    for number, line in enumerate(filter(str.strip, lines), 1):
-        try:
-            item = json.loads(line)
-            yield Recorded(str(item.get("family", path.stem)), list(item["prompt"]), list(item["output"]))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"{str(path)!r}, line {number}: {error!r}; allowed: an object with prompt and output as lists of ids"
-            ) from error
 
 
 if __name__ == "__main__":

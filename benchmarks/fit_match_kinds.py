@@ -4,17 +4,19 @@
     python benchmarks/fit_match_kinds.py RUNS/runs.jsonl --tokenizer smollm2
     python benchmarks/fit_match_kinds.py README.md docs/*.md --tokenizer smollm2
 
-Inputs are those of `drafter_replay.py`. The suffix drafter drafts the recorded outputs round by round, from the
+Inputs are those of `recorded_texts.py`. The suffix drafter drafts the recorded outputs round by round, from the
 row's own text; the tokens of a draft count up to the first that differs from the text. A token's log-odds are a number
 for the length of its context plus one for how far its occurrences agree: logistic regression, with a small ridge for
 kinds that hardly occur. Printed are the fitted numbers beside those in use, and the log-loss per token of both on texts
 that were not fitted (two halves, each judged by the fit of the other), learning from each row as the drafter does.
+Then the same fit of runners-up: at each token of the outputs, those proposed beside a first choice that was wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import exp, log
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +24,8 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from drafter_replay import Recorded, read_texts, tokenizer_of
 from numpy.typing import NDArray
+from recorded_texts import Recorded, read_texts, tokenizer_of
 from rich.table import Table
 from terminal import console, run
 
@@ -32,7 +34,17 @@ from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters.suffix import SuffixDrafter
-from slipstream.drafters.suffix.match_kinds import AGREED, BY_AGREEMENT, BY_LENGTH, prior
+from slipstream.drafters.suffix.automaton import SuffixAutomaton
+from slipstream.drafters.suffix.match_kinds import (
+    AGREED,
+    BESIDE_BY_AGREEMENT,
+    BESIDE_BY_LENGTH,
+    BY_AGREEMENT,
+    BY_LENGTH,
+    known_after,
+    prior,
+)
+from slipstream.drafters.suffix.suffix_drafter import BRANCHES
 from slipstream.models.hf.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
@@ -90,6 +102,22 @@ def observe(text: Recorded, vocab_size: int, length: int) -> Seen:
         row.commit(left[: accepted + 1])
 
 
+def observe_beside(text: Recorded) -> Seen:
+    """The runners-up at each token of a text whose first choice was wrong, up to the one that came."""
+    own, seen = SuffixAutomaton(), list[tuple[int, bool]]()
+    own.learn(text.prompt, newest=False)
+    for came in text.output:
+        match = own.followed(own.end)
+        known = known_after(own, (match, own.count(match) - 1))
+        for rank, (token, kind, _) in enumerate(islice(known, 1 + BRANCHES)):
+            if rank:
+                seen.append((kind, token == came))
+            if token == came:
+                break
+        own.learn([came])
+    return seen
+
+
 def fit(seen: Sequence[Seen]) -> Fit:
     """Newton's method on the log-loss plus the ridge."""
     lengths, kinds = len(BY_LENGTH), len(BY_LENGTH) * AGREED
@@ -142,9 +170,13 @@ def main(
     seen = [observe(text, vocab_size, num_draft_tokens) for text in texts]
     halves = seen[::2], seen[1::2]
     whole = fit(seen)
+    beside = [observe_beside(text) for text in texts]
+    others = fit(beside)
     for title, fitted, used in (
         ("BY_LENGTH", whole.by_length, BY_LENGTH),
         ("BY_AGREEMENT", whole.by_agreement, BY_AGREEMENT),
+        ("BESIDE_BY_LENGTH", others.by_length, BESIDE_BY_LENGTH),
+        ("BESIDE_BY_AGREEMENT", others.by_agreement, BESIDE_BY_AGREEMENT),
     ):
         table = Table("", *map(str, range(len(used))), title=title)
         table.add_row("fitted", *(f"{value:.2f}" for value in fitted))
@@ -155,6 +187,8 @@ def main(
     sizes = [sum(map(len, half)) for half in halves]
     fitted_loss, used_loss = (float(np.average(losses, weights=sizes)) for losses in (other, own))
     console.print(f"{len(texts)} texts, {sum(sizes)} draft tokens")
+    came = [came for text in beside for _, came in text]
+    console.print(f"{len(came)} runners-up, of which {sum(came) / max(1, len(came)):.1%} came true")
     console.print(f"log-loss per token on unfitted texts: fitted {fitted_loss:.4f}, in use {used_loss:.4f}")
 
 

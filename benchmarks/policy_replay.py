@@ -133,12 +133,12 @@ class Replay:
         return seconds.total
 
     def _drafting(self, rows: int, steps: int) -> float:
-        width = self.costs.pad(1)
+        width = self.costs.pad(1, rows)
         return (self.costs.round(rows, width, steps) - self.costs.round(rows, width, 0)) / 1e3
 
     def verify(self, rows: int, drafted: int) -> float:
         """Seconds of a forward over rows that draft up to `drafted` tokens."""
-        return self.costs.plain(rows, self.costs.pad(drafted + 1)) / 1e3
+        return self.costs.plain(rows, self.costs.pad(drafted + 1, rows)) / 1e3
 
 
 def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Replay]]:
@@ -172,7 +172,7 @@ def settings(records: Sequence[Record], costs: Costs) -> Iterator[tuple[str, Rep
 
 def cost_model_of(costs: Costs) -> CostModel:
     """What a decoder would know of these costs beforehand."""
-    return CostModel(lambda width, rows: costs.pad(width), measured=costs.target[1])
+    return CostModel(lambda width, rows: costs.pad(width, rows), measured=costs.target[1])
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -30,8 +30,16 @@ def test_the_constants_in_use_are_found_again_in_tokens_accepted_by_them() -> No
 
 def test_a_text_that_repeats_its_prompt_is_seen_to_be_accepted() -> None:
     import fit_match_kinds as fitting
-    from drafter_replay import Recorded
+    from recorded_texts import Recorded
 
     seen = fitting.observe(Recorded("text", [*range(20)], [*range(20)]), 20, 4)
     assert len(seen) >= 15 and all(came for _, came in seen)
     assert fitting.log_loss(fitting.prior(), [seen]) < 0.4
+
+
+def test_runners_up_are_seen_where_the_first_choice_was_wrong() -> None:
+    import fit_match_kinds as fitting
+    from recorded_texts import Recorded
+
+    text = Recorded("text", [1, 2, 1, 2, 1, 3, 4], [1, 2, 5, 1, 3])  # after 1: 2 each time, then 3
+    assert [came for _, came in fitting.observe_beside(text)] == [True]

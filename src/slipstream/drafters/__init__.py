@@ -20,7 +20,7 @@ from slipstream.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.core.interfaces import Drafter
+    from slipstream.core.interfaces import Drafter, DraftScorer
     from slipstream.core.session import Session
     from slipstream.core.traits import Traits
     from slipstream.draft_length.controller import DraftController
@@ -42,7 +42,7 @@ class Setup:
 
     device: torch.device
     vocab_size: int
-    session: Session | None = None
+    session: DraftScorer | None = None
     coupled: bool = False
     controller: DraftController | None = None
     confidence: float = 0.0

@@ -72,7 +72,7 @@ class HybridDrafter:
             drafted = _extended(self.first, rows, lengths, drafted)
         retrieved = [n == 0 for n in wanted]
         found = found.cut([n if own else 0 for own, n in zip(retrieved, found.lengths, strict=True)])
-        return replace(_merged(retrieved, found, drafted), notes=None if notes is None else tuple(notes))
+        return replace(merged(retrieved, found, drafted), notes=None if notes is None else tuple(notes))
 
     def forget(self) -> None:
         """Drop what either learned from requests."""
@@ -106,7 +106,7 @@ def _extended(by: Extender, rows: Sequence[Row], lengths: Sequence[int], draft: 
     return replace(longer, acceptance_probs=tuple(probs), steps=draft.steps, siblings=draft.siblings)
 
 
-def _merged(retrieved: Sequence[bool], found: Draft, drafted: Draft) -> Draft:
+def merged(retrieved: Sequence[bool], found: Draft, drafted: Draft) -> Draft:
     """Rows of `found` that are `retrieved`, else of `drafted`."""
     width = max(found.width, drafted.width)
     first = torch.tensor(retrieved).to(found.tokens.device, non_blocking=True)
@@ -155,7 +155,8 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
         )
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
-    retrieving = suffix.build(replace(setup, acceptance_probs=True), given[2] or "outputs=0")
+    chains = replace(setup, acceptance_probs=True, siblings=0, shaped=False)  # the draft model's siblings stand beside
+    retrieving = suffix.build(chains, given[2] or "outputs=0")
     if retrieving.acceptance_model is None:
         raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
     stops = setup.controller is None and not (setup.confidence or setup.shaped) and setup.device.type == "cpu"

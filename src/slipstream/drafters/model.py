@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.traits import Traits
@@ -61,7 +62,7 @@ class ModelDrafter:
                 stream = Stream.DRAFT if sampled else Stream.TOKEN
                 chosen = sampler.draw(distributions[-1], j, stream)[:, 0]
             else:
-                chosen = scores[:, 0].argmax(-1)
+                chosen = argmax(scores[:, 0])
             tokens[:, j] = chosen
             if self.stop is not None or beside:
                 confidence = self._confidence(scores[:, 0], distributions, sampler)
@@ -101,7 +102,7 @@ class ModelDrafter:
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=chosen.device)
         for _ in range(beside):
             left = left.scatter(1, columns[-1][:, None], 0.0)
-            best = left.argmax(-1)
+            best = argmax(left)
             columns.append(
                 best if sampler.all_greedy else torch.where(greedy, best, sampler.draw(left[:, None], j)[:, 0])
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,12 +19,21 @@ from torch import Tensor
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
+from slipstream.draft_length.acceptance_model import AcceptanceModel
+from slipstream.draft_length.best_first import Alternatives, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 
 SHORTEST, LONGEST, LIMIT = 2, 5, 16  # of the n-grams: a context and the token that followed it
 ALTERNATIVES = 4  # how many of the target's likeliest tokens are noted per position
+AGREED, SIZES = 3, 4  # kinds of tokens: by how far their context's occurrences agree, and by its length, up to 4
+KINDS = 1 + AGREED * SIZES  # the first is what the target ranked
+# chance of a token of each kind, and of the second and third of a place given that those before it are wrong
+PRIOR = (0.25, 0.08, 0.3, 0.3, 0.2, 0.55, 0.6, 0.4, 0.6, 0.75, 0.3, 0.6, 0.9)
+CHANCES = (*PRIOR, *(0.17 for _ in PRIOR), *(0.1 for _ in PRIOR))
+BRANCHES = 2  # tokens beside the best one of each place
 SPAN = 1 << 16  # a table covers the last SPAN to 2 * SPAN tokens of its row
+Place = tuple[list[int], int]  # the nodes of the last 0, 1, ... tokens before a token, and that one, or -1 for none
 ARGUMENT = re.compile(r"(?:(?:(\d+)-)?(\d+)(\+fill)?|(fill))?")
 
 
@@ -40,6 +50,7 @@ class _Table:
         self._stride = vocab_size | 1  # odd, so that the low bits of a key depend on the node as well
         self._child: dict[int, int] = {}  # node * stride + token -> node
         self._token, self._count, self._best = array("q", [0]), array("q", [0]), array("q", [0])
+        self._last = -1
         self._ends = [0]  # the nodes of the last 0, 1, ... tokens
         self._ranks: dict[int, dict[int, int]] = {}  # token -> what the target ranked high after it, and how high
         self._leader: dict[int, int] = {}  # token -> the highest of those
@@ -63,6 +74,7 @@ class _Table:
                 ends.append(gram)
             self._ends = ends[: self._longest + 1]
         self._learned = len(tokens)
+        self._last = tokens[-1]
 
     def rank(self, token: int, ranking: Sequence[int]) -> None:
         """Note what the target ranked highest after a token, best first; ranks add up over its occurrences."""
@@ -79,6 +91,40 @@ class _Table:
             drafted.append(token)
             ends, last = self._after(ends, token), token
         return drafted
+
+    @property
+    def end(self) -> Place:
+        """Where the row's text ends."""
+        return self._ends, -1
+
+    def alternatives(self, place: Place) -> Iterator[tuple[int, int, Place]]:
+        """What may follow, of what kind and where it leads, in the order of `_likeliest` and each token once.
+
+        Of the target's ranking all tokens are told, best first, and of every context the most frequent one.
+        """
+        (before, token), told = place, list[int]()
+        ends, last = (before, self._last) if token < 0 else (self._after(before, token), token)
+        for token, kind in self._known(ends, last):
+            if token not in told:
+                yield token, kind, (ends, token)
+                told.append(token)
+
+    def _known(self, ends: list[int], last: int) -> Iterator[tuple[int, int]]:
+        first = max(self._shortest, 2)
+        for size in range(len(ends) - 1, first - 1, -1):
+            if gram := self._best[ends[size]]:
+                yield self._token[gram], self._kind(size, ends[size], gram)
+        if last in self._leader:
+            yield self._leader[last], 0
+            ranks = self._ranks[last]
+            yield from ((token, 0) for token in sorted(ranks, key=ranks.__getitem__, reverse=True))
+        if self._shortest == 1 and len(ends) > 1 and (gram := self._best[ends[1]]):
+            yield self._token[gram], self._kind(1, ends[1], gram)
+
+    def _kind(self, size: int, node: int, gram: int) -> int:
+        """By the length of the context, and whether at most half of its occurrences agree, more or all."""
+        share = self._count[gram] / max(1, self._count[node] - (node in self._ends))  # nothing has followed the end
+        return AGREED * (min(size, SIZES) - 1) + 1 + (share > 0.5) + (share >= 1)
 
     def _likeliest(self, ends: list[int], last: int) -> int | None:
         """By the longest context of two or more tokens, else by the target's ranking, else by one token of context."""
@@ -115,6 +161,10 @@ class NgramTableDrafter:
     longest: int = LONGEST
     shortest: int = SHORTEST
     fill: bool = False
+    acceptance_model: AcceptanceModel | None = None
+    branches: int = 0
+    shaped: bool = False
+    _guesses: WeakKeyDictionary[Row, tuple[int, list[Node]]] = field(default_factory=WeakKeyDictionary, repr=False)
     _tables: WeakKeyDictionary[Row, _Table] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,11 +176,28 @@ class NgramTableDrafter:
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The likeliest continuation of each row by its own table; nothing where the table knows none."""
+        if self.acceptance_model is not None:
+            branches = self.branches if sampler.branching else 0
+            drafts = [
+                self._grown(self.acceptance_model, row, length, branches) if length else []
+                for row, length in zip(rows, lengths, strict=True)
+            ]
+            return draft_of(drafts, sampler.device)
         proposals = [
             self._table(row).follow(row.tokens[-1], length) if length else []
             for row, length in zip(rows, lengths, strict=True)
         ]
         return Draft.from_lists(proposals, sampler.device)
+
+    def _grown(self, acceptance_model: AcceptanceModel, row: Row, length: int, branches: int) -> list[Node]:
+        table = self._table(row)
+        if row in self._guesses:
+            learn(acceptance_model, row, *self._guesses[row])
+        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS, ranks=3)
+        deepest = -(-length // (1 + branches)) if self.shaped else None
+        nodes = grown(lambda at, prob: likely.followers(table.alternatives(at), prob), table.end, length, deepest)
+        self._guesses[row] = len(row.tokens), nodes
+        return nodes
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """Note the target's likeliest tokens after each row's last token and accepted draft tokens; see `Observer`."""
@@ -138,12 +205,14 @@ class NgramTableDrafter:
             return
         top = logits.topk(min(ALTERNATIVES, logits.shape[-1]), dim=-1).indices
         told: list[list[int]] = torch.cat([verdict.accepted[:, None], draft.tokens, top.flatten(1)], dim=1).tolist()
-        for row, (accepted, *others) in zip(rows, told, strict=True):
+        paths = [range(draft.width)] * len(rows) if verdict.path is None else verdict.path.tolist()
+        for row, path, (accepted, *others) in zip(rows, paths, told, strict=True):
             table = self._tables.get(row)
             if table is None:
                 continue  # never asked for a draft
             size, ranking = top.shape[-1], others[draft.width :]
-            for j, token in enumerate([row.tokens[-1], *others[:accepted]]):
+            for j in (0, *(1 + node for node in path[:accepted])):
+                token = others[j - 1] if j else row.tokens[-1]
                 table.rank(token, ranking[j * size : (j + 1) * size])
 
     def _table(self, row: Row) -> _Table:
@@ -157,7 +226,7 @@ class NgramTableDrafter:
 
 
 USAGE = "ngram_table[:N][+fill]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7)
+TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramTableDrafter:
@@ -170,4 +239,12 @@ def build(setup: Setup, argument: str) -> NgramTableDrafter:
         )
     first, last, with_sizes, alone = match.groups()
     longest = int(last or LONGEST)
-    return NgramTableDrafter(setup.vocab_size, longest, int(first or SHORTEST), fill=bool(with_sizes or alone))
+    return NgramTableDrafter(
+        setup.vocab_size,
+        longest,
+        int(first or SHORTEST),
+        fill=bool(with_sizes or alone),
+        acceptance_model=AcceptanceModel(CHANCES, shared=False) if setup.siblings else None,
+        branches=setup.siblings if setup.shaped or not setup.siblings else BRANCHES,
+        shaped=setup.shaped,
+    )

@@ -102,12 +102,14 @@ class BridgedSession:
         rendered = self._rendered(row)
         if rendered is not None:
             text = DraftText(self.bridge, len(rendered), row.prompt_length, beginning=False, longest_tail=tail)
-            return _Counterpart(text, Row(row.index, rendered, row.params, row.seed), len(draft.tokens.opening))
+            return _Counterpart(
+                text, Row(row.index, rendered, row.params, row.seed, group=row.group), len(draft.tokens.opening)
+            )
         opening = list(draft.tokens.opening)
         added = len(target.tokens.opening)
         read = added if tuple(row.tokens[:added]) == target.tokens.opening else 0
         text = DraftText(self.bridge, len(opening), read, longest_tail=tail)
-        return _Counterpart(text, Row(row.index, opening, row.params, row.seed), len(opening))
+        return _Counterpart(text, Row(row.index, opening, row.params, row.seed, group=row.group), len(opening))
 
     def _rendered(self, row: Row) -> list[int] | None:
         render = self.bridge.draft.render

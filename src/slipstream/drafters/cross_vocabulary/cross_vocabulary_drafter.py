@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.interfaces import Drafter, Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
@@ -103,7 +104,7 @@ class CrossVocabularyDrafter:
     def _choose(self, logits: Tensor, texts: Sequence[Continuation], sampler: Sampler) -> tuple[Tensor, Tensor]:
         """The next token of each row's draft, and its probability. logits: [B, D], the draft model's."""
         if sampler.plain:
-            best = logits.argmax(-1)
+            best = argmax(logits)
             if self._stop is None:
                 return best, torch.ones(len(best), device=best.device)  # nobody asks how likely they are
             return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 LIMIT = 32  # tokens of context; longer matches count as this long
+SCANNED = 64  # followers of a context that are compared where several are wanted
 INT_BYTES = 28  # an int in a dict; those of the arrays take 4
 
 
@@ -133,6 +134,30 @@ class SuffixAutomaton:
                 break
             path.append(step.token)
         return path
+
+    def alternatives(self, match: Match, occurrences: int) -> Iterator[tuple[Step, Match]]:
+        """What followed the match and where it leads: first as `walk` goes, then others, in ever shorter contexts.
+
+        Of a context with more than SCANNED followers only the most frequent is told. The occurrences of a step are
+        those of its context in which no token told before it followed. occurrences: as for `walk`.
+        """
+        tokens, targets, count = self._token, self._target, self._count
+        (state, known), told = match, list[int]()
+        while state:
+            usual, branch = tokens[state], self._branches.get(state)
+            if usual >= 0 and (branch is not None or usual not in told):
+                ranked = [(usual, targets[state])]
+                if branch is not None and len(branch) <= SCANNED:  # of equals those that came up last
+                    ranked += sorted(reversed(branch.items()), key=lambda other: count[other[1]], reverse=True)
+                occurrences -= sum(count[branch[token]] for token in told if branch and token in branch)
+                for token, target in ranked:
+                    if token not in told:
+                        step, after = Step(token, known, count[target], occurrences), min(known + 1, LIMIT)
+                        yield step, Match(self._holding(target, after), after)
+                        told.append(token)
+                        occurrences -= count[target]
+            state, occurrences = self._link[state], count[self._link[state]]
+            known = self._length[state]
 
     def memory_bytes(self) -> int:
         """Bytes taken, counted in full (time grows with the number of states)."""

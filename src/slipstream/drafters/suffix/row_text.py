@@ -9,17 +9,17 @@ from typing import NamedTuple
 from weakref import finalize
 
 from slipstream.core.types import Row
+from slipstream.draft_length.best_first import Node
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, SuffixAutomaton
 
 OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 
 
 class Guess(NamedTuple):
-    """A draft that can be compared with what the text became: where it should stand, its tokens and their kinds."""
+    """A draft that can be compared with what the text became, and where it should stand."""
 
     start: int
-    tokens: list[int]
-    kinds: list[int]
+    nodes: list[Node]
 
 
 class Source(NamedTuple):
@@ -36,6 +36,7 @@ class EndedOutput:
 
     tokens: list[int]
     prompt_length: int
+    group: str = ""
 
     def saved(self) -> list[int]:
         """What the store keeps: the output behind the end of the prompt; nothing if there is no output."""
@@ -46,14 +47,14 @@ class RowText:
     """A row's text as far as it has been read: its automaton, and where its end stands in those of the store."""
 
     def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
-        output = EndedOutput(row.tokens, row.prompt_length)
+        output = EndedOutput(row.tokens, row.prompt_length, row.group)
         self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
         self.leave.atexit = False
         self.own = SuffixAutomaton()
         self._prompt_length = row.prompt_length
         self._read = 0
         self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
-        self.guess = Guess(0, [], [])
+        self.guess = Guess(0, [])
 
     def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
         """Take in the tokens that came since the last call."""

@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -19,15 +20,18 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
+from slipstream.draft_length.best_first import Alternatives, Node, draft_of, grown, learn
+from slipstream.draft_length.learned_by_group import LearnedByGroup
 from slipstream.drafters import Setup
 from slipstream.drafters.suffix.automaton import LIMIT
-from slipstream.drafters.suffix.match_kinds import likely_path, prior
+from slipstream.drafters.suffix.match_kinds import KINDS, known_after, likely_chain, prior, prior_beside
 from slipstream.drafters.suffix.output_store import SuffixStore
 from slipstream.drafters.suffix.row_text import EndedOutput, Guess, RowText, Source
 from slipstream.errors import UsageError
 
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
+BRANCHES = 2  # tokens beside the best one of each place
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
 
@@ -44,6 +48,9 @@ class SuffixDrafter:
     acceptance_model: given instead of a threshold; a draft is then as long as it can be and has acceptance
     probabilities, by how often such tokens were accepted before. Whatever is drafted is compared with what the text
     became, verified or not.
+    branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
+    batches none, as finding them would cost every row more time than they save.
+    shaped: beside those of a chain only, as many as the user said, in batches as well.
 
     An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
     of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
@@ -57,6 +64,8 @@ class SuffixDrafter:
     tokenizer: str = ""
     path: Path | None = None
     acceptance_model: AcceptanceModel | None = None
+    branches: int = 0
+    shaped: bool = False
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -65,14 +74,15 @@ class SuffixDrafter:
             raise UsageError(f"suffix shortest={self.shortest} (tokens of a match); allowed: 1 to {LIMIT}")
         if not 0 <= self.threshold <= 1:
             raise UsageError(f"suffix threshold={self.threshold} (probability of a draft); allowed: 0 to 1")
-        self._store = SuffixStore(self.vocab_size, self.outputs, self.tokenizer)
+        self._stores = LearnedByGroup(lambda: SuffixStore(self.vocab_size, self.outputs, self.tokenizer))
+        self._store = self._stores.default  # the one that is seeded and saved
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
         self._keep_outputs()
-        drafts = [self._draft(*one) for one in zip(rows, lengths, strict=True)]
-        known = None if self.acceptance_model is None else [acceptance_probs for _, acceptance_probs in drafts]
-        return Draft.from_lists([tokens for tokens, _ in drafts], sampler.device, known)
+        branches = self.branches if sampler.branching and (self.shaped or len(rows) == 1) else 0
+        drafts = [self._draft(row, length, branches) for row, length in zip(rows, lengths, strict=True)]
+        return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -84,10 +94,9 @@ class SuffixDrafter:
         match = text.own.followed(text.own.find(tokens, text.own.end))
         if match.length < self.shortest:
             return [], []
-        path, _, acceptance_probs = likely_path(
-            self.acceptance_model, row, text.own.walk(match, text.own.count(match)), length, acceptance_prob
-        )
-        return path, acceptance_probs
+        steps = text.own.walk(match, text.own.count(match))
+        nodes = likely_chain(self.acceptance_model, row, steps, length, acceptance_prob)
+        return [node.token for node in nodes], [node.prob for node in nodes]
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
         """Keep texts (lists of token ids) as if they were past outputs."""
@@ -108,6 +117,7 @@ class SuffixDrafter:
         """Drop what was learned from requests, outputs above all; what was seeded and loaded stays."""
         self._keep_outputs()
         self._store.reset()
+        self._stores.forget_others()
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
 
@@ -122,49 +132,54 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
 
-    def _draft(self, row: Row, length: int) -> tuple[list[int], list[float]]:
-        """The row's tokens and, with an acceptance model, their acceptance probabilities."""
+    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
+        """The row's tokens, with an acceptance model as far as they are likely by it."""
         text = self._texts.get(row)
         if text is None:
             text = self._texts[row] = RowText(row, self._ended)
         if not length:
-            return [], []
-        text.read(row.tokens, self._store.automata)
+            return []
+        text.read(row.tokens, self._stores.of(row.group).automata)
         source = text.source()
-        if self.acceptance_model is not None:
-            return self._likely(self.acceptance_model, row, text, source, length)
-        automaton, match, occurrences = source
-        if match.length < self.shortest:
-            return [], []
-        return automaton.follow(match, occurrences, length, self.threshold), []
+        if self.acceptance_model is None:
+            if source.match.length < self.shortest:
+                return []
+            tokens = source.automaton.follow(source.match, source.occurrences, length, self.threshold)
+            return [Node(at - 1, token, 0, 1.0) for at, token in enumerate(tokens)]
+        learn(self.acceptance_model, row, *text.guess)
+        nodes = list[Node]()
+        if source.match.length >= self.shortest:
+            nodes = self._likely(self.acceptance_model, row, source, length, branches)
+        text.guess = Guess(len(row.tokens), nodes)
+        return nodes
 
     def _likely(
-        self, acceptance_model: AcceptanceModel, row: Row, text: RowText, source: Source, length: int
-    ) -> tuple[list[int], list[float]]:
-        guess = text.guess
-        acceptance_model.learn(
-            row, guess.kinds, guess.tokens, row.tokens[guess.start : guess.start + len(guess.tokens)]
-        )
-        tokens, kinds, acceptance_probs = list[int](), list[int](), list[float]()
+        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
+    ) -> list[Node]:
         automaton, match, occurrences = source
-        if match.length >= self.shortest:
-            # the match also ends the text itself, where nothing has followed it yet
-            tokens, kinds, acceptance_probs = likely_path(
-                acceptance_model, row, automaton.walk(match, occurrences - 1), length, 1.0
-            )
-        text.guess = Guess(len(row.tokens), tokens, kinds)
-        return tokens, acceptance_probs
+        occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
+        if not branches:
+            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
+        likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
+        deepest = -(-length // (1 + branches)) if self.shaped else None
+        return grown(
+            lambda place, prob: likely.followers(known_after(automaton, place), prob),
+            (match, occurrences),
+            length,
+            deepest,
+        )
 
     def _keep_outputs(self) -> None:
         """Move the outputs of rows that have ended to the store."""
         for row in [row for row in self._texts if row.finish_reason is not None]:
             self._texts.pop(row).leave()
         while self._ended:
-            self._store.add(self._ended.popleft().saved())
+            ended = self._ended.popleft()
+            self._stores.of(ended.group).add(ended.saved())
 
 
 USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7, preference=1, in_other_engines=True)
+TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str) -> SuffixDrafter:
@@ -179,14 +194,20 @@ def build(setup: Setup, argument: str) -> SuffixDrafter:
             "in this order, joined by +"
         )
     shortest, percent, outputs, file = given.groups()
+    if percent is not None and setup.shaped:
+        raise UsageError(f"drafter='suffix:{argument}' with a tree; allowed: arguments but p=PERCENT")
     path = Path(file).expanduser() if file else None
+    judges = percent is None and (setup.acceptance_probs or setup.shaped)
+    branches = setup.siblings if setup.shaped or not setup.siblings else BRANCHES
     drafter = SuffixDrafter(
         setup.vocab_size,
         SHORTEST if shortest is None else int(shortest),
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel(prior(), shared=False) if percent is None and setup.acceptance_probs else None,
+        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False) if judges else None,
+        branches=branches,
+        shaped=setup.shaped,
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"

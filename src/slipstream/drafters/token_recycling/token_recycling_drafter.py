@@ -8,9 +8,9 @@ contexts have up to three tokens, and a row's own text teaches too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,8 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
+from slipstream.draft_length.best_first import UNLIKELY, Alternatives, Node, draft_of, grown, learn
+from slipstream.draft_length.learned_by_group import LearnedByGroup
 from slipstream.drafters import Setup
 from slipstream.drafters.token_recycling.follower_table import SPAN, FollowerTable
 from slipstream.errors import UsageError
@@ -30,17 +32,6 @@ WIDTH, LIMIT = 4, 64  # alternatives stored per context
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
 BESIDE = (0.3, 0.2)  # chance of the second and third best, given that those before them are wrong
 CHANCES = (*PRIOR, *(chance for chance in BESIDE for _ in PRIOR))
-UNLIKELY = 0.01  # a node less likely than this is not proposed
-
-
-@dataclass(frozen=True)
-class Node:
-    """A token of a draft. parent: number of the node it follows, -1 for none; kind: of its chance, by rank."""
-
-    parent: int
-    token: int
-    kind: int
-    prob: float
 
 
 @dataclass
@@ -67,16 +58,15 @@ class TokenRecyclingDrafter:
     def __post_init__(self) -> None:
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= LIMIT:
             raise UsageError(f"token_recycling width={self.width!r}; allowed: a whole number from 1 to {LIMIT}")
-        self._common = FollowerTable(self.width)
+        self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the likeliest followers, and what follows them; a draft ends where nothing is known."""
-        drafts = [self._draft(row, length) if length else [] for row, length in zip(rows, lengths, strict=True)]
-        known = None if self.acceptance_model is None else [[node.prob for node in nodes] for nodes in drafts]
-        made = Draft.from_lists([[node.token for node in nodes] for nodes in drafts], sampler.device, known)
-        if not self.branches:
-            return made
-        return replace(made, parents=tuple(tuple(node.parent for node in nodes) for nodes in drafts))
+        branches = self.branches if sampler.branching else 0
+        drafts = [
+            self._draft(row, length, branches) if length else [] for row, length in zip(rows, lengths, strict=True)
+        ]
+        return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
         self, row: Row, tokens: Sequence[int], length: int, acceptance_prob: float
@@ -101,7 +91,8 @@ class TokenRecyclingDrafter:
             for parent, token in zip(parents, tokens, strict=True):
                 texts.append([*texts[parent + 1], token][-CONTEXT:])
             own = self._own.get(row)
-            tables = [self._common] if own is None else [self._common, own]
+            common = self._commons.of(row.group)
+            tables = [common] if own is None else [common, own]
             # where a draft repeats itself, accepted tokens have the last word
             path = [0, *(1 + node for node in paths[i][:accepted])]
             for j in (*sorted({*range(length + 1)} - {*path}), *path):
@@ -111,94 +102,64 @@ class TokenRecyclingDrafter:
 
     def forget(self) -> None:
         """Drop what was learned from requests; rows under way begin again with their text."""
-        self._common = FollowerTable(self.width)
+        self._commons = LearnedByGroup(lambda: FollowerTable(self.width))
         self._own.clear()
         if self.acceptance_model is not None:
             self.acceptance_model.forget()
 
     def num_contexts(self) -> int:
         """How many contexts the common table holds."""
-        return len(self._common)
+        return len(self._commons.default)
 
-    def _draft(self, row: Row, length: int) -> list[Node]:
+    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
         if self.acceptance_model is not None and row in self._guesses:
-            self._learn(row, *self._guesses[row])
+            learn(self.acceptance_model, row, *self._guesses[row])
         text = row.tokens[-CONTEXT:]
-        nodes = self._tree(row, text, length) if self.branches else self._chain(row, text, length)
+        nodes = self._tree(row, text, length) if branches else self._chain(row, text, length)
         self._guesses[row] = len(row.tokens), nodes
         return nodes
 
-    def _learn(self, row: Row, start: int, nodes: Sequence[Node]) -> None:
-        """What became of the last draft: the alternatives of each place, in order, up to the one that came."""
-        assert self.acceptance_model is not None
-        at = -1
-        for token in row.tokens[start:]:
-            children = [i for i, node in enumerate(nodes) if node.parent == at]
-            for child in children:
-                node = nodes[child]
-                self.acceptance_model.learn(row, [node.kind], [node.token], [token])
-                if node.token == token:
-                    break
-            else:
-                return
-            at = child
-
     def _chain(self, row: Row, text: list[int], length: int, prob: float = 1.0) -> list[Node]:
         """Up to `length` tokens after a text: each the best; with an acceptance model as far as they are likely."""
-        own, nodes = self._table(row), list[Node]()
-        while len(nodes) < length:
-            (best,) = self._followers(row, own, text, prob, 1) or (None,)
-            if best is None or (self.acceptance_model is not None and best.prob < UNLIKELY):
+        tables, nodes = self._tables(row), list[Node]()
+        while len(nodes) < length and (best := next(self._known(tables, 1, text), None)) is not None:
+            token, kind, text = best
+            prob *= self._chance(row, kind)
+            if self.acceptance_model is not None and prob < UNLIKELY:
                 break
-            nodes.append(replace(best, parent=len(nodes) - 1))
-            text, prob = [*text[-CONTEXT + 1 :], best.token], best.prob
+            nodes.append(Node(len(nodes) - 1, token, kind, prob))
         return nodes
 
     def _tree(self, row: Row, text: list[int], length: int) -> list[Node]:
-        """Up to `length` nodes, the likeliest first; none is likelier than its parent."""
-        own, nodes, deepest = self._table(row), list[Node](), -(-length // (1 + self.branches))
-        waiting: list[tuple[float, int, int, Node, list[int]]] = []  # by chance, then by age
+        """Up to `length` nodes, the likeliest first."""
+        tables, most = self._tables(row), 1 + self.branches
+        likely = Alternatives(cache(partial(self._chance, row)), most, len(PRIOR), ranks=1 + len(BESIDE))
+        deepest = -(-length // most) if self.shaped else None
+        return grown(lambda at, prob: likely.followers(self._known(tables, most, at), prob), text, length, deepest)
 
-        def expand(parent: int, text: list[int], prob: float, depth: int) -> None:
-            for node in self._followers(row, own, text, prob, 1 + self.branches):
-                place = len(nodes), len(waiting)
-                entry = replace(node, parent=parent), [*text[-CONTEXT + 1 :], node.token]
-                heappush(waiting, (-node.prob, depth, (place[0] << 8) + place[1], *entry))
+    def _known(
+        self, tables: Sequence[FollowerTable], count: int, text: list[int]
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """The best followers of a text, of what kind they are and the text with each.
 
-        expand(-1, text, 1.0, 0)
-        on_chain = {-1}
-        while waiting and len(nodes) < length:
-            _, depth, _, node, after = heappop(waiting)
-            if node.prob < UNLIKELY:
-                break
-            nodes.append(node)
-            leads = node.parent in on_chain and not any(one.parent == node.parent for one in nodes[:-1])
-            if leads:
-                on_chain.add(len(nodes) - 1)
-            if not self.shaped or (leads and depth + 1 < deepest):
-                expand(len(nodes) - 1, after, node.prob, depth + 1)
-        return nodes
-
-    def _followers(self, row: Row, own: FollowerTable, text: list[int], prob: float, count: int) -> list[Node]:
-        """The best followers of a text that has this chance. Kinds: two for each length of context and rank."""
-        contexts, found = self._contexts(text), list[Node]()
+        Kinds: two for each length of context, by which of the tables knew them.
+        """
+        contexts = self._contexts(text)
         for first, part in ((1, contexts[1:]), (0, contexts[:1])):
-            for common, table in enumerate((own, self._common)):
+            for common, table in enumerate(tables):
                 if (best := table.best(part, count)) is not None:
-                    kind = 2 * (first + best[1]) + common
-                    for rank, token in enumerate(best[0]):
-                        ranked = kind + len(PRIOR) * min(rank, len(BESIDE))
-                        chance = self._chance(row, ranked)
-                        at_most = prob if not found else found[-1].prob
-                        found.append(Node(-1, token, ranked, min(at_most, prob * chance)))
-                        prob *= 1 - chance
-                    return found
-        return found
+                    for token in best[0]:
+                        yield token, 2 * (first + best[1]) + common, [*text[-CONTEXT + 1 :], token]
+                    return
 
     def _chance(self, row: Row, kind: int) -> float:
         if self.acceptance_model is not None:
             return self.acceptance_model.chance(row, kind)
         return CHANCES[kind]
+
+    def _tables(self, row: Row) -> tuple[FollowerTable, FollowerTable]:
+        """The row's own and that of its group."""
+        return self._table(row), self._commons.of(row.group)
 
     def _table(self, row: Row) -> FollowerTable:
         """The row's own, which first reads as much of the text as it can hold."""
