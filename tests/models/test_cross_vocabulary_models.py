@@ -43,7 +43,8 @@ def check(decoder: SpeculativeDecoder, count: int) -> int:
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(("target", "draft"), [("smollm2", "toy"), ("toy", "smollm2")])
 def test_smollm2_drafts_and_is_drafted_for_across_vocabularies(target: str, draft: str) -> None:
-    decoder = SpeculativeDecoder(target, draft, dtype="float32", reproducible=True, max_batch_size=4)
+    dtype = "auto" if draft == "toy" else "float32"  # four bits beside float32 take PyTorch's slowest kernels
+    decoder = SpeculativeDecoder(target, draft, dtype="float32", draft_dtype=dtype, reproducible=True, max_batch_size=4)
     accepted = check(decoder, 20)
     assert accepted > 0
 

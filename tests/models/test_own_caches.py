@@ -11,7 +11,7 @@ import torch
 from architecture_checks import PROMPTS, QUEUE, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
-from queued_texts import COUNT, GREEDY, QueuedTexts
+from queued_texts import GREEDY, QueuedTexts
 from transformers.cache_utils import DynamicLayer
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -95,30 +95,16 @@ def test_a_padded_row_would_be_noticed() -> None:
 
 
 def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
-    decoder = decoder_of("olmo_hybrid")
-    params = [SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
-    plain = [result.token_ids for result in decoder.generate(PROMPTS, params)]
-    drafted = decoder.using("ngram", num_draft_tokens=4, acceptance="match")
-    assert [result.token_ids for result in drafted.generate(PROMPTS, params)] == plain
+    TEXTS.check_seeded_rows("olmo_hybrid")
 
 
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "rwkv"])
 def test_a_stateful_model_drafts(model_type: str) -> None:
-    model = tiny_model(model_type)
-    decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
-    result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
-    assert [one.token_ids for one in result] == [TEXTS.plain(model_type)[tuple(prompt)] for prompt in PROMPTS]
-    assert result[0].stats.acceptance_rate > 0.9
+    TEXTS.check_own_drafts(model_type, tiny_model(model_type))
 
 
 def test_a_conversation_goes_on_from_a_kept_state() -> None:
-    decoder = decoder_of("olmo_hybrid")
-    first = decoder.generate(PROMPTS[0], GREEDY)
-    turn = [*PROMPTS[0], *first.token_ids, 7, 8, 9]
-    before = decoder.num_prefilled_tokens
-    again = decoder.generate(turn, GREEDY)
-    assert decoder.num_prefilled_tokens - before <= 4  # what the last state lacks
-    assert again.token_ids == decoder_of("olmo_hybrid").generate(turn, GREEDY).token_ids
+    TEXTS.check_conversation("olmo_hybrid", decoder_of("olmo_hybrid"))
 
 
 def test_a_model_that_takes_one_token_after_a_state_reads_drafts_one_by_one() -> None:

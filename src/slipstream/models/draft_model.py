@@ -20,12 +20,16 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Load
 
     tokenizer: the draft model's, if it is a loaded model and the target's does not serve it.
     """
-    dtype = config.draft_dtype
+    dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
         if allowed is None or dtype not in allowed:
             what = "there is no draft model" if draft is None else "the draft model is loaded already"
             raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
+    if vocabulary not in ("auto", "full") and (draft is None or is_toy(draft)):
+        what = "there is no draft model" if draft is None else "the toy model has no output layer"
+        raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    return load(draft, load_options_of(config).for_draft(dtype), tokenizer if is_loaded(draft) else None)
+    options = load_options_of(config).for_draft(dtype, vocabulary)
+    return load(draft, options, tokenizer if is_loaded(draft) else None)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
 from slipstream.text.detokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Loaded:
     """A model ready for use.
 
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
-    and precision, all that forward shapes can depend on.
+    and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
+    vocabulary.
     """
 
     backend: Backend
@@ -27,6 +31,7 @@ class Loaded:
     model: Any = None
     packed: bool = False
     fingerprint: str = ""
+    restricted: RestrictedHead | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class LoadOptions:
     loads itself; False does neither.
     quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
+    vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
     """
 
     dtype: str = "auto"
@@ -44,12 +50,13 @@ class LoadOptions:
     fast: bool | str = "auto"
     extra: dict[str, Any] = field(default_factory=dict)
     quantise: str | None = None
+    vocabulary: int | str = "full"
 
-    def for_draft(self, dtype: str) -> LoadOptions:
-        """The same for the draft model, whose precision is its own matter."""
+    def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
+        """The same for the draft model, whose precision and vocabulary are its own matter."""
         if dtype in ("auto", "int4", "int8"):
-            return replace(self, quantise=dtype)
-        return replace(self, dtype=dtype)
+            return replace(self, quantise=dtype, vocabulary=vocabulary)
+        return replace(self, dtype=dtype, vocabulary=vocabulary)
 
 
 def is_toy(source: Any) -> bool:

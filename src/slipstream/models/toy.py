@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ByteTokens, Encoding
 from slipstream.models.loaded import Loaded
+from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 
 END = 256
 VOCAB_SIZE = 257
@@ -49,7 +51,7 @@ class ToyTokenizer:
         """Text of the bytes; ids that are no byte are dropped, broken sequences shown as the replacement character."""
         return bytes(i for i in ids if i < END).decode(errors="replace")
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
         """The toy has no chat format."""
         raise UsageError("the toy model has no chat template; allowed: a text or a list of token ids")
 

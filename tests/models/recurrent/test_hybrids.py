@@ -11,10 +11,10 @@ import torch
 from architecture_checks import PROMPTS, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
-from queued_texts import COUNT, GREEDY, QueuedTexts
+from queued_texts import GREEDY, QueuedTexts
 from stateful import make_model
 
-from slipstream import SamplingParams, SpeculativeDecoder, custom_generate
+from slipstream import SpeculativeDecoder, custom_generate
 from slipstream.errors import UsageError
 from slipstream.models.cpu.kernel_build import kernels
 from slipstream.models.hf.backend import HFBackend
@@ -126,30 +126,16 @@ def test_padding_that_is_taken_for_text_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_with_seeds_are_those_of_plain_decoding() -> None:
-    decoder = decoder_of("qwen3_5_text")
-    params = [SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
-    plain = [result.token_ids for result in decoder.generate(PROMPTS, params)]
-    drafted = decoder.using("ngram", num_draft_tokens=4, acceptance="match")
-    assert [result.token_ids for result in drafted.generate(PROMPTS, params)] == plain
+    TEXTS.check_seeded_rows("qwen3_5_text")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
 def test_a_model_with_recurrent_layers_drafts(name: str) -> None:
-    model = lasting_model(name)
-    decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
-    result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
-    assert [one.token_ids for one in result] == [TEXTS.plain(name)[tuple(prompt)] for prompt in PROMPTS]
-    assert result[0].stats.acceptance_rate > 0.9
+    TEXTS.check_own_drafts(name, lasting_model(name))
 
 
 def test_a_conversation_goes_on_from_its_last_state() -> None:
-    decoder = decoder_of("qwen3_5_text", reproducible=False)
-    first = decoder.generate(PROMPTS[0], GREEDY)
-    turn = [*PROMPTS[0], *first.token_ids, 7, 8, 9]
-    before = decoder.num_prefilled_tokens
-    again = decoder.generate(turn, GREEDY)
-    assert decoder.num_prefilled_tokens - before <= 4  # what the last state lacks
-    assert again.token_ids == decoder_of("qwen3_5_text").generate(turn, GREEDY).token_ids
+    TEXTS.check_conversation("qwen3_5_text", decoder_of("qwen3_5_text", reproducible=False))
 
 
 def test_texts_that_begin_alike_are_read_once() -> None:

@@ -7,6 +7,7 @@ weight changes: `csrc/compression.c` says how. The specification of a compressed
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ class KernelLinear(nn.Module):
         """arrays: data, tables, offsets, exceptions and bias of `struct linear`."""
         self._arrays, self._multiply = arrays, library.multiply  # the struct has only their addresses
         self.weights = LinearStruct(bits, self.in_features, self.out_features, *map(address, arrays))
+
+    def first(self, outputs: int) -> KernelLinear:
+        """The layer of the first `outputs` outputs, over the same weights."""
+        part = copy(self)
+        part.out_features, part.weights = outputs, LinearStruct.from_buffer_copy(self.weights)
+        part.weights.outputs = outputs
+        return part
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] bfloat16 -> [..., out_features]."""

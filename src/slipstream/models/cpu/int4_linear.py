@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.models.cpu.c_structs import PANEL
+from slipstream.models.cpu.c_structs import GROUP, PANEL, RECORD
 from slipstream.models.cpu.compressed_linear import KernelLinear
 
 ROWS = 4096  # outputs laid out at a time, so that the copies stay small
+WORDS = 512  # bytes of codes in a record; scales and offsets follow
 
 
 class Int4Linear(KernelLinear):
@@ -29,6 +30,16 @@ class Int4Linear(KernelLinear):
         self.out_features, self.in_features = codes.shape
         data = torch.cat([_records(codes[i : i + ROWS], steps[i : i + ROWS]) for i in range(0, len(codes), ROWS)])
         self._set_weights(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
+        self._records = data.view(-1, self.in_features // GROUP, RECORD)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """[N, in] bfloat16: the rounded weights of some outputs [N], read back from the records."""
+        panel, within = outputs // PANEL, outputs % PANEL
+        words = self._records[..., :WORDS].unflatten(2, (8, 16, 2, 2))  # quad, o, i, byte; as `_records` has them
+        own = words[panel, :, :, within % 16].permute(0, 1, 2, 4, 3)  # ..., byte (the pair), i
+        codes = torch.where((within < 16).view(-1, 1, 1, 1, 1), own & 15, own >> 4).flatten(2)
+        factors = self._records[..., WORDS:].view(torch.bfloat16).unflatten(2, (2, PANEL))[panel, :, :, within].float()
+        return (codes * factors[..., :1] + factors[..., 1:]).flatten(1).to(torch.bfloat16)
 
 
 def _records(codes: Tensor, steps: Tensor) -> Tensor:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.byte_tokens import ByteTokens
+from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.model_files import one_line
+from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
+from slipstream.text.tool_calls import ParsedAnswer
 
+OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -46,17 +51,55 @@ class HFTokenizer:
         """Text without special tokens, spaces left alone."""
         return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation with the opening of the answer."""
+    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation, by default with the opening of the answer."""
         if not self.has_chat_template:
             raise UsageError(
                 "prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text"
             )
+        if form.variables:
+            self._check_variables(form)
         try:
-            text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self.inner.apply_chat_template(
+                list(messages),
+                tools=list(form.tools) or None,
+                add_generation_prompt=form.opens_answer,
+                continue_final_message=form.goes_on,
+                tokenize=False,
+                **({} if form.reasoning_effort is None else {"reasoning_effort": form.reasoning_effort}),
+                **form.variables,
+            )
+        except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+            raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         return self.bare(text)
+
+    def _check_variables(self, form: ChatForm) -> None:
+        """Refuse variables that the template does not read, among which are all that mean something to transformers."""
+        env = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        templates = self.inner.chat_template
+        sources = templates.values() if isinstance(templates, dict) else [templates]
+        read = set().union(*(meta.find_undeclared_variables(env.parse(source)) for source in sources)) - OWN
+        read -= set(self.inner.special_tokens_map) | {"raise_exception", "strftime_now"}
+        for name in form.variables:
+            if name not in read:
+                allowed = ", ".join(sorted(read)) or "none, this template reads no others"
+                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}")
+
+    def call_opening(self) -> str | None:
+        """See `ToolCallParser.call_opening`."""
+        return answer_parsing.call_opening(answer_parsing.response_template(self.inner))
+
+    def call_tags(self) -> tuple[str, str] | None:
+        """See `ToolCallParser.call_tags`."""
+        return answer_parsing.call_tags(answer_parsing.response_template(self.inner))
+
+    def parse_answer(
+        self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> ParsedAnswer | None:
+        """See `ToolCallParser.parse_answer`."""
+        return answer_parsing.parse(self.inner, prompt, answer, tools)
 
     def vocabulary(self) -> dict[str, int]:
         """Token text to id, added tokens included."""

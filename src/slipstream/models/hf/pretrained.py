@@ -18,6 +18,7 @@ from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, nu
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import a_few_logits, make_faster
@@ -51,10 +52,17 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
         convert = _packed(model, True)
     if convert is not None:
         separate_threads()
+    elif options.vocabulary not in ("auto", "full"):
+        raise UsageError(
+            f"draft_vocabulary={options.vocabulary!r}, but the draft model is loaded already and stays as it is; "
+            "allowed: 'auto' or 'full', or draft_dtype='int4' or 'int8', which replaces its layers"
+        )
+    restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast, convert)
-    name = model.config._name_or_path or type(model).__name__
-    ends = end_ids(model, backend.vocab_size)
-    return Loaded(backend, name, ends, wrapped, model, convert is not None, _fingerprint(backend, convert is not None))
+    name, packed = model.config._name_or_path or type(model).__name__, convert is not None
+    ends, made_of = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
+    head = restriction.apply(by_position=isinstance(backend, HFBackend))
+    return Loaded(backend, name, ends, wrapped, model, packed, made_of, head)
 
 
 def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBackend:
@@ -156,9 +164,12 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
     convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
+    restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast, convert)
     ends, packed = end_ids(model, backend.vocab_size), convert is not None
-    return Loaded(backend, source, ends, wrapped, model, packed, _fingerprint(backend, packed))
+    made_of = _fingerprint(backend, packed)
+    head = restriction.apply(by_position=isinstance(backend, HFBackend))
+    return Loaded(backend, source, ends, wrapped, model, packed, made_of, head)
 
 
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:

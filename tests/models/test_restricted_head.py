@@ -1,0 +1,89 @@
+"""An output layer that computes the logits of some tokens: they are those of the whole layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
+from slipstream.models.cpu.int4_linear import Int4Linear
+from slipstream.models.cpu.kernel_build import kernels
+from slipstream.models.cpu.packed_linear import packed
+from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
+from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead, restricted_head
+
+FIRST, OUTPUTS, INPUTS = 32, 96, 64
+OTHERS = torch.tensor([95, 40, 33, 64])
+
+Convert = Callable[[nn.Linear], nn.Module]
+KINDS: dict[str, Convert | None] = {
+    "plain": None,
+    "packed": packed,
+    "compressed": compressed_or_packed,
+    "int8": lambda linear: rounded(linear, "int8"),
+    "int4": lambda linear: rounded(linear, "int4"),
+}
+
+
+def layer(biased: bool = False) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Linear(INPUTS, OUTPUTS, bias=biased, dtype=torch.bfloat16).requires_grad_(False)
+
+
+def made(kind: str, biased: bool = False) -> RestrictedHead:
+    linear, convert = layer(biased), KINDS[kind]
+    return restricted_head(linear if convert is None else convert(linear), linear, FIRST, convert)
+
+
+def inputs(tokens: int) -> Tensor:
+    return torch.randn(1, tokens, INPUTS, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["bare", "biased"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 20])
+@torch.inference_mode()
+def test_the_parts_logits_are_those_of_the_whole(kind: str, tokens: int, biased: bool) -> None:
+    head, x = made(kind, biased), inputs(tokens)
+    whole = head(x)
+    with head.only(head.chosen(OTHERS)):
+        part = head(x)
+    assert whole.shape[-1] == OUTPUTS and part.shape == (1, tokens, FIRST + len(OTHERS))
+    expected = whole[..., [*range(FIRST), *OTHERS.tolist()]].float()
+    close = 0.1 if kind == "int4" and tokens > 16 else 0.02  # the whole takes many tokens in 8 bits
+    assert (part.float() - expected).abs().max() <= close * expected.abs().max()
+    assert (part[..., :FIRST].float() - expected[..., -FIRST:]).abs().max() > 0.1  # and not those of other tokens
+
+
+@torch.inference_mode()
+def test_a_layer_is_whole_again_after_a_failure() -> None:
+    head, x = made("plain"), inputs(1)
+    with pytest.raises(RuntimeError), head.only(head.chosen(OTHERS)):
+        head(inputs(1)[..., 1:])
+    assert torch.equal(head(x), head.whole(x))
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16")
+@torch.inference_mode()
+def test_kernels_share_their_weights_with_the_part() -> None:
+    for kind, kernel in (("int4", Int4Linear), ("compressed", CompressedLinear)):
+        head = made(kind)
+        few = head.whole.few if isinstance(head.whole, QuantisedLinear) else head.whole
+        assert isinstance(few, kernel) and isinstance(head.first, kernel)
+        assert head.first.weights.data == few.weights.data
+        assert (head.first.out_features, few.out_features) == (FIRST, OUTPUTS)
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16")
+def test_four_bit_weights_are_read_back_as_they_were_rounded() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (80, INPUTS), generator=generator, dtype=torch.uint8)
+    steps = torch.randn(80, INPUTS // 32, 2, generator=generator).bfloat16()
+    weight = codes.view(80, -1, 32) * steps[..., :1].float() + steps[..., 1:].float()
+    outputs = torch.tensor([0, 5, 17, 31, 32, 79, 63, 5])  # both sides of a panel, and its last, incomplete one
+    found = Int4Linear(codes, steps.float(), None, kernels()).rows(outputs)
+    assert torch.equal(found, weight.flatten(1)[outputs].bfloat16())
