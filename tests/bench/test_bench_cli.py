@@ -128,16 +128,22 @@ def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monke
 
 def test_simulations_stand_below_the_tables_and_in_the_report(capsys, monkeypatch, tmp_path: Path, toy) -> None:
     file = tmp_path / "out.json"
-    options = ("--predict", "0.05", "--simulate", "--arms", "none,ngram@2,model@3", "--json", str(file), "--report")
+    arms = "none,ngram@2,model@3,model@2x2"
+    options = ("--predict", "0.05", "--simulate", "--arms", arms, "--json", str(file), "--report")
     code, out, _ = run(capsys, monkeypatch, *toy, *options)
     told = json.loads(file.read_text())
-    assert code == 0 and list(told["simulations"]) == ["ngram@2", "model@3"]
+    assert code == 0 and list(told["simulations"]) == ["ngram@2", "model@3", "model@2x2"]
     model = told["simulations"]["model@3"]["simulation"]
     assert model["lengths"] == [1, 2, 3] and model["batches"] == [1, 4, 8]
     stats = next(one["stats"] for one in told["summary"] if one["arm"] == "model@3")
     accepted = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
     assert model["tokens"]["3"] == pytest.approx(1 + sum(accepted))
-    assert out.count("predicted speed-up (*") == 2 and out.count("batch 8: ") == 2
+    assert out.count("predicted speed-up (*") == 3 and out.count("batch 8: ") == 3
+    tree = next(one for one in told["summary"] if one["arm"] == "model@2x2")
+    assert tree["prediction"]["predicted"] > 0 and "without branches" in out
+    found = told["simulations"]["model@2x2"]["simulation"]
+    accepted = [count / tree["stats"]["num_rounds"] for count in tree["stats"]["accepted_per_position"]]
+    assert found["tokens"]["2"] == pytest.approx(1 + sum(accepted)) and 3 < found["nodes"]["2"] <= 4
     assert "simulation of model@3" in out and "Simulated" in (tmp_path / "runs" / "report.html").read_text()
 
 

@@ -10,7 +10,7 @@ from slipstream.bench.bootstrap import speed, speed_up
 from slipstream.bench.records import Run
 from slipstream.bench.summary import summarise, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
-from slipstream.core.stats import Stats
+from slipstream.text.stats import Stats
 
 EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 

@@ -22,7 +22,7 @@ from slipstream.bench.prediction.formula import (
     predicted_speed_up,
 )
 from slipstream.bench.prediction.simulation import Load, play, simulate
-from slipstream.core.stats import Stats
+from slipstream.text.stats import Stats
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,15 @@ HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-look
 BASELINES = (HF, ASSISTED, TUNED, LOOKUP)
 BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
 SYNTAX = (
-    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], for example none, ngram@7, model@4/rejection, model@4x2 (a tree), "
-    "auto@chain (no trees), none.plain (unpacked weights), model@4~0.8; or one of transformers' own: "
+    "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMPERATURE], for example none, ngram@7, model@4/rejection, "
+    "model@4x2 (a tree), auto@chain (no trees), none.plain (unpacked weights), auto.predicted (given the prompts' "
+    "predictions), model@4~0.8; or one of transformers' own: "
     f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]"
 )
 
 _ARM = re.compile(
     r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[^.~]+))?"
-    r"(?P<plain>\.plain)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
+    r"(?P<plain>\.plain)?(?P<predicted>\.predicted)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
 )
 
 
@@ -57,7 +58,8 @@ def parse_arm(text: str) -> Arm:
         raise UsageError(f"arm {text!r}: none drafts nothing; allowed: none, without a length or a rule")
     if found["rule"] not in (None, "auto"):
         load_rule(found["rule"])
-    return Arm(text, drafter, length, found["rule"], False if found["plain"] else None, temperature)
+    plain = False if found["plain"] else None
+    return Arm(text, drafter, length, found["rule"], plain, temperature, predicted=found["predicted"] is not None)
 
 
 def _length(text: str, spelled: str | None) -> int | str | None:
@@ -89,6 +91,7 @@ def _baseline(text: str, found: re.Match[str], length: int | str | None, tempera
         found["argument"]
         or found["rule"]
         or found["plain"]
+        or found["predicted"]
         or (length is not None and name not in BASELINE_DRAFT_TOKENS)
         or isinstance(length, str)
     ):

@@ -14,14 +14,14 @@ from slipstream.bench.records import Arm
 from slipstream.bench.timed_runs import TimedRuns
 from slipstream.bench.verdicts import Judge
 from slipstream.certificate.parity import Difference, count_differences
-from slipstream.core.stats import Stats
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt
 from slipstream.text.results import Result
+from slipstream.text.stats import Stats
 
 PLAIN, SPECULATIVE, BATCH, HF = "plain", "speculative", "batch", "hf generate"
-ARMS = {PLAIN: Arm(PLAIN, "none"), SPECULATIVE: Arm(SPECULATIVE), HF: Arm(HF, baseline="hf")}
+ARMS = {PLAIN: Arm(PLAIN, "none"), SPECULATIVE: Arm(SPECULATIVE, predicted=True), HF: Arm(HF, baseline="hf")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def compare(
         runs: dict[str, list[Run]] = {}
         for _ in range(repeats):
             for arm in arms:
-                output, seconds = timed.run(arm, [ids], [lineup.params_of(arm, named.index)])
+                output, seconds = timed.run(arm, [ids], [lineup.params_of(arm, named)])
                 result = None if output.results is None else output.results[0]
                 runs.setdefault(arm.name, []).append(Run(output.texts[0], seconds, result=result))
         expected = runs[PLAIN][0].token_ids
@@ -96,7 +96,7 @@ def compare_batch(
     lineup = Lineup(decoder, [arm], params, chat=chat)
     judge, prompts = Judge(lineup), name_prompts([done.prompt for done in comparisons])
     alone = [done.runs[SPECULATIVE] for done in comparisons]
-    each = [lineup.params_of(arm, prompt.index) for prompt in prompts]
+    each = [lineup.params_of(arm, prompt) for prompt in prompts]
     ids, at_once = [lineup.encode(prompt) for prompt in prompts], min(len(prompts), decoder.config.max_batch_size)
     output, seconds = TimedRuns(lineup).run(arm, ids, each, at_once)
     differences = [

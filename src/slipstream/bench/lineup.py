@@ -13,12 +13,12 @@ from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
 from slipstream.certificate.tie_judge import coupled
 from slipstream.core.rounds import Round
-from slipstream.core.stats import Stats
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result
+from slipstream.text.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,11 @@ class Lineup:
         """The token ids of a prompt, the same for every arm."""
         return self.decoder.encode(prompt.text, chat=self.chat)
 
-    def params_of(self, arm: Arm, index: int) -> SamplingParams:
-        """The options of the prompt with this number: its own seed, and the arm's temperature if it has one."""
-        return replace(self.params, temperature=self.temperature(arm.name), seed=(self.params.seed or 0) + index)
+    def params_of(self, arm: Arm, prompt: BenchPrompt) -> SamplingParams:
+        """The options of a prompt: its own seed, the arm's temperature, and a prediction if the arm is given them."""
+        prediction = (prompt.prediction or self.params.prediction) if arm.predicted else None
+        seed, temperature = (self.params.seed or 0) + prompt.index, self.temperature(arm.name)
+        return replace(self.params, temperature=temperature, seed=seed, prediction=prediction)
 
     def temperature(self, name: str) -> float:
         """The arm's own, else the run's."""
@@ -109,7 +111,7 @@ class Lineup:
     def plain_text(self, prompt: BenchPrompt, params: SamplingParams) -> list[int]:
         """Plain decoding's text of one prompt, untimed."""
         self.alone.forget()
-        return self.alone.generate(self.encode(prompt), params).token_ids
+        return self.alone.generate(self.encode(prompt), replace(params, prediction=None)).token_ids
 
     def coupled(self, arm: Arm, params: SamplingParams) -> bool:
         """Whether the arm's text must be plain decoding's: greedy, or every token the target's own draw."""
@@ -130,7 +132,7 @@ class Lineup:
         return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
 
     def _baseline(self, arm: Arm) -> Baseline:
-        check_params(arm, self.params)
+        check_params(arm, replace(self.params, prediction=None))
         loaded = self.decoder.target
         if loaded.model is None:
             raise no_hf_model(arm, loaded.name)

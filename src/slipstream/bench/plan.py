@@ -22,11 +22,12 @@ class BenchPrompt:
     family: str
     index: int
     text: str
+    prediction: str | None = None
 
     @property
     def digest(self) -> str:
         """Tells whether two runs had the same text under this name."""
-        return sha256(self.text.encode()).hexdigest()[:12]
+        return sha256((self.text + (self.prediction or "")).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def name_prompts(prompts: Sequence[NamedPrompt]) -> list[BenchPrompt]:
     named = []
     for index, prompt in enumerate(prompts):
         seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        named.append(BenchPrompt(f"{prompt.category}/{seen[prompt.category]}", prompt.category, index, prompt.prompt))
+        name = f"{prompt.category}/{seen[prompt.category]}"
+        named.append(BenchPrompt(name, prompt.category, index, prompt.prompt, prompt.prediction))
     return named
 
 

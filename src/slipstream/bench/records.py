@@ -29,6 +29,7 @@ class Arm:
     drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
     they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
     as they are. baseline: which transformers generation this is (then the others do not apply), None for our own.
+    predicted: given the predictions of the prompts.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Arm:
     fast: bool | None = None
     temperature: float | None = None
     baseline: str | None = None
+    predicted: bool = False
 
 
 @dataclass(frozen=True)

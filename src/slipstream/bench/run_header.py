@@ -39,7 +39,7 @@ def make_header(
             **settings,
             "prompts": {prompt.id: prompt.digest for prompt in prompts},
             "config": vars(config),
-            "params": {name: value for name, value in vars(params).items() if name != "logits_processors"},
+            "params": params.to_dict(),
         },
         versions={
             "slipstream": __version__,

@@ -38,7 +38,7 @@ class Runner:
         empty = Run(one.arm.name, one.group.ids, one.group.family, one.batch, one.repeat)
         try:
             prompts = [self.lineup.encode(prompt) for prompt in one.group.prompts]
-            params = [self.lineup.params_of(one.arm, prompt.index) for prompt in one.group.prompts]
+            params = [self.lineup.params_of(one.arm, prompt) for prompt in one.group.prompts]
             output, seconds = self._timed.run(one.arm, prompts, params, one.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
             return replace(empty, error=one_line(error))

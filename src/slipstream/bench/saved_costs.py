@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,12 @@ from slipstream.bench.prediction.costs import Costs
 from slipstream.bench.summary import ArmSummary
 from slipstream.errors import UsageError
 
+log = logging.getLogger("slipstream")
+
 FILE = "predictions.json"
+VERSION = 2  # of what costs hold; files of another are measured again
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "version": int,
     "seconds": (int, float),
     "simulated": bool,
     "predictions": dict,
@@ -52,7 +57,7 @@ class SavedCosts:
     def save(self, folder: Path) -> None:
         """Write into a folder of runs."""
         costs = {arm: known.to_dict() for arm, known in self.costs.items()}
-        values = vars(self) | {"costs": costs}
+        values = {"version": VERSION} | vars(self) | {"costs": costs}
         try:
             (folder / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -60,7 +65,7 @@ class SavedCosts:
 
 
 def read_saved(folder: Path) -> SavedCosts | None:
-    """What was saved in a folder of runs; None where nothing was measured."""
+    """What was saved in a folder of runs; None where nothing was measured, or by a version that measured otherwise."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -68,6 +73,9 @@ def read_saved(folder: Path) -> SavedCosts | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    if isinstance(found, dict) and {*found, "version"} == _FIELDS.keys() and found.get("version") != VERSION:
+        log.warning("%s is of another version of Slipstream and left out", path)
+        return None
     if not _is_saved(found):
         raise UsageError(f"{str(path)!r} holds no predictions; allowed: what a benchmark wrote, or no such file")
     costs = {arm: Costs.from_dict(values) for arm, values in found["costs"].items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.costs import Costs
+from slipstream.bench.prediction.level_counts import LevelCounts
 from slipstream.bench.prediction.simulation import Simulation, simulate
 from slipstream.bench.summary import ArmSummary, total_stats
 from slipstream.errors import UsageError
@@ -38,9 +39,11 @@ def simulate_arms(summaries: Sequence[ArmSummary], costs: Mapping[str, Costs]) -
     """
     made = []
     for arm, known in costs.items():
-        counted = [one.stats.to_dict() for one in summaries if one.arm == arm and one.stats is not None]
+        own = [one for one in summaries if one.arm == arm and one.stats is not None]
+        levels = LevelCounts.total([one.levels for one in own if one.levels is not None])
+        counted = total_stats([one.stats.to_dict() for one in own if one.stats is not None]).to_dict()
         try:
-            acceptance = Acceptance.from_stats(total_stats(counted).to_dict())
+            acceptance = Acceptance.from_stats(counted | levels.to_dict())
         except UsageError as error:
             log.warning("no simulation for %s: %s", arm, error)
             continue

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from slipstream.bench.bootstrap import Estimate, speed, speed_up
+from slipstream.bench.prediction.level_counts import LevelCounts
 from slipstream.bench.records import Run, VerdictName
-from slipstream.core.stats import Stats
+from slipstream.text.stats import Stats
 
 # of several repeats the verdict that says least in favour counts
 _ORDER: tuple[VerdictName, ...] = ("identical", "reference", "not compared", "tie", "different")
@@ -37,7 +38,8 @@ class ArmSummary:
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
     stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
     Both are None for baselines. tokens_per_forward: of baselines, where a forward serves one row; else None.
-    prediction: what `slipstream.bench.prediction.formula` makes of the arm, where it was asked.
+    prediction: what `slipstream.bench.prediction.formula` makes of the arm, where it was asked. levels: what its
+    drafts held, over all runs; None for baselines.
     """
 
     arm: str
@@ -51,6 +53,14 @@ class ArmSummary:
     time_split: dict[str, float] | None = None
     tokens_per_forward: float | None = None
     prediction: dict[str, float] | None = field(default=None)
+    levels: LevelCounts | None = None
+
+    @property
+    def counts(self) -> dict[str, Any] | None:
+        """All that is known of how far drafts got: `Stats.to_dict()` and `LevelCounts.to_dict()`."""
+        if self.stats is None or self.levels is None:
+            return None
+        return self.stats.to_dict() | self.levels.to_dict()
 
     @property
     def lossless(self) -> bool:
@@ -109,10 +119,9 @@ def total_stats(stats: Sequence[Mapping[str, Any]]) -> Stats:
     total = Stats(lossless=all(one["lossless"] for one in stats))
     for one in stats:
         for f in fields(Stats):
-            if f.name == "lossless":
-                continue
-            mine, theirs = getattr(total, f.name), one[f.name]
-            setattr(total, f.name, _added(mine, theirs) if isinstance(theirs, list) else mine + theirs)
+            mine, theirs = getattr(total, f.name), one.get(f.name)
+            if f.name != "lossless" and theirs is not None:  # counts of predictions are None without any
+                setattr(total, f.name, _added(mine, theirs) if isinstance(theirs, list) else (mine or 0) + theirs)
     return total
 
 
@@ -137,6 +146,7 @@ def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
         stats=total,
         time_split=None if total is None else _time_split(total, sum(run.seconds for run in runs)),
         tokens_per_forward=_per_forward(runs),
+        levels=LevelCounts.of(done for run in runs for done in run.rounds or ()) if counted else None,
     )
 
 

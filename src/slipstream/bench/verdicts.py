@@ -45,7 +45,7 @@ class Judge:
 
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
         """The first difference of an arm's text from the one expected, explained; None if they are equal."""
-        found, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt.index)
+        found, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
         if found is None:
             return None
         same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
@@ -57,7 +57,7 @@ class Judge:
         return found
 
     def _one(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
-        params = self.lineup.params_of(arm, prompt.index)
+        params = self.lineup.params_of(arm, prompt)
         if not self.lineup.coupled(arm, params):
             return "not compared"
         at = prompt.id, params.temperature

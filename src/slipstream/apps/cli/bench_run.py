@@ -16,7 +16,7 @@ from slipstream.apps.cli.report import target_tokenizer
 from slipstream.apps.cli.simulation_table import print_simulation
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.lineup import Lineup
-from slipstream.bench.plan import Measurement, name_prompts, plan
+from slipstream.bench.plan import BenchPrompt, Measurement, name_prompts, plan
 from slipstream.bench.records import FILE, Arm, Header, Run, finished
 from slipstream.bench.report import require_matplotlib, write_report
 from slipstream.bench.run_header import make_header, open_folder
@@ -25,7 +25,7 @@ from slipstream.bench.saved_costs import SavedCosts, read_saved
 from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms, simulated_batches
 from slipstream.bench.summary import ArmSummary, summarise, wrong_texts
 from slipstream.bench.summary_tables import tables
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, UsageError
 
 
 def run(request: BenchRequest, json_file: Path | None) -> None:
@@ -34,6 +34,7 @@ def run(request: BenchRequest, json_file: Path | None) -> None:
     if options.report:
         require_matplotlib()
     arms, prompts = parse_arms(request.arms), name_prompts(request.prompts)
+    _check_predictions(arms, prompts)
     base = reference_of(arms, options.reference)
     planned = plan(arms, prompts, request.batches, options.repeats, options.at_once)
     header = _header(request, arms, base)
@@ -109,6 +110,15 @@ class _Wanted:
         kept = SavedCosts.of(summaries, costs, self.predict, self.simulate)
         kept.save(self.folder)
         return _Found(summaries, kept)
+
+
+def _check_predictions(arms: Sequence[Arm], prompts: Sequence[BenchPrompt]) -> None:
+    """Refuse arms that are given predictions where no prompt has one."""
+    given = next((arm.name for arm in arms if arm.predicted), None)
+    if given is not None and all(prompt.prediction is None for prompt in prompts):
+        raise UsageError(
+            f"arm {given!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
+        )
 
 
 def _announce_lossy(lineup: Lineup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,11 +65,21 @@ class Grid:
         float | None,
         option(GRID, "--alpha", text="acceptance per token, independent of position", metavar="NUMBER"),
     ] = None
+    sibling_alpha: Annotated[
+        list[float],
+        option(
+            GRID,
+            "--sibling-alpha",
+            text="draft trees: beside each draft token another, accepted in its place this often; again for a third",
+            metavar="NUMBER",
+        ),
+    ] = ()  # type: ignore[assignment]
     stats: Annotated[
         Path | None, option(GRID, "--stats", text="or the statistics in the --json of compare", metavar="FILE")
     ] = None
     length: Annotated[
-        list[int], option(GRID, "--length", text="draft length; may be given several times", metavar="N", min=1)
+        list[int],
+        option(GRID, "--length", text="draft length, of trees their depth; several times", metavar="N", min=1),
     ] = ()  # type: ignore[assignment]
     batch: Annotated[
         list[int], option(GRID, "--batch", text="rows decoded together; several times", metavar="N", min=1)
@@ -78,6 +88,7 @@ class Grid:
 
 EXAMPLE = OnPaper(target_params=8e9, draft_params=5e8, bandwidth=1e12, flops=1e14)
 EXAMPLE_ALPHA = 0.7
+TREE_DEPTH = 4  # trees are measured down to this where no --length is given
 
 
 @command("simulate")
@@ -131,7 +142,8 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
 
 
 def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid) -> Costs:
-    from slipstream.bench.prediction.costs import Costs, Machine, paper_costs
+    from slipstream.bench.prediction.costs import Costs
+    from slipstream.bench.prediction.paper_costs import Machine, paper_costs
 
     if measured.costs_file is not None:
         return Costs.read(measured.costs_file)
@@ -142,9 +154,12 @@ def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid
     from slipstream.bench.prediction.probe import measure_costs
     from slipstream.decoder import SpeculativeDecoder
 
+    if grid.sibling_alpha:
+        deepest = max(grid.length, default=TREE_DEPTH)
+        config = replace(config, num_draft_tokens=f"{deepest}x{1 + len(grid.sibling_alpha)}")
     decoder = SpeculativeDecoder(measured.target, measured.draft, **vars(config))
     err.print(f"measuring for {measured.seconds:g} s ...")
-    lengths = range(1, max(grid.length, default=8) + 2)
+    lengths = range(1, max(grid.length, default=TREE_DEPTH if grid.sibling_alpha else 8) + 2)
     return measure_costs(decoder, grid.batch or [1, 4], lengths, seconds=measured.seconds)
 
 
@@ -152,12 +167,15 @@ def _acceptance(grid: Grid) -> Acceptance | float:
     """From --alpha, or from the `stats` of a JSON file: of `compare --json`, or those of `Stats.to_dict()` alone."""
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
+    if grid.stats is not None and grid.sibling_alpha:
+        raise UsageError("--sibling-alpha beside --stats, which are of chains; allowed: together with --alpha")
     from slipstream.bench.prediction.accepted_lengths import Acceptance
 
     if grid.stats is None:
         if grid.alpha is None:
             err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats FILE of `compare --json`")
-        return Acceptance.constant(EXAMPLE_ALPHA if grid.alpha is None else grid.alpha)
+        alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
+        return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
     try:
         values = json.loads(grid.stats.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

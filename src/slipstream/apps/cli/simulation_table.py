@@ -26,13 +26,15 @@ def print_simulation(
 
 
 def simulation_table(simulation: Simulation) -> Table:
-    """Speed-ups, a line per draft length and a column per batch: best of a column bold green, below 1 red."""
+    """Speed-ups by draft length or tree depth, a column per batch: best of a column bold green, below 1 red."""
     table = Table(box=box.SIMPLE, pad_edge=False, title="predicted speed-up (* best, - slower than plain)")
-    for name in ("draft\nlength", "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches)):
+    first = ("tree\ndepth", "draft\ntokens") if simulation.chains else ("draft\nlength",)
+    for name in (*first, "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches)):
         table.add_column(name, justify="right")
     for length in simulation.lengths:
         cells = [_cell(simulation, batch, length) for batch in simulation.batches]
-        table.add_row(str(length), f"{simulation.tokens[length]:.2f}", *cells)
+        size = [f"{simulation.nodes[length]:.3g}"] if simulation.chains else []
+        table.add_row(str(length), *size, f"{simulation.tokens[length]:.2f}", *cells)
     return table
 
 

@@ -17,15 +17,22 @@ class Acceptance:
     """How far drafts get. accepted[i]: probability that a round accepts more than i draft tokens; proposed[i]: that it
     proposes more than i, where drafters that find nothing propose less than they are asked for.
 
-    By linearity of expectation these two are all that the speed depends on, whether or not positions are independent.
+    By linearity of expectation these two are all that tokens per round depend on, whether or not positions are
+    independent. Positions of a tree are its levels. nodes[i]: how many tokens a tree proposes for level i where it has
+    that level; branched[i]: probability that more than i tokens are accepted, the last of these off the main chain.
+    Both are empty for chains.
     """
 
     accepted: tuple[float, ...]
     proposed: tuple[float, ...]
+    nodes: tuple[float, ...] = ()
+    branched: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.accepted) != len(self.proposed):
-            counts = f"accepted for {len(self.accepted)} positions, proposed for {len(self.proposed)}"
+        sizes = {name: len(getattr(self, name)) for name in ("proposed", "nodes", "branched")}
+        wrong = [name for name, size in sizes.items() if size != self.longest and (size or name == "proposed")]
+        if wrong:
+            counts = f"accepted for {self.longest} positions, {wrong[0]} for {sizes[wrong[0]]}"
             raise UsageError(f"acceptance: {counts}; allowed: the same number")
         for name in ("accepted", "proposed"):
             values = getattr(self, name)
@@ -33,45 +40,93 @@ class Acceptance:
                 raise UsageError(f"acceptance: {name}={values!r}; allowed: probabilities from 0 to 1 that never rise")
         if any(a > p for a, p in zip(self.accepted, self.proposed, strict=True)):
             raise UsageError(f"acceptance: accepted={self.accepted!r}; allowed: at most proposed={self.proposed!r}")
+        if any(not isfinite(n) or n < 1 for n in self.nodes):
+            raise UsageError(f"acceptance: nodes={self.nodes!r}; allowed: numbers >= 1")
+        if any(not 0 <= b <= a for a, b in zip(self.accepted, self.branched, strict=bool(self.branched))):
+            raise UsageError(f"acceptance: branched={self.branched!r}; allowed: at most accepted={self.accepted!r}")
 
     @classmethod
-    def constant(cls, alpha: float, longest: int = MAX_DRAFT_TOKENS) -> Acceptance:
-        """Every draft token is accepted with probability alpha, independently (Leviathan et al. 2023, section 3.1)."""
-        return cls.by_position([alpha] * longest)
+    def constant(cls, alpha: float, longest: int = MAX_DRAFT_TOKENS, siblings: Sequence[float] = ()) -> Acceptance:
+        """Every draft token is accepted with probability alpha, independently (Leviathan et al. 2023, section 3.1).
+
+        siblings: of those beside each draft token, see `by_position`.
+        """
+        return cls.by_position([alpha] * longest, siblings=[siblings] * longest if siblings else ())
 
     @classmethod
-    def by_position(cls, alphas: Sequence[float], proposed: Sequence[float] | None = None) -> Acceptance:
+    def by_position(
+        cls,
+        alphas: Sequence[float],
+        proposed: Sequence[float] | None = None,
+        siblings: Sequence[Sequence[float]] = (),
+    ) -> Acceptance:
         """alphas[i]: probability that draft token i is accepted if all before it were, and it was proposed.
 
         proposed: as in the class; all of them by default. Lengths are taken as independent of what is accepted.
+        siblings[i]: under the same condition, for each of the tokens beside draft token i the probability that it is
+        the one accepted, which ends the round. So 1 + i tokens or more are accepted with the probability that i of the
+        chain are, times alphas[i] + sum(siblings[i]): path probabilities summed over the nodes of a level (Chen et al.
+        2024, "Sequoia", section 3.1).
         """
-        if bad := [alpha for alpha in alphas if not _is_probability(alpha)]:
-            raise UsageError(f"acceptance {bad[0]!r}; allowed: from 0 to 1")
         sizes = tuple(proposed) if proposed is not None else (1.0,) * len(alphas)
-        if len(sizes) != len(alphas):
-            raise UsageError(f"acceptance: {len(alphas)} alphas, proposed for {len(sizes)}; allowed: the same number")
-        accepted, reached = [], 1.0
-        for alpha, size in zip(alphas, sizes, strict=True):
+        beside = list(siblings) or [()] * len(alphas)
+        if bad := [one for one in (*alphas, *(one for them in beside for one in them)) if not _is_probability(one)]:
+            raise UsageError(f"acceptance {bad[0]!r}; allowed: from 0 to 1")
+        for name, count in (("proposed", len(sizes)), ("siblings", len(beside))):
+            if count != len(alphas):
+                raise UsageError(f"acceptance: {len(alphas)} alphas, {name} for {count}; allowed: the same number")
+        accepted, branched, reached = list[float](), list[float](), 1.0
+        for alpha, size, them in zip(alphas, sizes, beside, strict=True):
+            if alpha + sum(them) > 1 + 1e-9:
+                raise UsageError(
+                    f"acceptance {alpha:g} of a draft token and {sum(them):g} of those beside it; allowed: at most 1 "
+                    "together, since the target chooses one of them"
+                )
+            branched.append(reached * min(sum(them), 1 - alpha) * size)
             reached *= alpha
-            accepted.append(reached * size)
-        return cls(tuple(accepted), sizes)
+            accepted.append(min(size, reached * size + branched[-1]))
+        nodes = tuple(1.0 + len(them) for them in beside)
+        return cls(tuple(accepted), sizes, nodes, tuple(branched)) if siblings else cls(tuple(accepted), sizes)
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Acceptance:
-        """What a run's `Stats.to_dict()` says. Known up to the longest draft of that run.
+        """What a run's `Stats.to_dict()` says; of trees `LevelCounts.to_dict()` has to be laid beside it.
 
-        Drafts are shortened at a text's end; in short runs this shows as positions not proposed.
+        Known up to the longest draft of that run. Drafts are shortened at a text's end; in short runs this shows as
+        positions not proposed.
         """
         rounds = stat(stats, "num_rounds")
         if not rounds:
             raise UsageError("stats: num_rounds=0; allowed: at least one round")
         accepted, proposed = stat(stats, "accepted_per_position"), stat(stats, "drafted_per_position")
-        if (drafted := stat(stats, "num_draft_tokens")) > sum(proposed):
+        chances = tuple(n / rounds for n in accepted), tuple(n / rounds for n in proposed)
+        if (drafted := stat(stats, "num_draft_tokens")) <= sum(proposed):
+            return cls(*chances)
+        if len(stats.get("nodes_per_position", ())) != len(proposed):
             raise UsageError(
-                f"stats: {drafted} draft tokens in {sum(proposed)} places, which were trees; allowed: chains, as "
-                "num_draft_tokens='chain' drafts them, since the model knows no cost of branches"
+                f"stats: {drafted} draft tokens in {sum(proposed)} places, which were trees, and no counts of their "
+                "branches; allowed: statistics of chains, trees with their rounds beside the statistics, or --alpha "
+                "with --sibling-alpha"
             )
-        return cls(tuple(n / rounds for n in accepted), tuple(n / rounds for n in proposed))
+        nodes = tuple(n / levels for n, levels in zip(stats["nodes_per_position"], proposed, strict=True))
+        return cls(*chances, nodes, tuple(n / rounds for n in stats["branched_per_position"]))
+
+    @property
+    def main_chain(self) -> Acceptance:
+        """The same drafts without their branches."""
+        if not self.branches:
+            return self
+        kept = tuple(a - b for a, b in zip(self.accepted, self.branched, strict=True))
+        return Acceptance(tuple(min(kept[: i + 1]) for i in range(len(kept))), self.proposed)
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts have more tokens than levels."""
+        return any(n > 1 for n in self.nodes)
+
+    def num_nodes(self, levels: int) -> float:
+        """Mean number of tokens of a draft that has so many levels."""
+        return sum(self.nodes[:levels]) if self.nodes else float(levels)
 
     @property
     def longest(self) -> int:

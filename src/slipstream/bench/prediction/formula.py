@@ -11,13 +11,16 @@ docs/prediction.md has the formulas and what they leave out. This module runs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from slipstream.bench.prediction.accepted_lengths import Acceptance, stat
-from slipstream.bench.prediction.costs import Costs, Machine, paper_costs
+from slipstream.bench.prediction.costs import Costs
+from slipstream.bench.prediction.paper_costs import Machine, paper_costs
 from slipstream.bench.prediction.probe import measure_costs
+from slipstream.bench.prediction.round_time import Pad, expected_milliseconds, taken_by
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
@@ -38,7 +41,6 @@ __all__ = [
     "round_milliseconds",
 ]
 
-Pad = Callable[[int], int]  # tokens per row -> width of the forward that takes them
 BISECTIONS = 60
 
 
@@ -53,21 +55,13 @@ def expected_tokens(acceptance: Acceptance | float, num_draft_tokens: int) -> fl
 def round_milliseconds(
     costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, batch: float = 1, pad: Pad | None = None
 ) -> float:
-    """Expected milliseconds of a round: it lasts as long as its longest draft takes.
+    """Expected milliseconds of a round: its rows share one forward, which waits for the longest draft.
 
-    Rows propose independently: P(longest of B > i) = 1 - (1 - P(one > i))^B. batch may be a mean. pad: another padding
-    of widths than the one the costs know of (`Costs.pad`).
+    Rows propose independently: P(longest of B > i) = 1 - (1 - P(one > i))^B. Where rows are not padded, and for trees,
+    the forward costs what the tokens of all rows cost. batch may be a mean. pad: another padding of widths than the one
+    the costs know of (`Costs.pad`).
     """
-    known, pad = _known(acceptance, num_draft_tokens), pad or costs.pad
-    if num_draft_tokens == 0:
-        return costs.plain(batch, pad(1))
-    beyond = [1.0, *(1 - (1 - p) ** batch for p in known.proposed[:num_draft_tokens]), 0.0]
-    total = 0.0
-    for drafted in range(num_draft_tokens + 1):
-        share = beyond[drafted] - beyond[drafted + 1]
-        if share > 0:
-            total += share * costs.round(batch, pad(drafted + 1), drafted)
-    return total
+    return expected_milliseconds(costs, _known(acceptance, num_draft_tokens), num_draft_tokens, batch, pad)
 
 
 def predicted_speed_up(
@@ -75,8 +69,10 @@ def predicted_speed_up(
 ) -> float:
     """Tokens per second relative to plain decoding of the same batch, prompt processing not counted.
 
-    acceptance: an `Acceptance`, or the one probability of an i.i.d. draft.
+    acceptance: an `Acceptance`, or the one probability of an i.i.d. draft. Of trees num_draft_tokens counts levels.
     """
+    known = _known(acceptance, num_draft_tokens)
+    acceptance = taken_by(costs, known, num_draft_tokens, ceil(batch))
     plain = round_milliseconds(costs, 0.0, 0, batch, pad)
     taken = round_milliseconds(costs, acceptance, num_draft_tokens, batch, pad)
     return expected_tokens(acceptance, num_draft_tokens) * plain / taken
@@ -122,14 +118,15 @@ def break_even_acceptance(
         raise UsageError(
             "num_draft_tokens=0; allowed: a whole number >= 1, since plain decoding is what it is compared with"
         )
-    if predicted_speed_up(costs, 1.0, num_draft_tokens, batch, pad) < 1:
+    plain, taken = (round_milliseconds(costs, 1.0, n, batch, pad) for n in (0, num_draft_tokens))
+    if expected_tokens(1.0, num_draft_tokens) * plain < taken:
         return None
     low, high = 0.0, 1.0
-    if predicted_speed_up(costs, low, num_draft_tokens, batch, pad) >= 1:
+    if plain >= taken:
         return low
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        pays = predicted_speed_up(costs, middle, num_draft_tokens, batch, pad) >= 1
+        pays = expected_tokens(middle, num_draft_tokens) * plain >= taken
         low, high = (low, middle) if pays else (middle, high)
     return high
 
@@ -137,7 +134,10 @@ def break_even_acceptance(
 def longest_known(costs: Costs, acceptance: Acceptance | float, pad: Pad | None = None) -> int:
     """The longest draft for which both the costs and the acceptance are known."""
     pad, limit = pad or costs.pad, acceptance.longest if isinstance(acceptance, Acceptance) else MAX_DRAFT_TOKENS
-    return max((n for n in range(limit + 1) if pad(n + 1) <= costs.widest), default=0)
+    known = [n for n in range(limit + 1) if pad(n + 1) <= costs.widest]
+    if isinstance(acceptance, Acceptance) and acceptance.branches and costs.trees is not None:
+        known = [n for n in known if costs.knows_trees(acceptance.num_nodes(n))]
+    return max(known, default=0)
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,11 @@ def _simulations(data: Data) -> list[str]:
     made = []
     for one in data.simulations:
         found = one.simulation
-        head = ["draft length", "tokens per round", *(f"batch {batch}" for batch in found.batches)]
+        first = ["tree depth", "draft tokens"] if found.chains else ["draft length"]
+        head = [*first, "tokens per round", *(f"batch {batch}" for batch in found.batches)]
+        sizes = {n: [f"{found.nodes[n]:.3g}"] if found.chains else [] for n in found.lengths}
         rows = [
-            [str(n), f"{found.tokens[n]:.2f}", *(found.marked(batch, n) for batch in found.batches)]
+            [str(n), *sizes[n], f"{found.tokens[n]:.2f}", *(found.marked(batch, n) for batch in found.batches)]
             for n in found.lengths
         ]
         name = data.label(one.arm)

@@ -16,7 +16,15 @@ from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.round_view import Piece, RoundView, views
 
 LONGEST = 400  # output tokens shown of a text
-_CLASSES = {"accepted": "acc", "branch": "acc tree", "rejected": "rej", "recovered": "own", "bonus": "own", "plain": ""}
+_CLASSES = {
+    "accepted": "acc",
+    "branch": "acc tree",
+    "forced": "acc",
+    "rejected": "rej",
+    "recovered": "own",
+    "bonus": "own",
+    "plain": "",
+}
 LEGEND = (
     '<p class="legend"><span class="acc">accepted draft token</span> '
     '<span class="acc tree">accepted from a branch</span> <span class="rej">rejected draft token</span> '
