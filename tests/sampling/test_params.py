@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import SamplingParams, SlipstreamError, UsageError
+from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
 
 INF, NAN, HUGE = float("inf"), float("nan"), 10**400
 NOT_NUMBERS = ["1", None, True, False, [1.0], 1j, NAN, INF, -INF, HUGE]
@@ -49,6 +49,8 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "n": [*NOT_COUNTS, None, 0, 2],
     "logprobs": NOT_COUNTS,
     "num_draft_tokens": ["auto", True, False, 2.0, -1, NAN],
+    "prediction": ["", "a\ud800b", 5, True, [], (), [-1], ["a"], [1.0], [True], {1}, b"a"],
+    "constraint": [5, "json", {"regex": "a"}],
     "logits_processors": [None, 5, print, "print", [5], [None], ["print"]],
 }
 POSSIBLE: dict[str, list[Any]] = {
@@ -70,6 +72,8 @@ POSSIBLE: dict[str, list[Any]] = {
     "n": [1],
     "logprobs": [None, 0, 5],
     "num_draft_tokens": [None, 0, 3],
+    "prediction": [None, "a", "\n", [0], (1, 2)],
+    "constraint": [None, Constraint(regex="a+")],
     "logits_processors": [(), [print], (print, len)],
 }
 

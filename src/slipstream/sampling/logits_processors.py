@@ -1,7 +1,7 @@
-"""Logits processors: bias, penalties, bad words, minimum length and the request's own, which read the text so far.
+"""Logits processors: constraints, bias, penalties, bad words, minimum length and the request's own.
 
-Each kind edits the scores of all rows in place. Position j of a row sees the committed tokens plus the first j draft
-tokens. Shapes as in `sampling`.
+Each kind edits the scores of all rows in place and reads the text so far: position j of a row sees the committed tokens
+plus the first j draft tokens. Shapes as in `sampling`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from slipstream.core.types import Row
 from slipstream.sampling.batch_processor import BatchProcessor, params_of
+from slipstream.sampling.constraint_processor import ConstraintMasks
 from slipstream.sampling.request_processors import RequestProcessors
 from slipstream.sampling.warpers import NEVER
 
@@ -149,4 +150,5 @@ def _words(row: Row) -> list[Sequence[int]]:
     return [word for word in params_of(row).bad_words if not isinstance(word, str)]
 
 
-KINDS = (FixedBias, Penalties, BadWords, MinTokens, RequestProcessors)  # in the order of Hugging Face `generate`
+# constraints, then the order of Hugging Face `generate`
+KINDS = (ConstraintMasks, FixedBias, Penalties, BadWords, MinTokens, RequestProcessors)

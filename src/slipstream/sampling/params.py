@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from slipstream.config import setting
+from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
@@ -68,7 +69,11 @@ class SamplingParams:
     num_draft_tokens: int | None = setting(
         None, "this request's draft length instead of the decoder's; 0 drafts nothing"
     )
+    prediction: str | Sequence[int] | None = setting(
+        None, "what the text will probably be, most of it: a text or token ids, drafted first; never changes the text"
+    )
     logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
+    constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, math.inf)
@@ -91,9 +96,31 @@ class SamplingParams:
             raise UsageError(f"n={self.n}; allowed: 1 with temperature=0, where all texts would be equal")
         if self.num_draft_tokens is not None:
             self._integer("num_draft_tokens", 0, MAX_DRAFT_TOKENS)
+        self._check_prediction()
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r}; allowed: True or False")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise UsageError(f"constraint={self.constraint!r:.80}; allowed: None or a Constraint")
+        if self.constraint is not None and self.ignore_eos:
+            raise UsageError("ignore_eos=True with a constraint, whose end is that of the text; allowed: False")
         self._check_collections()
+
+    def _check_prediction(self) -> None:
+        given = self.prediction
+        if given is None:
+            return
+        ids = (
+            isinstance(given, Sequence)
+            and not isinstance(given, str | bytes)
+            and len(given) > 0
+            and all(map(_is_id, given))
+        )
+        if not (ids or _is_text(given)):
+            raise UsageError(
+                f"prediction={given!r:.60}; allowed: None, a non-empty text of valid Unicode, or a list of token ids"
+            )
+        if self.num_draft_tokens == 0:
+            raise UsageError("prediction with num_draft_tokens=0, which drafts nothing; allowed: None or at least 1")
 
     def _check_collections(self) -> None:
         if isinstance(self.stop, str):
@@ -130,6 +157,11 @@ class SamplingParams:
         """The stop strings as a tuple, whichever form they came in."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON has them; processors, which are code, are left out."""
+        told = {name: value for name, value in vars(self).items() if name != "logits_processors"}
+        return told | {"constraint": None if self.constraint is None else self.constraint.to_dict()}
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have; the message names the field and the id."""
         if self.logprobs is not None and self.logprobs > vocab_size:
@@ -139,6 +171,7 @@ class SamplingParams:
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
             ("bad_words", words),
+            ("prediction", () if isinstance(self.prediction, str) else self.prediction or ()),
         ):
             for token in ids:
                 if token >= vocab_size:

@@ -1,8 +1,8 @@
 """From logits to the distribution a request asked for, and draws from it.
 
-The order of operations is that of Hugging Face `generate`: bias, penalties, bad words, minimum length, the request's
-own processors; then, unless greedy, temperature, top-k, top-p, min-p. Position j of a row sees the committed tokens
-plus the first j draft tokens. This module knows neither models nor acceptance.
+Constraints come first; the rest has the order of Hugging Face `generate`: bias, penalties, bad words, minimum length,
+the request's own processors; then, unless greedy, temperature, top-k, top-p, min-p. Position j of a row sees the
+committed tokens plus the first j draft tokens. This module knows neither models nor acceptance.
 
 Shapes: B rows, J positions, V vocabulary. `first` is the number of draft tokens that precede position 0.
 """
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.core.argmax import argmax
 from slipstream.core.rng import Race, Stream, Words, absorb, key, words
 from slipstream.core.trees import depths, path_to
 from slipstream.core.types import Draft, Row
@@ -80,14 +81,14 @@ class Sampler:
     def choose(self, logits: Tensor, draft: Tensor) -> Tensor:
         """The target's own token at every position, [B, J]: what plain decoding would commit there."""
         if self.plain:
-            return logits.argmax(-1)
+            return argmax(logits)
         scores = self.scores(logits, draft)
         return self._choose(scores, self._token_keys(scores.shape[1]))
 
     def choose_nodes(self, logits: Tensor, draft: Draft) -> Tensor:
         """The same of a tree, [B, K + 1]: after the committed tokens, and after each node behind its own path."""
         if self.plain:
-            return logits.argmax(-1)
+            return argmax(logits)
         scores = self._node_scores(logits, draft) if self._processors else logits.float()
         if not self._groups:
             return self._choose(scores, None)
@@ -125,7 +126,7 @@ class Sampler:
         """[B, J] tokens from scores [B, J, V] and the noise of their positions [B, J]."""
         blocks = list(self._blocks(scores.shape[1]))
         covered = bool(blocks) and all(isinstance(rows, slice) for _, rows in blocks)
-        chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else scores.argmax(-1)
+        chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else argmax(scores)
         keys = chosen if keys is None else keys
         for warp, rows in blocks:
             distributions = self._distribution(warp, scores[rows])

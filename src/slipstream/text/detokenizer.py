@@ -6,9 +6,10 @@ This module knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -29,8 +30,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
+    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation, by default ready for the model's answer."""
 
     def vocabulary(self) -> dict[str, int]:
         """Token text to id, added tokens included."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.certificate.parity import Difference
-    from slipstream.core.stats import Stats
+    from slipstream.text.stats import Stats
 
 
 def percent(value: float | None) -> str:
@@ -30,7 +30,12 @@ def statistics_line(stats: Stats, drafter: str) -> str:
     """Tokens, speed and acceptance in one line."""
     rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
     speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
-    return f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}"
+    forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
+    line = f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}{forced}"
+    if stats.accepted_prediction_tokens is None:
+        return line
+    told = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"
+    return f"{line}, prediction: {told}"
 
 
 def time_split(stats: dict[str, Any]) -> str:

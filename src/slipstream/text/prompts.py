@@ -14,13 +14,16 @@ from slipstream.errors import UsageError
 
 @dataclass(frozen=True)
 class NamedPrompt:
-    """A prompt and what kind it is."""
+    """A prompt and what kind it is. prediction: what its answer will probably be, most of it; None where unknown."""
 
     prompt: str
     category: str = "prompt"
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         check_text("prompt", self.prompt)
+        if self.prediction is not None:
+            check_text("prediction", self.prediction)
 
 
 def check_text(name: str, text: str) -> None:
@@ -44,7 +47,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
     """The prompts of a file, at most `limit` of each category.
 
     A .jsonl file holds one object per line, {"turns": [text, ...], "category": name} (the first turn is taken) or
-    {"prompt": text}. Any other file is one prompt.
+    {"prompt": text}, either with "prediction": text if the answer is known, most of it. Any other file is one prompt.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -92,8 +95,11 @@ def _parse(line: str, path: Path, number: int) -> NamedPrompt:
     if isinstance(item, dict):
         turns = item.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else item.get("prompt")
+        prediction = item.get("prediction")
+        if prediction is not None and not (isinstance(prediction, str) and prediction):
+            raise UsageError(f"{where}: prediction={prediction!r:.60}; allowed: a non-empty text, or none")
         if isinstance(text, str) and text.strip():
-            return NamedPrompt(text, str(item.get("category", path.stem)))
+            return NamedPrompt(text, str(item.get("category", path.stem)), prediction)
     raise UsageError(f'{where}: no text; allowed: {{"prompt": text}} or {{"turns": [text, ...], "category": name}}')
 
 

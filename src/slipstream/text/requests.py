@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
@@ -27,9 +29,20 @@ Prompt = str | Ids | list[Message]
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Reads requests for one target: its tokenizer, vocabulary and context length."""
+    """Reads requests for one target: its tokenizer, vocabulary and context length.
+
+    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can. compiled: constraints
+    that readers share; None for this reader's own.
+    """
 
     target: Loaded
+    no_predictions: str = ""
+    compiled: CompiledGrammars | None = None
+
+    @cached_property
+    def grammars(self) -> CompiledGrammars:
+        """Constraints, compiled for the target's vocabulary."""
+        return self.compiled or CompiledGrammars(self.target, self.target.backend.vocab_size)
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""
@@ -90,13 +103,17 @@ class RequestReader:
                 f"max_tokens={params.max_tokens}; allowed: at most {room} after a prompt of {len(tokens)} tokens "
                 f"(the model's context is {backend.max_length})"
             )
-        params = self._with_token_ids(params)
+        params = self.with_token_ids(params)
         params.check_vocabulary(backend.vocab_size)
         ends = frozenset(() if params.ignore_eos else self.target.end_ids) | frozenset(params.stop_token_ids)
         watch = self._stop_watch(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop = None if watch is None else watch.completes_stop
-        return Row(index, tokens, params, seed, ends, stop, messages=self._messages(prompt, chat))
+        row = Row(index, tokens, params, seed, ends, stop, messages=self._messages(prompt, chat))
+        row.prediction = self._prediction(params)
+        if params.constraint is not None:
+            row.constraint = self.grammars.constraint(params.constraint, ends)
+        return row
 
     def _messages(self, prompt: Any, chat: bool) -> list[Message] | None:
         """The chat that a prompt is rendered as, if it is."""
@@ -106,8 +123,8 @@ class RequestReader:
             return [{"role": "user", "content": prompt}] if templated else None
         return None if is_ids(prompt) else prompt
 
-    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """Bad words given as text, as token ids: at the beginning of a text and after a space."""
+    def with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Texts as token ids: the prediction's, and bad words' at the beginning of a text and after a space."""
         words: list[Sequence[int]] = []
         tokenizer = self.target.tokenizer
         for word in params.bad_words:
@@ -117,7 +134,26 @@ class RequestReader:
                 raise UsageError(f"bad_words: {word!r} is text but there is no tokenizer; allowed: lists of token ids")
             else:
                 words += [ids for ids in (tokenizer.bare(word), tokenizer.bare(" " + word)) if ids]
-        return replace(params, bad_words=tuple(words)) if params.bad_words else params
+        if params.bad_words:
+            params = replace(params, bad_words=tuple(words))
+        return replace(params, prediction=self._prediction(params)) if isinstance(params.prediction, str) else params
+
+    def _prediction(self, params: SamplingParams) -> Sequence[int]:
+        """A request's prediction as token ids without special ones; nothing without one."""
+        given, tokenizer = params.prediction, self.target.tokenizer
+        if given is None:
+            return ()
+        if self.no_predictions:
+            raise UsageError(f"prediction with {self.no_predictions}, or no prediction")
+        if not isinstance(given, str):
+            return tuple(given)
+        if tokenizer is None:
+            raise UsageError(
+                f"prediction={given!r:.60} is text but there is no tokenizer; allowed: a list of token ids"
+            )
+        if not (ids := tokenizer.bare(given)):
+            raise UsageError(f"prediction={given!r:.60} has no tokens; allowed: a text that has some")
+        return ids
 
     def _stop_watch(self, params: SamplingParams) -> VisibleText | None:
         if not params.stop_strings:

@@ -9,11 +9,11 @@ from typing import Any
 from rich.text import Text
 
 from slipstream.core.rounds import FinishReason, Origin, Round, TokenLogprobs
-from slipstream.core.stats import Stats
 from slipstream.core.types import Row
 from slipstream.sampling.batch_processor import params_of
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
 from slipstream.text.round_view import round_lines, to_html
+from slipstream.text.stats import Stats
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What happened round by round: accepted, rejected and target-chosen tokens, for terminals and notebooks.
 
 Every token stands between marks that need no colour: accepted as it is, or between ^ signs if a branch of a draft tree
-had it, rejected struck through between - signs, the target's own between + signs.
+had it, or = signs if a constraint forced it, rejected struck through between - signs, the target's own between + signs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from rich.text import Text
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream, Tokenizer
 
-Kind = Literal["accepted", "branch", "rejected", "recovered", "bonus", "plain"]
+Kind = Literal["accepted", "branch", "forced", "rejected", "recovered", "bonus", "plain"]
 
 STYLES: dict[Kind, str] = {
     "accepted": "green",
     "branch": "green underline",
+    "forced": "cyan",
     "rejected": "red strike",
     "recovered": "blue",
     "bonus": "blue",
@@ -29,6 +30,7 @@ STYLES: dict[Kind, str] = {
 MARKS: dict[Kind, tuple[str, str]] = {
     "accepted": ("", ""),
     "branch": ("^", "^"),
+    "forced": ("=", "="),
     "rejected": ("-", "-"),
     "recovered": ("+", "+"),
     "bonus": ("+", "+"),
@@ -37,6 +39,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
 _CSS: dict[Kind, str] = {
     "accepted": "color:#14742d",
     "branch": "color:#14742d;text-decoration:underline",
+    "forced": "color:#0b6e77",
     "rejected": "color:#b3261e;text-decoration:line-through",
     "recovered": "color:#1a55b0;font-weight:600",
     "bonus": "color:#1a55b0;font-weight:600",
@@ -45,6 +48,7 @@ _CSS: dict[Kind, str] = {
 _LEGEND: tuple[tuple[Kind, str], ...] = (
     ("accepted", "accepted"),
     ("branch", "accepted from a branch"),
+    ("forced", "forced by the constraint"),
     ("rejected", "rejected"),
     ("recovered", "the target's own (recovered or bonus)"),
 )
@@ -60,7 +64,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class RoundView:
-    """One round: its pieces in order of position, and the running counts up to and including it."""
+    """One round: its pieces in order of position, and the running counts up to and including it.
+
+    predicted: its draft is the request's prediction.
+    """
 
     number: int
     pieces: tuple[Piece, ...]
@@ -68,6 +75,7 @@ class RoundView:
     num_accepted_tokens: int
     total_drafted: int
     total_accepted: int
+    predicted: bool = False
 
     @property
     def acceptance(self) -> str:
@@ -76,8 +84,9 @@ class RoundView:
 
     @property
     def caption(self) -> str:
-        """Round number, accepted of drafted tokens, running acceptance rate."""
-        return f"{self.number:4} {self.num_accepted_tokens:2}/{self.num_draft_tokens:<2} {self.acceptance:>4}"
+        """Round number, accepted of drafted tokens, running acceptance rate, and whether a prediction was drafted."""
+        counts = f"{self.number:4} {self.num_accepted_tokens:2}/{self.num_draft_tokens:<2} {self.acceptance:>4}"
+        return f"{counts} prediction" if self.predicted else counts
 
 
 def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[RoundView]:
@@ -85,7 +94,8 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
     shown = None if tokenizer is None else TextStream(tokenizer)
     drafted = accepted = 0
     for number, done in enumerate(rounds, 1):
-        drafted, accepted = drafted + done.num_draft_tokens, accepted + done.num_accepted_tokens
+        own = done.own
+        drafted, accepted = drafted + own.num_draft_tokens, accepted + own.num_accepted_tokens
         committed = [Piece(o, _push(shown, t)) for o, t in zip(done.origins, done.tokens, strict=True)]
         if done.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
@@ -94,7 +104,8 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
             committed[place] = Piece("branch", committed[place].text)
         over = done.unaccepted if done.rejected or done.path is not None else ()
         pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in over), *committed[kept:])
-        yield RoundView(number, pieces, done.num_draft_tokens, kept, drafted, accepted)
+        predicted = bool(done.num_prediction_tokens)
+        yield RoundView(number, pieces, own.num_draft_tokens, own.num_accepted_tokens, drafted, accepted, predicted)
 
 
 def legend() -> Text:

@@ -1,0 +1,114 @@
+"""What a request may demand of its text: `Constraint`, checked when it is made. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.constraints.grammar_text import (
+    WHITESPACE,
+    check_grammar,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from slipstream.errors import UsageError
+
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """What the text of a request must be, from its first token to its end; exactly one of the kinds.
+
+    json_schema: JSON that is valid by this schema, a dictionary or JSON text.
+    json_object: any JSON object.
+    regex: a text that matches this regular expression from end to end (Rust's syntax, no look-around).
+    choice: one of these texts.
+    grammar: a text of this grammar, in llguidance's variant of Lark. schemas: JSON schemas of the parts that it names
+    as @name.
+    whitespace: of JSON, "compact" (none), "spaced" (a blank after commas and colons, as `json.dumps` writes it) or
+    "flexible" (up to 24 characters of it wherever JSON allows any).
+
+    UsageError says what llguidance cannot read, and why.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    schemas: Mapping[str, Mapping[str, Any] | str] = field(default_factory=dict)
+    whitespace: str = "compact"
+    text: str = field(init=False, repr=False, compare=False)  # the same as a grammar of llguidance
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise UsageError(
+                f"constraint: {' and '.join(given) or 'nothing'} given; allowed: one of {', '.join(KINDS)}"
+            )
+        if self.whitespace not in WHITESPACE:
+            raise UsageError(f"constraint: whitespace={self.whitespace!r}; allowed: {', '.join(WHITESPACE)}")
+        if self.schemas and given != ["grammar"]:
+            raise UsageError(f"constraint: schemas with {given[0]}; allowed: with a grammar that names them")
+        if self.whitespace != "compact" and not (given[0].startswith("json") or self.schemas):
+            raise UsageError(f"constraint: whitespace={self.whitespace!r} with {given[0]}; allowed: with JSON alone")
+        object.__setattr__(self, "text", self._grammar(given[0]))
+        check_grammar(given[0], self.text)
+
+    def _grammar(self, kind: str) -> str:
+        if kind == "json_schema":
+            return json_grammar(_schema("json_schema", self.json_schema), self.whitespace)
+        if kind == "json_object":
+            if self.json_object is not True:
+                raise UsageError(f"constraint: json_object={self.json_object!r}; allowed: True or False")
+            return json_grammar('{"type": "object"}', self.whitespace)
+        if kind == "choice":
+            return choice_grammar(self._choices())
+        value = getattr(self, kind)
+        if not _is_text(value):
+            raise UsageError(f"constraint: {kind}={value!r:.80}; allowed: a text of valid Unicode that is not empty")
+        if kind == "regex":
+            return regex_grammar(value)
+        schemas = {name: _schema(f"schemas.{name}", schema) for name, schema in self.schemas.items()}
+        return lark_grammar(value, schemas, self.whitespace)
+
+    def _choices(self) -> list[str]:
+        chosen = self.choice
+        if isinstance(chosen, str) or not isinstance(chosen, Sequence) or not chosen:
+            raise UsageError(f"constraint: choice={chosen!r}; allowed: a list of texts that is not empty")
+        for one in chosen:
+            if not _is_text(one):
+                raise UsageError(f"constraint: choice has {one!r:.80}; allowed: texts of valid Unicode, not empty")
+        return list(chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was given, as JSON has it."""
+        kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
+        value = getattr(self, kind)
+        more: dict[str, Any] = {"schemas": dict(self.schemas)} if self.schemas else {}
+        more |= {"whitespace": self.whitespace} if kind.startswith("json") or self.schemas else {}
+        return {kind: list(value) if kind == "choice" else value} | more
+
+
+def _schema(name: str, schema: Any) -> str:
+    """A schema as JSON text. name: the field it was given in."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"constraint: {name} is not JSON ({error}); allowed: a JSON object") from None
+    if not isinstance(schema, Mapping):
+        raise UsageError(f"constraint: {name}={schema!r:.80}; allowed: a dictionary, or JSON text of an object")
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"constraint: {name} is not JSON ({error}); allowed: what JSON can write") from None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and not any("\ud800" <= sign <= "\udfff" for sign in value)

@@ -1,0 +1,149 @@
+"""Drafts of rows with constraints: forced tokens in front of the drafter's and behind them, and no illegal ones.
+
+A token that is the only legal one is accepted with certainty, so what must come is proposed first and the drafter goes
+on from there as if it had been committed. Of a one-hot draft the first illegal token and what follows it are left out.
+A sampled draft ends *with* its first illegal token, which the target then rejects: leaving it out would choose among
+the draft's tokens and change the distribution of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from slipstream.constraints.row_constraint import constraint_of
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.loop import Propose
+from slipstream.core.session import Session
+from slipstream.core.types import Draft, Row
+
+
+class _Line(NamedTuple):
+    """One row's draft: forced tokens, the first `kept` of the drafter's, and forced ones again."""
+
+    before: Sequence[int]
+    kept: int
+    behind: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + self.kept + len(self.behind)
+
+
+@dataclass(frozen=True)
+class ForcedDrafts:
+    """Calls a drafter and edits what it proposes for rows with constraints. target: whose forwards verify it."""
+
+    target: Session
+
+    def __call__(self, rows: Sequence[Row], propose: Propose) -> Draft:
+        """The draft of a round; rows without a constraint get what the drafter proposed."""
+        if all(row.constraint is None for row in rows):
+            return propose(None)
+        limit = self.target.longest_draft
+        longest = MAX_DRAFT_TOKENS if limit is None else min(limit, MAX_DRAFT_TOKENS)
+        runs = [self._run(row, longest) for row in rows]
+        room = [0 if _ends(row, run) else longest - len(run) for row, run in zip(rows, runs, strict=True)]
+        with _committed(rows, runs):
+            draft = propose(room)
+        if draft.notes is not None:  # a drafter that was not asked has nothing to learn
+            draft = replace(draft, notes=tuple(n if free else None for n, free in zip(draft.notes, room, strict=True)))
+        if draft.parents is not None:  # what is illegal in a tree is never chosen
+            return _tree_behind(runs, draft)
+        told: list[list[int]] = draft.tokens.tolist()
+        lines = [
+            self._line(row, run, line[:length], longest, sampled=draft.probs is not None)
+            for row, run, line, length in zip(rows, runs, told, draft.lengths, strict=True)
+        ]
+        return _assembled(draft, lines)
+
+    def _run(self, row: Row, longest: int) -> list[int]:
+        """What must come next. A row that drafts nothing, and one in its first round, gets nothing."""
+        constraint = constraint_of(row)
+        if constraint is None or row.params.num_draft_tokens == 0 or (self.target.answers and not row.rounds):
+            return []
+        return constraint.forced(row.output, max(0, min(longest, row.remaining - 1)))
+
+    def _line(self, row: Row, run: Sequence[int], drafted: list[int], longest: int, *, sampled: bool) -> _Line:
+        constraint = constraint_of(row)
+        if constraint is None:
+            return _Line(run, len(drafted), ())
+        text = [*row.output, *run]
+        legal = constraint.num_legal(text, drafted)
+        if legal < len(drafted):
+            kept = legal + sampled
+            return _Line(run, kept, self._behind(row, run, drafted[:kept], longest) if not sampled else ())
+        return _Line(run, legal, self._behind(row, run, drafted, longest))
+
+    def _behind(self, row: Row, run: Sequence[int], drafted: Sequence[int], longest: int) -> list[int]:
+        """What must come behind a drafter's tokens; behind a run of forced ones alone the drafter decides."""
+        constraint = constraint_of(row)
+        if constraint is None or not drafted or _ends(row, drafted):
+            return []
+        limit = min(longest, row.remaining - 1) - len(run) - len(drafted)
+        return constraint.forced([*row.output, *run, *drafted], max(0, limit))
+
+
+def _ends(row: Row, tokens: Sequence[int]) -> bool:
+    return bool(tokens) and tokens[-1] in row.end_ids
+
+
+@contextmanager
+def _committed(rows: Sequence[Row], runs: Sequence[Sequence[int]]) -> Iterator[None]:
+    """The rows as they are when what must come has come: their drafter reads these tokens like any others."""
+    lengths = [len(row.tokens) for row in rows]
+    for row, run in zip(rows, runs, strict=True):
+        row.tokens.extend(run)
+    try:
+        yield
+    finally:
+        for row, length in zip(rows, lengths, strict=True):
+            del row.tokens[length:]
+
+
+def _assembled(draft: Draft, lines: Sequence[_Line]) -> Draft:
+    """The draft that the lines describe. A forced token's distribution is that token."""
+    lengths = tuple(line.length for line in lines)
+    forced = tuple((len(line.before), len(line.behind)) for line in lines)
+    if not any(map(any, forced)):
+        return draft.cut(lengths)
+    tokens = draft.tokens.new_zeros(len(lines), max(lengths))
+    probs = None if draft.probs is None else draft.probs.new_zeros(*tokens.shape, draft.probs.shape[2])
+    for i, line in enumerate(lines):
+        begin = len(line.before)
+        end = begin + line.kept
+        tokens[i, begin:end] = draft.tokens[i, : line.kept]
+        tokens[i, :begin], tokens[i, end : line.length] = _on(tokens, line.before), _on(tokens, line.behind)
+        if probs is not None and draft.probs is not None:
+            probs[i] = one_hot(tokens[i], probs.shape[2]).to(probs.dtype)
+            probs[i, begin:end] = draft.probs[i, : line.kept]
+    predicted = draft.predicted and tuple(min(n, one.kept) for n, one in zip(draft.predicted, lines, strict=True))
+    made = Draft(tokens, lengths, probs, steps=draft.steps, notes=draft.notes)
+    return replace(made, predicted=predicted, forced=forced)
+
+
+def _tree_behind(runs: Sequence[Sequence[int]], draft: Draft) -> Draft:
+    """The tree at the end of a chain of forced tokens."""
+    assert draft.parents is not None
+    if not any(runs):
+        return draft
+    lengths = tuple(len(run) + length for run, length in zip(runs, draft.lengths, strict=True))
+    tokens = draft.tokens.new_zeros(len(runs), max(lengths))
+    for i, (run, length) in enumerate(zip(runs, draft.lengths, strict=True)):
+        tokens[i, : len(run)], tokens[i, len(run) : lengths[i]] = _on(tokens, run), draft.tokens[i, :length]
+    parents = tuple(
+        (*range(-1, len(run) - 1), *(parent + len(run) for parent in own[:length]))
+        for run, own, length in zip(runs, draft.parents, draft.lengths, strict=True)
+    )
+    forced = tuple((len(run), 0) for run in runs)
+    return replace(draft, tokens=tokens, lengths=lengths, acceptance_probs=None, parents=parents, forced=forced)
+
+
+def _on(tokens: Tensor, ids: Sequence[int]) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64).to(tokens.device, non_blocking=True)

@@ -1,0 +1,91 @@
+"""Constraints are checked when they are made, with one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from command_line import run
+from structured import SCHEMAS
+
+from slipstream import Constraint, SamplingParams, UsageError
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "nothing given; allowed: one of json_schema"),
+    ({"regex": "a", "choice": ["b"]}, "regex and choice given; allowed: one of"),
+    ({"json_schema": "{"}, "json_schema is not JSON"),
+    ({"json_schema": "[1]"}, r"json_schema=\[1\]; allowed: a dictionary"),
+    ({"json_schema": {"type": "strin"}}, "json_schema: Invalid type: strin; allowed"),
+    ({"json_schema": {"type": "string", "pattern": "(?=a)b"}}, "json_schema: .*look-around.*; allowed"),
+    ({"json_schema": {"x": object()}}, "json_schema is not JSON"),
+    ({"json_object": 1}, "json_object=1; allowed: True or False"),
+    ({"regex": "(a"}, "regex: .*unclosed group.*; allowed"),
+    ({"regex": ""}, "regex=''; allowed: a text"),
+    ({"regex": 5}, "regex=5; allowed: a text"),
+    ({"choice": []}, r"choice=\[\]; allowed: a list"),
+    ({"choice": "ab"}, "choice='ab'; allowed: a list"),
+    ({"choice": ["a", ""]}, "choice has ''; allowed"),
+    ({"grammar": "start: foo"}, 'grammar: .*unknown name: "foo".*; allowed'),
+    ({"regex": "a", "whitespace": "spaced"}, "whitespace='spaced' with regex; allowed"),
+    ({"json_object": True, "whitespace": "much"}, "whitespace='much'; allowed: compact"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message[:24] for _, message in WRONG])
+def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^constraint: {message}") as refusal:
+        Constraint(**given)
+    assert "\n" not in str(refusal.value) and "allowed: " in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_is_the_same_as_a_dictionary_and_as_text(name: str) -> None:
+    assert Constraint(json_schema=SCHEMAS[name]).text == Constraint(json_schema=json.dumps(SCHEMAS[name])).text
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match=r"^constraint: llguidance is not installed; .*slipstream-lm\[structured\]"):
+        Constraint(regex="a")
+
+
+def test_the_end_of_a_constraint_cannot_be_ignored() -> None:
+    with pytest.raises(UsageError, match=r"^ignore_eos=True with a constraint"):
+        SamplingParams(constraint=Constraint(regex="a"), ignore_eos=True)
+
+
+def test_options_are_told_as_json_has_them() -> None:
+    params = SamplingParams(constraint=Constraint(json_schema={"type": "null"}, whitespace="spaced"))
+    assert params.to_dict()["constraint"] == {"json_schema": {"type": "null"}, "whitespace": "spaced"}
+    assert json.loads(json.dumps(SamplingParams().to_dict()))["constraint"] is None
+
+
+def cli(capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, str, str]:
+    return run(capsys, monkeypatch, "generate", "--target", "toy", "--raw", "-p", "The heron", *arguments)
+
+
+def test_flags_of_the_command_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["ab", "cd"]}')
+    lark.write_text('start: "x" "y"')
+    for flags, texts in (
+        (["--json-schema", str(schema)], ['"ab"', '"cd"']),
+        (["--grammar", str(lark)], ["xy"]),
+        (["--regex", "q{2}"], ["qq"]),
+        (["--choice", "one", "--choice", "two"], ["one", "two"]),
+    ):
+        code, out, err = cli(capsys, monkeypatch, *flags)
+        assert code == 0 and out.strip() in texts, err
+
+
+def test_wrong_flags_are_one_line(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    for flags, message in (
+        (["--json-schema", str(tmp_path / "none.json")], "--json-schema"),
+        (["--regex", "(a"], "unclosed group"),
+        (["--regex", "a", "--choice", "b"], "regex and choice given"),
+        (["--whitespace", "spaced"], "--whitespace 'spaced' alone"),
+    ):
+        code, _, err = cli(capsys, monkeypatch, *flags)
+        assert code == 2 and message in err and err.count("\n") == 1 and "Traceback" not in err

@@ -1,0 +1,162 @@
+"""Drafts under a grammar keep the target's constrained distribution, by enumeration; the tempting way does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from enumeration import VOCAB, WIDTH, Case, Context, Distribution, drawn, error, random_distribution
+from structured import TableGrammar
+from tiny import HashBackend
+
+from slipstream import Draft, SamplingParams
+from slipstream.constraints.forced_drafts import ForcedDrafts
+from slipstream.core.acceptance import load_rule
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+
+RULES = ["rejection", "block"]
+EXACT, WRONG_BY = 1e-6, 0.01
+
+
+def legal(context: Context) -> frozenset[int]:
+    """Some tokens are illegal, by the context; no token is forced."""
+    return frozenset((0, 1, 2)) - {sum(context) % VOCAB if len(context) % 2 else 2}
+
+
+def forcing(context: Context) -> frozenset[int]:
+    """After a 1 a 2 must follow."""
+    return frozenset((2,)) if context and context[-1] == 1 else frozenset((0, 1))
+
+
+def masked(distribution: Distribution, grammar: object) -> Distribution:
+    def within(context: Context) -> np.ndarray:
+        weights = distribution(context) * [token in grammar(context) for token in range(VOCAB)]
+        return weights / weights.sum()
+
+    return within
+
+
+def edited(tokens: Sequence[Context], grammar: object, q: Distribution | None) -> Draft:
+    """What becomes of these drafts, one in each row."""
+    target = Session(HashBackend(VOCAB))
+    rows = [Row(i, [0], SamplingParams(max_tokens=50), seed=i) for i in range(len(tokens))]
+    for row in rows:
+        row.constraint = TableGrammar(grammar)
+        row.prompt_length = 1
+        row.rounds.append(None)
+    width = max(map(len, tokens))
+    draft = Draft.from_lists(tokens, torch.device("cpu"))
+    if q is not None:
+        table = [[q(own[:j]) if j < len(own) else np.eye(VOCAB)[0] for j in range(width)] for own in tokens]
+        draft = replace(draft, probs=torch.tensor(np.array(table), dtype=torch.float32))
+    made = ForcedDrafts(target)(rows, lambda most: draft.cut(most or draft.lengths))
+    assert all(row.tokens == [0] for row in rows)
+    return made
+
+
+def lines(draft: Draft) -> list[Context]:
+    return [tuple(draft.tokens[i, :length].tolist()) for i, length in enumerate(draft.lengths)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_illegal_token_of_a_sampled_draft_stays_its_last(rule: str) -> None:
+    for seed in range(5):
+        p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
+        proposals = drawn(q)
+        kept = lines(edited([tokens for tokens, _ in proposals], legal, q))
+        assert any(len(own) < WIDTH for own in kept)
+        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, proposals, strict=True)])
+        assert error(case, load_rule(rule).distributions) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_leaving_it_out_is_caught(rule: str) -> None:
+    worst = 0.0
+    for seed in range(5):
+        p, q = masked(random_distribution(seed, "p"), legal), random_distribution(seed, "q")
+        cut = [(tokens[: TableGrammar(legal).num_legal((), tokens)], weight) for tokens, weight in drawn(q)]
+        worst = max(worst, error(Case(p, q, cut), load_rule(rule).distributions))
+    assert worst > WRONG_BY
+
+
+def test_the_smallest_example_of_it() -> None:
+    p, q = np.array([0.9, 0.1, 0.0]), np.array([0.2, 0.2, 0.6])
+
+    def once(drafts: list[tuple[Context, float]]) -> np.ndarray:
+        total = np.zeros(VOCAB)
+        for tokens, weight in drafts:
+            draft = Draft.from_lists([tokens], torch.device("cpu"))
+            if tokens:
+                draft = replace(draft, probs=torch.tensor(q, dtype=torch.float32)[None, None])
+            table = torch.tensor(p, dtype=torch.float32).expand(1, len(tokens) + 1, VOCAB)
+            found = load_rule("rejection").distributions(table, table.log(), draft)
+            after = found.next_token(torch.zeros(1, dtype=torch.int64))[0].double().numpy()
+            keep = found.keep[0].double().numpy()
+            total += weight * keep[0] * after
+            if tokens:
+                total[tokens[0]] += weight * keep[1]
+        return total
+
+    whole = [((token,), float(q[token])) for token in range(VOCAB)]
+    dropped = [*whole[:2], ((), 0.6)]
+    assert once(whole) == pytest.approx([0.9, 0.1, 0.0], abs=1e-6)
+    assert once(dropped) == pytest.approx([0.84, 0.16, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_forced_tokens_behind_a_sampled_draft_keep_the_distribution(rule: str) -> None:
+    for seed in range(5):
+        p, q = (masked(random_distribution(seed, tag), forcing) for tag in "pq")
+        short = [(tokens, weight) for tokens, weight in drawn(q, stop=lambda context: len(context) == 2)]
+        made = edited([tokens for tokens, _ in short], forcing, q)
+        kept = lines(made)
+        assert made.forced is not None and any(behind for _, behind in made.forced)
+        assert all(len(own) <= WIDTH for own in kept)
+        for i, own in enumerate(kept):  # a forced token is certain in the draft as well
+            for place in range(len(short[i][0]), len(own)):
+                assert made.probs[i, place].tolist() == np.eye(VOCAB)[own[place]].tolist()
+        case = Case(p, q, [(own, weight) for own, (_, weight) in zip(kept, short, strict=True)])
+        assert error(case, load_rule(rule).distributions) < EXACT
+
+
+def test_a_one_hot_draft_is_cut_before_its_first_illegal_token_and_goes_on_with_what_is_forced() -> None:
+    made = edited([(0, 1, 0), (0, 0, 2), (1, 2, 0), (2, 0, 0)], forcing, None)
+    assert lines(made) == [(0, 1, 2), (0, 0), (1, 2, 0), ()]
+    assert made.forced == ((0, 1), (0, 0), (0, 0), (0, 0))
+
+
+def test_what_must_come_is_proposed_first_and_the_drafter_goes_on_from_there() -> None:
+    row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
+    row.prompt_length, row.constraint = 1, TableGrammar(forcing)
+    row.rounds.append(None)
+    seen = []
+
+    def propose(most: Sequence[int] | None) -> Draft:
+        seen.append((list(row.tokens), list(most or ())))
+        return Draft.from_lists([[0, 0]], torch.device("cpu"))
+
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], propose)
+    assert seen == [([0, 1, 2], [63])] and row.tokens == [0, 1]
+    assert lines(made) == [(2, 0, 0)] and made.forced == ((1, 0),)
+
+
+def test_a_tree_grows_behind_what_is_forced() -> None:
+    row = Row(0, [0, 1], SamplingParams(max_tokens=50), seed=0)
+    row.prompt_length, row.constraint = 1, TableGrammar(forcing)
+    row.rounds.append(None)
+    tree = replace(Draft.from_lists([[0, 1, 0]], torch.device("cpu")), parents=((-1, -1, 0),))
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: tree)
+    assert lines(made) == [(2, 0, 1, 0)] and made.parents == ((-1, 0, 0, 1),) and made.forced == ((1, 0),)
+
+
+@pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"max_tokens": 1}])
+def test_a_row_that_drafts_nothing_gets_nothing(options: dict[str, int]) -> None:
+    row = Row(0, [0, 1], SamplingParams(**{"max_tokens": 50, **options}), seed=0)
+    row.prompt_length, row.constraint = 1, TableGrammar(forcing)
+    row.rounds.append(None)
+    made = ForcedDrafts(Session(HashBackend(VOCAB)))([row], lambda most: Draft.empty(1, torch.device("cpu")))
+    assert made.lengths == (0,)

@@ -1,0 +1,291 @@
+"""Structured output: the text of plain constrained decoding whatever drafts, and always what was demanded."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from structured import SCHEMAS, decoder, tokenizer
+
+from slipstream import Constraint, Result, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
+from slipstream.core.types import Draft
+
+DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
+CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
+    "regex": Constraint(regex=r"[a-f]{2,9}(-[0-9]{1,3})?"),
+    "choice": Constraint(choice=["red", "reddish", "green apples"]),
+    "grammar": Constraint(grammar='start: item ("; " item){1,3}\nitem: /[a-z]{1,4}/ " = " /[0-9]{1,2}/'),
+}
+PROMPT, LONGEST = "a record of the city: ", 96
+
+
+def params(name: str, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": LONGEST, "constraint": CONSTRAINTS[name], **options})
+
+
+MIXED = [
+    one
+    for at, name in enumerate(CONSTRAINTS)
+    for one in (
+        [params(name), params(name, temperature=1.3, seed=at, top_p=0.9)]
+        + (
+            [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0, seed=at)]
+            if at % 5 == 0
+            else []
+        )
+    )
+]
+
+
+def texts(name: str, acceptance: str = "match", given: list[SamplingParams] = MIXED) -> list[Result]:
+    return decoder(name, acceptance).generate([PROMPT] * len(given), given, chat=False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Result]:
+    return texts("none")
+
+
+def is_valid(result: Result, constraint: Constraint | None) -> bool:
+    if constraint is None:
+        return True
+    if constraint.json_schema is not None:
+        checker = jsonschema.Draft202012Validator(
+            constraint.json_schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+        return bool(checker.is_valid(json.loads(result.text)))
+    if constraint.choice is not None:
+        return result.text in constraint.choice
+    pattern = constraint.regex or r"[a-z]{1,4} = [0-9]{1,2}(; [a-z]{1,4} = [0-9]{1,2}){1,3}"
+    return re.fullmatch(pattern, result.text) is not None
+
+
+def test_every_finished_text_is_what_was_demanded(plain: list[Result]) -> None:
+    for result, own in zip(plain, MIXED, strict=True):
+        assert result.finish_reason == ("length" if own.constraint is None else "stop"), result.error
+        assert is_valid(result, own.constraint), result.text
+    assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts are their own
+
+
+def test_without_a_constraint_the_same_prompts_give_something_else(plain: list[Result]) -> None:
+    free = texts("none", given=[SamplingParams(max_tokens=8)])
+    assert not any(is_valid(free[0], Constraint(choice=["red", "reddish"])) for _ in plain[:1])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[Result]) -> None:
+    found = texts(name)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert [one.finish_reason for one in found] == [one.finish_reason for one in plain]
+    assert sum(one.stats.num_forced_tokens for one in found) > 100
+    assert sum(one.stats.num_rounds for one in found) < 0.8 * sum(one.stats.num_rounds for one in plain)
+
+
+@pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
+def test_sampled_drafts_give_valid_texts_and_greedy_rows_their_own(acceptance: str, plain: list[Result]) -> None:
+    for result, own, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
+        assert own.constraint is None or (result.finish_reason == "stop" and is_valid(result, own.constraint))
+        if own.temperature == 0:
+            assert result.token_ids == expected.token_ids
+
+
+def test_alone_and_in_a_batch_texts_are_the_same(plain: list[Result]) -> None:
+    for own, expected in list(zip(MIXED, plain, strict=True))[::5]:
+        assert texts("suffix", given=[own])[0].token_ids == expected.token_ids
+
+
+def test_frequencies_of_sampled_texts_are_those_of_plain_decoding() -> None:
+    """Choices between few texts: their frequencies against the product of masked probabilities."""
+    words, count = ["ab", "ac", "b"], 600
+    own = SamplingParams(max_tokens=8, temperature=1.5, constraint=Constraint(choice=words))
+    expected = probabilities(words, 1.5)
+    for name, acceptance in (("model", "block"), ("ngram", "rejection")):
+        each = [SamplingParams(**{**vars(own), "seed": seed}) for seed in range(count)]
+        found = [one.text for one in texts(name, acceptance, each)]
+        chi = sum((found.count(word) - count * expected[word]) ** 2 / (count * expected[word]) for word in words)
+        assert chi < 23, (name, acceptance)  # 2 degrees of freedom: probability 1e-5
+        uniform = sum((found.count(word) - count / 3) ** 2 / (count / 3) for word in words)
+        assert uniform > 23  # a distribution that is not the target's is noticed
+
+
+def probabilities(words: list[str], temperature: float) -> dict[str, float]:
+    """Of each word, by every way in which the grammar lets tokens spell it."""
+    from structured import allowed, state
+
+    end, total = tokenizer().eos_token_id, dict.fromkeys(words, 0.0)
+    prompt = tokenizer().encode(PROMPT)
+
+    def follow(output: list[int], weight: float) -> None:
+        logits = decoder().next_logits(prompt + output).double() / temperature
+        mask = torch.from_numpy(allowed(state(Constraint(choice=words)).masks(output, []))[0])
+        chances = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+        for token in mask.nonzero()[:, 0].tolist():
+            if token == end:
+                total[tokenizer().decode(output)] += weight * float(chances[token])
+            else:
+                follow([*output, token], weight * float(chances[token]))
+
+    follow([], 1.0)
+    assert sum(total.values()) == pytest.approx(1.0)
+    return total
+
+
+def test_forced_tokens_are_told_apart_and_are_no_drafters() -> None:
+    (result,) = texts("suffix", given=[params("call")])
+    origins = [origin for done in result.rounds for origin in done.origins]
+    stats = result.stats
+    assert origins.count("forced") == stats.num_forced_tokens > len(origins) // 2
+    assert origins.count("accepted") == stats.num_accepted_tokens
+    assert stats.num_draft_tokens == sum(len(done.own.draft) for done in result.rounds)
+    for done in result.rounds:
+        assert done.own.forced == (0, 0) and done.own.own == done.own
+        assert len(done.draft) == len(done.own.draft) + sum(done.forced)
+    assert "forced by the constraint" in str(result.debug())
+
+
+def test_plain_decoding_and_rows_that_draft_nothing_are_forced_nothing(plain: list[Result]) -> None:
+    assert sum(one.stats.num_forced_tokens + one.stats.num_draft_tokens for one in plain) == 0
+    nothing = decoder().using("suffix", num_draft_tokens=0)
+    (result,) = nothing.generate([PROMPT], [params("call")], chat=False)
+    (own,) = texts("suffix", given=[params("call", num_draft_tokens=0)])
+    assert result.stats.block_efficiency == own.stats.block_efficiency == 1.0
+    assert result.token_ids == own.token_ids
+
+
+class Stubborn:
+    """Drafts the same tokens again and again, legal or not."""
+
+    def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+        end = tokenizer().eos_token_id
+        return Draft.from_lists([[end, 3, end, 447][:n] for n in lengths], sampler.device)
+
+
+def test_illegal_drafts_change_nothing(plain: list[Result]) -> None:
+    for acceptance in ("match", "rejection"):
+        stubborn = decoder().using(Stubborn(), acceptance=acceptance, num_draft_tokens=4)
+        given = [own for own in MIXED if own.temperature == 0]
+        expected = [one.token_ids for one, own in zip(plain, MIXED, strict=True) if own.temperature == 0]
+        found = stubborn.generate([PROMPT] * len(given), given, chat=False)
+        assert [one.token_ids for one in found] == expected
+
+
+def test_a_dead_end_ends_its_row_alone(plain: list[Result]) -> None:
+    digits = {token: float("-inf") for token in range(448) if any(c.isdigit() for c in tokenizer().decode([token]))}
+    for name in ("none", "suffix", "model"):
+        dead = texts(name, given=[MIXED[0], params("all_of", logit_bias=digits), MIXED[1]])
+        assert [one.finish_reason for one in dead] == ["stop", "error", "stop"]
+        assert "the constraint and the other sampling options leave no token" in str(dead[1].error)
+        assert [dead[0].token_ids, dead[2].token_ids] == [plain[0].token_ids, plain[1].token_ids]
+        with pytest.raises(SlipstreamError, match="leave no token"):
+            decoder(name, "match").generate(PROMPT, params("all_of", logit_bias=digits), chat=False)
+
+
+def test_a_processor_that_overrules_the_constraint_ends_the_row() -> None:
+    def overrule(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores).index_fill_(-1, torch.tensor([7]), 1.0)
+
+    for name in ("none", "suffix"):
+        (result,) = texts(name, given=[params("choice", logits_processors=[overrule])])
+        assert result.finish_reason == "error" and result.token_ids == [7]
+        assert result.error == "token 7 of the text is not one that the constraint allows"
+
+
+def test_lengths_stop_strings_and_least_lengths() -> None:
+    for name in ("none", "suffix"):
+        (cut,) = texts(name, given=[params("record", max_tokens=7)])
+        assert cut.finish_reason == "length" and len(cut.token_ids) == 7
+        (stopped,) = texts(name, given=[params("record", stop=['"age"'])])
+        assert stopped.finish_reason == "stop" and stopped.text.endswith(",") and '"age"' not in stopped.text
+        later = SamplingParams(min_tokens=3, max_tokens=40, constraint=Constraint(choice=["q", "qzqzqzqz"]))
+        (longer,) = texts(name, given=[later])  # the shorter one ends with its second token
+        assert longer.finish_reason == "stop" and longer.text == "qzqzqzqz"
+        (never,) = texts(name, given=[params("choice", min_tokens=60)])
+        assert never.finish_reason == "error" and "leave no token" in str(never.error)
+
+
+def test_several_texts_and_log_probabilities_of_the_raw_logits() -> None:
+    for name in ("none", "suffix"):
+        found = decoder(name, "match").generate(
+            PROMPT, params("record", temperature=1.0, seed=3, n=3, logprobs=2), chat=False
+        )
+        every = [found, *found.alternatives]
+        assert len({one.text for one in every}) == 3
+        for one in every:
+            assert is_valid(one, CONSTRAINTS["record"]) and one.logprobs is not None
+            assert [told.token_id for told in one.logprobs] == one.token_ids
+        first = found.logprobs[0]
+        logits = decoder().next_logits(tokenizer().encode(PROMPT)).float().log_softmax(-1)
+        assert first.logprob == pytest.approx(float(logits[first.token_id]), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["none", "suffix", "model"])
+def test_penalties_and_bad_words_act_on_what_is_left(name: str) -> None:
+    options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "bad_words": [tokenizer().encode("e")]}
+    given = [params("regex", **options), params("record", temperature=1.0, seed=1, **options)]
+    found = texts(name, given=given)
+    assert [one.token_ids for one in found] == [one.token_ids for one in texts("none", given=given)]
+    assert all(is_valid(one, own.constraint) for one, own in zip(found, given, strict=True))
+
+
+def test_trees_are_verified_under_a_constraint(plain: list[Result]) -> None:
+    branching = decoder().using("token_recycling", num_draft_tokens="3x2", acceptance="match", reproducible=False)
+    given, expected = MIXED[:12], plain[:12]
+    found = branching.generate([PROMPT] * 12, given, chat=False)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert any(done.parents is not None for one in found for done in one.rounds)
+
+
+def test_streams_and_cancelled_rows() -> None:
+    chunks = list(decoder("suffix", "match").stream(PROMPT, params("record"), chat=False))
+    assert is_valid(texts("none", given=[params("record")])[0], CONSTRAINTS["record"])
+    assert "".join(chunk.text for chunk in chunks) == texts("none", given=[params("record")])[0].text
+    rows = decoder("suffix", "match").rows([PROMPT] * 2, [params("record"), params("nested")], chat=False)
+    scheduler = decoder("suffix", "match").scheduler()
+    for row in rows:
+        scheduler.add(row)
+    scheduler.step()
+    scheduler.cancel(rows[1])
+    while scheduler.unfinished:
+        scheduler.step()
+    assert rows[0].output == texts("none", given=[params("record")])[0].token_ids
+    assert rows[1].finish_reason == "cancelled"
+
+
+def test_reproducible_mode_gives_the_same_text() -> None:
+    from structured import model
+
+    given, made = [params("record"), params("call", temperature=0.8, seed=2)], []
+    for name in ("none", "suffix"):
+        fixed = SpeculativeDecoder(model(), tokenizer=tokenizer(), drafter=name, acceptance="match", reproducible=True)
+        made.append([one.token_ids for one in fixed.generate([PROMPT] * 2, given, chat=False)])
+    assert made[0] == made[1]
+
+
+def test_a_model_without_end_or_tokenizer_is_refused() -> None:
+    import copy
+
+    from structured import model
+
+    endless = copy.deepcopy(model())
+    endless.generation_config.eos_token_id = endless.config.eos_token_id = None
+    with pytest.raises(UsageError, match=r"^constraint: .* has no end token.*allowed"):
+        SpeculativeDecoder(endless).generate([1, 2], params("regex"))
+    with pytest.raises(UsageError, match=r"^constraint: .* has no tokenizer; allowed"):
+        SpeculativeDecoder(model()).generate([1, 2], params("regex"))
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("name", ["suffix", "token_recycling"])
+def test_smollm2_writes_what_was_demanded(name: str) -> None:
+    target = SpeculativeDecoder("smollm2", drafter="none")
+    given = [params("record"), params("call"), params("nested", temperature=0.7, seed=1), SamplingParams(max_tokens=20)]
+    prompt = "Describe a person or a place as JSON."
+    expected = target.generate([prompt] * 4, given)
+    found = target.using(name, acceptance="match").generate([prompt] * 4, given)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert all(is_valid(one, own.constraint) for one, own in zip(found, given, strict=True))
+    assert sum(one.stats.num_forced_tokens for one in found) > 20
