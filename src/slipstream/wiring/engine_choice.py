@@ -7,6 +7,7 @@ from functools import partial
 
 from slipstream import drafters
 from slipstream.config import DecoderConfig
+from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
@@ -17,17 +18,28 @@ from slipstream.draft_length.controller import LONGEST, DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
 from slipstream.errors import UsageError
+from slipstream.predicted_outputs.prediction_policy import PredictionLimits
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.predicting_engine import (
+    longest_prediction,
+    predicting_engine,
+    text_depends_on_drafts,
+    why_no_predictions,
+)
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What settings come to, with "auto" resolved. name, traits: the drafter's."""
+    """What settings come to, with "auto" resolved. name, traits: the drafter's.
+
+    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
+    """
 
     engine: Engine
     name: str
     traits: Traits
+    no_predictions: str = ""
 
 
 def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafter, rule: Rule | None) -> EngineChoice:
@@ -53,7 +65,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     setup = drafters.Setup(
         device,
         target.backend.vocab_size,
-        models.draft_session,
+        models.draft_scorer(),
         coupled,
         controller,
         choice.confidence,
@@ -68,15 +80,37 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.bridged or models.draft_session)
+    if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
+        engine.constrain = ForcedDrafts(target)
     if traits.reads_prompt:
         engine.drafts_for = partial(drafts_for, policy)
-    return EngineChoice(engine, name, traits)
+    no_predictions = why_no_predictions(models, config)
+    if not no_predictions:
+        own = make_cost_model(models, config.max_batch_size) if choice.kind == "auto" else None
+        limits = PredictionLimits(
+            own if controller is None else controller.cost_model,
+            controller is not None,
+            text_depends_on_drafts(acceptance, traits, coupled=coupled),
+            longest_prediction(choice, target.longest_draft),
+        )
+        engine.predicting = predicting_engine(engine, models.target, limits)
+    return EngineChoice(engine, name, traits, no_predictions)
 
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:
     """What decides how much to draft, with the costs that calibration has measured."""
+    target, cost_model = models.target_session, make_cost_model(models, max_batch_size)
+    longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
+    controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
+    if (reader := models.bridged or models.draft_session) is not None:
+        controller.has_cached = reader.holds
+    return controller
+
+
+def make_cost_model(models: ModelPair, max_batch_size: int) -> CostModel:
+    """What forwards cost, beginning with what calibration has measured."""
     target, found = models.target_session, models.calibration
-    cost_model = CostModel(
+    return CostModel(
         target.shapes.pad,
         target.num_tokens,
         {} if found is None else found.milliseconds,
@@ -84,11 +118,6 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
         max_batch_size,
         timed=target.backend.device.type == "cpu",
     )
-    longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
-    controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
-    if (reader := models.bridged or models.draft_session) is not None:
-        controller.has_cached = reader.holds
-    return controller
 
 
 def name_of(choice: object) -> str:

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
 
+from slipstream.config import DecoderConfig
 from slipstream.core.cache_state import Shapes
+from slipstream.core.types import Row
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.prompt_scores import PromptScores
 
 T = TypeVar("T")
 
@@ -24,6 +27,7 @@ class ModelHolder:
     """
 
     KEPT: ClassVar[tuple[str, ...]]
+    config: DecoderConfig
     target: Loaded
     draft: Loaded | None
     calibration: Calibration | None
@@ -69,6 +73,22 @@ class ModelHolder:
     def tokens_in_memory(self) -> tuple[int, int]:
         """How many tokens the memories hold in all their slots: the target's and the draft model's."""
         return self._models.tokens_in_memory()
+
+    def num_cached_tokens(self, row: Row) -> int:
+        """How many tokens of a row that begins now the target's KV cache has already."""
+        with self._use:
+            table = self._target_session.table
+            return max((table.usable(slot, row) for slot in range(len(table.states))), default=0)
+
+    def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
+        """Score about `budget` more tokens of a row's text; `scores` is what the call before returned, at first None.
+
+        count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
+        """
+        with self._turn():
+            found = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
+            found.advance(budget)
+            return found
 
     def forget(self) -> None:
         """Empty the memory, so that the next prompt is computed from its first token."""

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from slipstream.config import DecoderConfig
 from slipstream.core.cache_state import Shapes
-from slipstream.core.interfaces import set_attended_lengths
+from slipstream.core.interfaces import DraftScorer, set_attended_lengths
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.errors import UsageError
 from slipstream.models.draft_model import load_draft, load_options_of
+from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.loaded import Loaded, refuse_unused
@@ -51,7 +53,7 @@ class ModelPair:
             loaded = load(target, load_options_of(config), tokenizer)
             drafting = load_draft(draft, config, tokenizer if draft_tokenizer is None else draft_tokenizer)
             own = None if drafting is None else make_session(drafting.backend)
-            bridged = _bridged(loaded, drafting, own)
+            bridged = _bridged(loaded, drafting, own, config)
             shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
             session = make_session(loaded.backend, shapes)
             return cls(loaded, drafting, session, own, calibration, bridged)
@@ -60,7 +62,7 @@ class ModelPair:
         """The same target and cache with another draft model, or none."""
         loaded = load_draft(draft, config, tokenizer)
         own = None if loaded is None else make_session(loaded.backend)
-        return replace(self, draft=loaded, draft_session=own, bridged=_bridged(self.target, loaded, own))
+        return replace(self, draft=loaded, draft_session=own, bridged=_bridged(self.target, loaded, own, config))
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """The same models and caches under the forward shapes of other settings."""
@@ -80,6 +82,12 @@ class ModelPair:
     def set_attended_lengths(self) -> None:
         """Make the target attend to lengths as its shapes say; a decoder of other shapes may have changed that."""
         set_attended_lengths(self.target.backend, self.shapes.attended_unit, self.shapes.attended_lengths)
+
+    def draft_scorer(self) -> DraftScorer | None:
+        """What a draft model of the target's vocabulary drafts with: its session, or one that scores a part of it."""
+        if self.draft is None or self.draft_session is None or self.draft.restricted is None:
+            return self.draft_session
+        return RestrictedScorer(self.draft_session, self.draft.restricted)
 
     def forget(self) -> None:
         """Drop what is cached."""
@@ -101,7 +109,9 @@ class ModelPair:
         return self.target_session.score([row], nothing, [0])[0, 0]
 
 
-def _bridged(target: Loaded, draft: Loaded | None, session: Session | None) -> BridgedSession | None:
+def _bridged(
+    target: Loaded, draft: Loaded | None, session: Session | None, config: DecoderConfig
+) -> BridgedSession | None:
     """What drafts through bytes, where the two vocabularies differ."""
     if draft is None or session is None:
         return None
@@ -109,5 +119,10 @@ def _bridged(target: Loaded, draft: Loaded | None, session: Session | None) -> B
 
     if same_vocabulary(target, draft):
         return None
+    if config.draft_vocabulary not in ("auto", "full"):
+        raise UsageError(
+            f"draft_vocabulary={config.draft_vocabulary!r} with a draft model of another vocabulary; "
+            "allowed: 'auto' or 'full'"
+        )
     sizes = target.backend.vocab_size, draft.backend.vocab_size
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))

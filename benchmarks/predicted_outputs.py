@@ -1,0 +1,78 @@
+"""What predictions save where they are right and cost where they are wrong: the same texts with and without them.
+
+    python benchmarks/predicted_outputs.py qwen1.5b "right prediction" --arms suffix,suffix.predicted
+
+Prompts are those of one category of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
+(the file of another prompt) or "whole file" (longer files, small changes). Arms take turns, in the other order every
+other time; each run begins with an empty KV cache. All arms must give the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from time import perf_counter
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.rounds import Round
+from slipstream.text.prompts import NamedPrompt, read_prompts
+from slipstream.text.stats import Stats
+
+PROMPTS = Path(__file__).with_name("code_edits.jsonl")
+WARM_UP = "def f(x):\n    return x\n"
+
+
+def answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams) -> tuple[list[Round], float]:
+    """The rounds of one answer and its seconds, prompt included."""
+    decoder.forget()
+    decoder.forget_learned()
+    started = perf_counter()
+    result = decoder.generate(prompt.prompt, params)
+    return result.rounds, perf_counter() - started
+
+
+def line(arm: str, rounds: list[Round], seconds: float) -> str:
+    """What an arm has done so far."""
+    stats = Stats.of(rounds)
+    decoding = seconds - stats.prefill_seconds
+    return (
+        f"{arm:18} {stats.block_efficiency:5.2f} tokens per forward, {seconds:6.2f} s, decoding {decoding:6.2f} s "
+        f"({stats.num_output_tokens / decoding:.1f} tok/s), prediction: {stats.accepted_prediction_tokens} accepted, "
+        f"{stats.rejected_prediction_tokens} rejected"
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("target")
+    parser.add_argument("category")
+    parser.add_argument("--arms", default="none,none.predicted,suffix,suffix.predicted")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    given = parser.parse_args()
+    arms, base = given.arms.split(","), SpeculativeDecoder(given.target, drafter="suffix")
+    decoders = {arm: base.using(arm.partition(".")[0]) for arm in arms}
+    for decoder in decoders.values():
+        decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
+    rounds: dict[str, list[Round]] = {arm: [] for arm in arms}
+    seconds = dict.fromkeys(arms, 0.0)
+    for repeat in range(given.repeats):
+        for prompt in read_prompts(PROMPTS, categories=[given.category]):
+            texts = set()
+            for arm in arms[:: 1 if repeat % 2 == 0 else -1]:
+                prediction = prompt.prediction if arm.endswith(".predicted") else None
+                params = SamplingParams(
+                    max_tokens=given.max_tokens, temperature=given.temperature, seed=1, prediction=prediction
+                )
+                done, took = answer(decoders[arm], prompt, params)
+                texts.add(tuple(token for one in done for token in one.tokens))
+                rounds[arm] += done
+                seconds[arm] += took
+            assert len(texts) == 1, f"{prompt.prompt!r}: the texts differ"
+            print("\n".join(line(arm, rounds[arm], seconds[arm]) for arm in arms), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Predicted outputs: a text that the caller expects, most of it, is proposed before any drafter is asked."""

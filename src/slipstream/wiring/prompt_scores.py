@@ -1,0 +1,73 @@
+"""Log-probabilities of a text's own tokens, as a report on a prompt needs them.
+
+The logits of every position are wanted, so nothing that is cached is skipped. Forwards have the shapes of rounds, which
+makes the numbers those that the same tokens have when they are generated, to the bit where shapes agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.core.cache_state import SlotState
+from slipstream.core.logprobs import token_logprobs
+from slipstream.core.rounds import TokenLogprobs
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+
+WIDTH = 64  # columns of a forward where any shape is allowed; each has the logits of a whole vocabulary
+
+
+@dataclass
+class PromptScores:
+    """Scores a row's tokens in steps, in a slot that no row of a batch has.
+
+    count: how many of the likeliest tokens to report besides each. values: of the second token, the third, ...
+    """
+
+    session: Session
+    slot: int
+    row: Row
+    count: int
+    values: list[TokenLogprobs] = field(default_factory=list)
+    _read: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every token has its log-probability."""
+        return len(self.values) >= len(self.row.tokens) - 1
+
+    @torch.inference_mode()
+    def advance(self, budget: int) -> None:
+        """Score about `budget` more tokens."""
+        table, tokens = self.session.table, self.row.tokens
+        state = table.states[self.slot] if self.slot < len(table.states) else None
+        if state is None or state.row is not self.row:  # the first step, or somebody else had the slot since
+            self.session.reserve(self.slot + 1, len(tokens))
+            table.states[self.slot] = SlotState(self.row, shapes=table.shapes)
+            self._read = 0
+        while budget > 0 and not self.finished:
+            budget -= self._step()
+
+    def _step(self) -> int:
+        table, tokens = self.session.table, self.row.tokens
+        piece = tokens[self._read : self._read + self._width()]
+        padding = self.session.shapes.pad(len(piece), 1) - len(piece)
+        inputs = torch.tensor([piece + [0] * padding], device=table.backend.device)
+        table.settle(self.slot, self._read + len(piece))
+        if table.audit:
+            table.audit.write(self.slot, self._read, piece)
+        logits = table.forward(inputs, [self._read], self.slot, logits=True)[0]
+        follow = tokens[self._read + 1 : self._read + len(piece) + 1]
+        found = token_logprobs(logits, follow, self.count) if follow else ()
+        self.values[self._read :] = found
+        self._read += len(piece)
+        table.has_read(self.slot, len(piece))
+        return len(piece)
+
+    def _width(self) -> int:
+        shapes = self.session.shapes
+        if shapes.token_by_token:
+            return 1
+        return (shapes.alone or shapes.widths or (WIDTH,))[-1]

@@ -1,0 +1,236 @@
+"""Predictions never change a text: right, wrong and edited ones, alone and in batches, beside every drafter."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import perturbed, prompts, shared
+
+from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.core.types import Row
+from slipstream.draft_length.draft_yields import FIRST, Yield
+
+pytestmark = pytest.mark.usefixtures("cache_audit")
+
+GREEDY, SAMPLED = SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=3)
+FREE = ("none", "ngram", "suffix", "retrieval", "token_recycling", "ngram_table", "layer_skip")
+WRONG = "There is no such text, and never was.\nNothing of it comes true."
+
+
+def toy(drafter: str = "none", **settings: Any) -> SpeculativeDecoder:
+    """Eight draft tokens a round, so that nothing depends on what forwards cost."""
+    return SpeculativeDecoder("toy", drafter="ngram", **{"num_draft_tokens": 8} | settings).using(drafter)
+
+
+def edited(text: str) -> str:
+    """A token replaced, some left out, some put in."""
+    return f"{text[:9]}x{text[10:20]}{text[24:30]} and more{text[30:]}"
+
+
+def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> Result:
+    return decoder.using("none").generate(prompt, replace(params, prediction=None))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
+@pytest.mark.parametrize("drafter", FREE)
+@pytest.mark.parametrize("count", [8, "auto"])
+def test_the_text_is_plain_decodings_beside_every_drafter(
+    count: int | str, drafter: str, params: SamplingParams
+) -> None:
+    decoder = toy(drafter, acceptance="match", num_draft_tokens=count)
+    expected = plain(decoder, "The heron", params)
+    for prediction in (expected.text, edited(expected.text), WRONG, expected.token_ids):
+        result = decoder.generate("The heron", replace(params, prediction=prediction))
+        assert result.token_ids == expected.token_ids
+        assert (result.stats.accepted_prediction_tokens or 0) > 20 or prediction == WRONG or count == "auto"
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], ids=str)
+@pytest.mark.parametrize("drafter", ["model", "hybrid"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_plain_decodings_beside_a_draft_model(
+    drafter: str, params: SamplingParams, settings: dict[str, Any]
+) -> None:
+    made = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter=drafter, acceptance="match", **settings)
+    texts = prompts((4, 20, 9))
+    expected = [plain(made, text, params).token_ids for text in texts]
+    given = [expected[0], None, [*expected[2][:8], 5, 6, *expected[2][12:]]]
+    results = made.generate(texts, [replace(params, prediction=one) for one in given])
+    assert [result.token_ids for result in results] == expected
+    told = [result.stats.accepted_prediction_tokens for result in results]
+    assert told[1] is None and (min(told[0] or 0, told[2] or 0) > 10 or not settings)
+
+
+@pytest.mark.parametrize("draft", ["toy:2", None])
+def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(draft: str | None) -> None:
+    if draft is None:
+        decoder = SpeculativeDecoder("toy", drafter="token_recycling", num_draft_tokens="4x2")
+    else:
+        decoder = SpeculativeDecoder("toy", draft, drafter="model", num_draft_tokens="4x2")
+    texts = ["The heron", "A sparrow", "It flew"]
+    expected = [plain(toy(), text, GREEDY) for text in texts]
+    given = [expected[0].text, None, WRONG]
+    results = decoder.generate(texts, [replace(GREEDY, prediction=one) for one in given])
+    assert [result.token_ids for result in results] == [one.token_ids for one in expected]
+    assert any(done.parents for result in results for done in result.rounds)  # trees beside chains of a prediction
+
+
+def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:
+    decoder = toy("ngram", num_draft_tokens=5)
+    alone = decoder.generate("A sparrow", GREEDY)
+    text = plain(decoder, "The heron", GREEDY).text
+    beside = decoder.generate(["The heron", "A sparrow"], [replace(GREEDY, prediction=text), GREEDY])[1]
+    assert [done.draft for done in beside.rounds] == [done.draft for done in alone.rounds]
+    assert beside.stats.accepted_prediction_tokens is beside.stats.rejected_prediction_tokens is None
+
+
+@pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
+def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) -> None:
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", acceptance=acceptance)
+    prompt = prompts((6,))[0]
+    guess = plain(decoder, prompt, SAMPLED).token_ids
+    first, again = (decoder.generate(prompt, replace(SAMPLED, prediction=guess)) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert [done.draft for done in first.rounds] == [done.draft for done in again.rounds]
+    assert (first.stats.accepted_prediction_tokens or 0) > 0
+
+
+def test_stop_strings_logprobs_and_several_texts_are_those_without_a_prediction() -> None:
+    decoder, text = toy("suffix"), plain(toy(), "The heron", GREEDY).text
+    params = replace(SAMPLED, n=2, logprobs=2, stop=[text[30:34]])
+    without = decoder.generate("The heron", params)
+    result = decoder.generate("The heron", replace(params, prediction=text))
+    for one, other in zip([result, *result.alternatives], [without, *without.alternatives], strict=True):
+        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+        assert one.logprobs == other.logprobs
+        assert one.stats.accepted_prediction_tokens is not None
+
+
+changes = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 8), st.binary(max_size=8)), max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(changes, st.sampled_from(["none", "suffix"]), st.booleans())
+def test_no_edit_of_the_prediction_changes_the_text(
+    edits: Sequence[tuple[int, int, bytes]], drafter: str, sampled: bool
+) -> None:
+    decoder, params = _toys[drafter], SAMPLED if sampled else GREEDY
+    expected = plain(decoder, "So the heron", params).token_ids
+    prediction = list(expected)
+    for at, gone, new in edits:
+        prediction[at : at + gone] = new
+    result = decoder.generate("So the heron", replace(params, prediction=[*prediction, 5]))
+    assert result.token_ids == expected
+
+
+_toys = {name: toy(name, max_batch_size=2) for name in ("none", "suffix")}
+
+
+def test_a_loop_that_kept_the_prediction_unseen_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a rule that accepts whatever a prediction says changes the text."""
+    from slipstream.core import acceptance, session
+
+    def credulous(choice: Any, draft: Draft) -> Any:
+        verdict = right(choice, draft)
+        said = draft.lengths_on_device[:, 0]
+        return replace(verdict, accepted=said, next_token=choice.gather(1, said[:, None])[:, 0])
+
+    right, decoder = acceptance.match, toy()
+    expected = plain(decoder, "The heron", GREEDY)
+    monkeypatch.setattr(acceptance, "match", credulous)
+    monkeypatch.setattr(session, "match", credulous)
+    assert decoder.generate("The heron", replace(GREEDY, prediction=WRONG)).token_ids != expected.token_ids
+
+
+def test_counts_are_those_of_the_rounds_and_every_round_says_what_it_took_from_the_prediction() -> None:
+    decoder = toy("ngram")
+    text = plain(decoder, "The heron", GREEDY).text
+    result = decoder.generate("The heron", replace(GREEDY, prediction=edited(text)))
+    stats, rounds = result.stats, result.rounds
+    predicted = sum(done.num_prediction_tokens or 0 for done in rounds)
+    assert predicted == (stats.accepted_prediction_tokens or 0) + (stats.rejected_prediction_tokens or 0) > 0
+    assert {done.num_prediction_tokens for done in rounds} >= {0}
+    told = result.to_dict()
+    assert told["stats"]["accepted_prediction_tokens"] == stats.accepted_prediction_tokens
+    assert [one["num_prediction_tokens"] for one in told["rounds"]] == [done.num_prediction_tokens for done in rounds]
+    assert result.debug().plain.count(" prediction") == sum(bool(done.num_prediction_tokens) for done in rounds)
+
+
+def test_drafts_grow_long_where_the_prediction_keeps_being_right() -> None:
+    decoder = SpeculativeDecoder(shared("llama"), drafter="ngram", reproducible=False, num_draft_tokens=64)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    prompt = prompts((6,))[0]
+    expected = plain(decoder, prompt, params).token_ids
+    result = decoder.generate(prompt, replace(params, prediction=expected))
+    assert result.token_ids == expected and result.stats.num_rounds < 20
+    assert max(done.num_draft_tokens for done in result.rounds) > 30
+
+
+def test_a_number_of_draft_tokens_bounds_predictions_too() -> None:
+    text = plain(toy(), "The heron", GREEDY).text
+    for decoder, params in (
+        (toy("ngram", num_draft_tokens=3), GREEDY),
+        (toy("ngram"), replace(GREEDY, num_draft_tokens=3)),
+    ):
+        result = decoder.generate("The heron", replace(params, prediction=text))
+        assert max(done.num_draft_tokens for done in result.rounds) == 3
+        assert result.stats.accepted_prediction_tokens == result.stats.num_accepted_tokens
+
+
+def test_what_predictions_do_teaches_the_drafters_policy_nothing() -> None:
+    decoder = toy("ngram", num_draft_tokens="auto")
+    text = plain(decoder, "The heron", GREEDY).text
+    decoder.generate("The heron", replace(GREEDY, prediction=text))
+    policy: Any = decoder._engine.policy
+    yields = policy.controller.draft_yields
+    row = Row(0, [1], GREEDY, seed=0)
+    assert yields.of(row) == Yield(*FIRST)
+    decoder.generate("The heron", GREEDY)
+    assert yields.of(row) != Yield(*FIRST)  # the same rounds of its own do teach it
+
+
+def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
+    params = SamplingParams(max_tokens=300)
+    decoder = toy("ngram", num_draft_tokens=5)
+    without = decoder.generate("The heron", params).stats
+    result = decoder.generate("The heron", replace(params, prediction=WRONG * 5)).stats
+    assert result.num_rounds <= 1.1 * without.num_rounds
+    assert (result.rejected_prediction_tokens or 0) <= 24
+
+
+@pytest.mark.parametrize(
+    ("made", "params", "message"),
+    [
+        ({"num_draft_tokens": 0, "drafter": "ngram"}, {"prediction": "a"}, "num_draft_tokens=0, which drafts nothing"),
+        ({}, {"prediction": [257]}, "prediction: token id 257; allowed: 0 to 256"),
+        ({}, {"prediction": ""}, "prediction=''; allowed: None, a non-empty text"),
+        ({}, {"prediction": "a", "num_draft_tokens": 0}, "prediction with num_draft_tokens=0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(made: Any, params: dict[str, Any], message: str) -> None:
+    decoder = SpeculativeDecoder("toy", **made)
+    with pytest.raises(UsageError) as refusal:
+        decoder.generate("The heron", SamplingParams(**params))
+    assert message in str(refusal.value) and "allowed" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_text_needs_a_tokenizer() -> None:
+    decoder = SpeculativeDecoder(shared("llama"))
+    with pytest.raises(UsageError, match="there is no tokenizer; allowed: a list of token ids"):
+        decoder.generate([1, 2, 3], SamplingParams(prediction="text"))
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_edit_by_a_real_model_is_plain_decodings(temperature: float) -> None:
+    decoder = SpeculativeDecoder("smollm2", drafter="suffix")
+    old = "def area(width, height):\n    result = width * height\n    print(result)\n    return result\n"
+    params = SamplingParams(max_tokens=80, temperature=temperature, seed=1, prediction=old)
+    prompt = f"Rename `result` to `size` and show the function again.\n\n```python\n{old}```"
+    result = decoder.generate(prompt, params)
+    assert result.token_ids == plain(decoder, prompt, params).token_ids
+    stats = result.stats
+    assert (stats.accepted_prediction_tokens or 0) + (stats.rejected_prediction_tokens or 0) > 0  # it was asked

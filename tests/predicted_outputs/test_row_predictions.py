@@ -1,0 +1,90 @@
+"""What a row's prediction proposes, and how it learns what its proposals are worth."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream import SamplingParams
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.types import Row
+from slipstream.predicted_outputs.row_predictions import CREDIT, LEAST, NOTHING, RowPredictions
+
+PROMPT = [500, 501]
+OLD = list(range(200))
+
+
+def row(prediction: Sequence[int] = OLD) -> Row:
+    made = Row(0, [*PROMPT], SamplingParams(max_tokens=1000), seed=0)
+    made.prediction = prediction
+    return made
+
+
+def predictions() -> RowPredictions:
+    return RowPredictions(lambda token: token == 999)
+
+
+def test_the_first_proposal_is_the_beginning() -> None:
+    tokens, probs = predictions().proposal(row())
+    assert tokens == OLD[: len(tokens)] and 0 < len(tokens) == len(probs) <= CREDIT
+    assert probs == sorted(probs, reverse=True) and LEAST <= probs[0] < 1
+
+
+def test_a_row_without_a_prediction_gets_nothing() -> None:
+    assert predictions().proposal(row([])) == NOTHING
+
+
+def test_a_prediction_that_keeps_being_right_is_drafted_as_far_as_it_can_be() -> None:
+    made, source = row(), predictions()
+    lengths = []
+    for start in range(0, 96, 24):
+        lengths.append(sum(source.proposal(made).acceptance_probs))
+        made.tokens += OLD[start : start + 24]
+    tokens, probs = source.proposal(made)
+    assert tokens == OLD[96 : 96 + MAX_DRAFT_TOKENS] and probs[-1] > 0.5
+    assert lengths == sorted(lengths)
+
+
+def test_a_wrong_prediction_falls_silent_within_a_few_rounds_and_speaks_again_when_it_is_right() -> None:
+    made, source, asked = row(), predictions(), 0
+    for at in range(60):
+        asked += bool(source.proposal(made).tokens)
+        made.tokens += [300 + at]
+    assert asked <= 6
+    assert source.proposal(made) == NOTHING
+    made.tokens += OLD[50:70]
+    again = source.proposal(made).tokens
+    assert len(again) >= 4 and again == OLD[70 : 70 + len(again)]
+
+
+def test_misleading_matches_are_believed_less_and_less() -> None:
+    """Two tokens agree again and again, and what follows never does."""
+    made, source, asked = row(), predictions(), 0
+    source.proposal(made)
+    for at in range(40):
+        made.tokens += [300 + at, 400 + at, 450 + at, 350 + at]
+        source.proposal(made)
+        made.tokens += OLD[4 * at : 4 * at + 1]
+        source.proposal(made)
+        made.tokens += OLD[4 * at + 1 : 4 * at + 2]
+        asked += bool(source.proposal(made).tokens)
+    assert asked <= 12
+
+
+def test_what_one_row_shows_says_nothing_about_another() -> None:
+    source, wrong, right = predictions(), row(), row()
+    before = source.proposal(right)
+    for at in range(30):
+        source.proposal(wrong)
+        wrong.tokens += [300 + at]
+    assert source.proposal(row()) == before
+
+
+@pytest.mark.parametrize("step", [1, 3, 17])
+def test_proposals_depend_on_the_text_alone(step: int) -> None:
+    """Rows that come by the same text in the same rounds are proposed the same, whoever asks in between."""
+    text = [*OLD[:30], 300, 301, *OLD[31:60], *OLD[70:90]]
+    one, other, source, second = row(), row(), predictions(), predictions()
+    for start in range(0, len(text), step):
+        assert source.proposal(one) == source.proposal(one) == second.proposal(other)
+        one.tokens += text[start : start + step]
+        other.tokens += text[start : start + step]
