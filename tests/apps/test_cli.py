@@ -215,7 +215,7 @@ NAMES = [command.name or command.callback.__name__ for command in cli.app.regist
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
-    assert ("--json" in out) == (command not in ("chat", "report"))
+    assert ("--json FILE" in out) == (command not in ("chat", "report", "serve"))
 
 
 def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from architecture_checks import QUEUE, Liar
+from architecture_checks import PROMPTS, QUEUE, Liar
 
 from slipstream import SamplingParams, SpeculativeDecoder
 
@@ -40,3 +41,29 @@ class QueuedTexts:
     def expected(self, name: str) -> list[list[int]]:
         """What `drafted` has to be."""
         return [self.plain(name)[tuple(prompt)][:length] for prompt, length in zip(QUEUE, LENGTHS, strict=True)]
+
+    def check_seeded_rows(self, name: str) -> None:
+        """Drafts verified by `match` leave sampled rows what they are."""
+        decoder = self._decoder_of(name)
+        params = [
+            SamplingParams(temperature=0.8, max_tokens=COUNT, ignore_eos=True, seed=i) for i in range(len(PROMPTS))
+        ]
+        plain = [result.token_ids for result in decoder.generate(PROMPTS, params)]
+        drafted = decoder.using("ngram", num_draft_tokens=4, acceptance="match")
+        assert [result.token_ids for result in drafted.generate(PROMPTS, params)] == plain
+
+    def check_own_drafts(self, name: str, model: Any) -> None:
+        """The model of this name drafts for itself: nearly all is accepted."""
+        decoder = SpeculativeDecoder(model, model, drafter="model", num_draft_tokens=3, max_batch_size=3)
+        result = decoder.generate([list(prompt) for prompt in PROMPTS], GREEDY)
+        assert [one.token_ids for one in result] == [self.plain(name)[tuple(prompt)] for prompt in PROMPTS]
+        assert result[0].stats.acceptance_rate > 0.9
+
+    def check_conversation(self, name: str, decoder: SpeculativeDecoder) -> None:
+        """The next turn of a chat is read from the last state that `decoder` has."""
+        first = decoder.generate(PROMPTS[0], GREEDY)
+        turn = [*PROMPTS[0], *first.token_ids, 7, 8, 9]
+        before = decoder.num_prefilled_tokens
+        again = decoder.generate(turn, GREEDY)
+        assert decoder.num_prefilled_tokens - before <= 4  # what the last state lacks
+        assert again.token_ids == self._decoder_of(name).generate(turn, GREEDY).token_ids

@@ -63,6 +63,16 @@ def truncated_drafter(seed: int) -> Case:
     return Case(p, without_least(q), drawn(without_least(q)))
 
 
+def no_token_left(seed: int) -> Case:
+    """The options leave the drafter no token in some contexts: its distribution is zero there, and it proposes 0."""
+    p, q = probs_of(seed)
+
+    def left(context: Context) -> Array:
+        return np.zeros(VOCAB) if sum(context) % 2 else q(context)
+
+    return Case(p, left, drawn(lambda context: np.eye(VOCAB)[0] if sum(context) % 2 else q(context)))
+
+
 def truncated_target(seed: int) -> Case:
     p, q = probs_of(seed)
     return Case(without_least(p), q, drawn(q), raw=p)
@@ -125,6 +135,7 @@ FIXED = [fixed_draft, fixed_draft_of_any_length, fixed_draft_greedy_target, fixe
 CASES = [
     sampled,
     truncated_drafter,
+    no_token_left,
     truncated_target,
     greedy_target,
     greedy_drafter_with_its_distribution,

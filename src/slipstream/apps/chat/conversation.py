@@ -10,10 +10,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from rich.text import Text
-
+from slipstream.apps.chat.face import Face
 from slipstream.apps.chat.turn import Turn, shortened
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
@@ -21,22 +19,6 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message
 from slipstream.text.results import Chunk
 from slipstream.text.round_view import round_lines
-
-
-class Face(Protocol):
-    """Where a conversation shows itself."""
-
-    def piece(self, text: str) -> None:
-        """A part of the answer as it comes; the last one ends the line."""
-
-    def say(self, line: str | Text) -> None:
-        """What the user asked to see."""
-
-    def note(self, line: str) -> None:
-        """A remark beside the answers."""
-
-    def error(self, line: str) -> None:
-        """Why something was not done."""
 
 
 @dataclass
@@ -136,7 +118,8 @@ class Chat:
         if room < wanted:
             self.face.note(f"room for {room} tokens, not {wanted}: the model's context is {context}; see /reset")
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
-        return replace(shortened(self.params, min(room, wanted)), seed=seed)
+        prediction = self.params.prediction if self.speculative else None
+        return replace(shortened(self.params, min(room, wanted)), seed=seed, prediction=prediction)
 
     def _report(self, turn: Turn) -> None:
         if self.debug:

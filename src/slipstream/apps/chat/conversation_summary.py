@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened
 from slipstream.certificate.tie_judge import TieJudge, coupled
-from slipstream.core.stats import Stats
 from slipstream.errors import UsageError
 from slipstream.text.figures_as_text import statistics_line, time_split, verdict
+from slipstream.text.stats import Stats
 
 
 def compare(chat: Chat) -> str:
@@ -20,7 +21,8 @@ def compare(chat: Chat) -> str:
         raise UsageError(f"the last answer is by {turn.target}, not {decoder.target.name}; allowed: after /retry")
     ids, params = turn.token_ids, turn.params
     length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
-    plain = decoder.using("none").generate(turn.prompt_ids, shortened(params, length))
+    plain_params = replace(shortened(params, length), prediction=None)
+    plain = decoder.using("none").generate(turn.prompt_ids, plain_params)
     same = coupled(decoder, params)
     found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=same)
     fast, slow = _speed(turn.stats), _speed(plain.stats)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slipstream.core.rounds import FinishReason, Round
-from slipstream.core.stats import Stats
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.figures_as_text import statistics_line
+from slipstream.text.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Turn:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the rounds, for JSON."""
-        params = {name: value for name, value in vars(self.params).items() if name != "logits_processors"}
         kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
-        counts = {"prompt_tokens": len(self.prompt_ids), "params": params, "stats": self.stats.to_dict()}
+        counts = {"prompt_tokens": len(self.prompt_ids), "params": self.params.to_dict(), "stats": self.stats.to_dict()}
         return {name: getattr(self, name) for name in kept} | counts
 
 

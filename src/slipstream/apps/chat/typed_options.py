@@ -19,7 +19,8 @@ METHODS: dict[str, dict[str, float]] = {
     "nucleus": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.0},
     "topknucleus": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.0},
 }
-OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("logits_processors", "n", "logprobs"))
+NOT_TYPED = ("logits_processors", "constraint", "n", "logprobs")
+OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED)
 
 
 def numbers(method: str, given: Sequence[str]) -> dict[str, Any]:

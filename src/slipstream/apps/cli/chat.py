@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
+from slipstream.apps.chat.remote_conversation import RemoteChat
 from slipstream.apps.cli.common import command, config_from, err, load_decoder, out
 from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import PROMPTS, Models, option
+from slipstream.apps.cli.options import MODELS, PROMPTS, Models, option
+from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
@@ -28,11 +30,12 @@ KEYS = f"/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an 
 
 
 @command("chat")
-@flags(Models, DecoderConfig, SamplingParams, max_tokens=LENGTH)
+@flags(Models, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=LENGTH)
 def chat_command(
     models: Models,
     config: DecoderConfig,
     params: SamplingParams,
+    structure: Structure,
     system: Annotated[
         str, option(PROMPTS, "--system", text="what the model is told before the conversation", metavar="TEXT")
     ] = "",
@@ -40,15 +43,27 @@ def chat_command(
         Path | None,
         option(PROMPTS, "--history", text="file of lines typed before; default: in the cache folder", metavar="FILE"),
     ] = None,
+    url: Annotated[
+        str,
+        option(MODELS, "--url", text="talk to a server; key in SLIPSTREAM_API_KEY", metavar="URL"),
+    ] = "",
+    model: Annotated[
+        str,
+        option(MODELS, "--model", text="the server's name of it; default: its first", metavar="NAME"),
+    ] = "",
 ) -> None:
     """Talk with a model; /help lists the commands."""
-    config = config_from(config, models.config_file)
+    config, params = config_from(config, models.config_file), structure.of(params)
     check_text("--system", system)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     file = history or cache_folder() / "chat_history"
     if at_terminal:
         _check_terminal(file)
     screen = Screen()
+    if url or model:
+        _check_remote(url, models, config)
+        _talk_to_server(RemoteChat(url, screen, params, system, model), file if at_terminal else None)
+        return
     screen.note(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
     decoder = load_decoder(models, config)
     from slipstream.apps.chat.conversation import Chat
@@ -59,6 +74,22 @@ def chat_command(
         screen.note(f"{models.target}, drafter {decoder.drafter_name}; {KEYS}")
     for line in _lines(_session(file, complete)) if at_terminal else _piped():
         handle(conversation, line)
+        if conversation.closed:
+            break
+
+
+def _check_remote(url: str, models: Models, config: DecoderConfig) -> None:
+    if not url:
+        raise UsageError("--model names a server's model; allowed: together with --url")
+    if models != Models() or config != DecoderConfig():
+        raise UsageError("--url leaves the model to the server; allowed: without --target, --draft and decoder options")
+
+
+def _talk_to_server(conversation: RemoteChat, history: Path | None) -> None:
+    """history: of a terminal; None for lines from a pipe."""
+    conversation.face.note(f"{conversation.model} at {conversation.url}; /help lists the commands, {HOW_TO_LEAVE}")
+    for line in _piped() if history is None else _lines(_session(history, lambda text: [])):
+        conversation.handle(line)
         if conversation.closed:
             break
 

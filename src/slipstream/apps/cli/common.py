@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -138,9 +139,9 @@ def as_request(decoder: SpeculativeDecoder, prompt: NamedPrompt, system: str) ->
     return [{"role": "system", "content": system}, {"role": "user", "content": prompt.prompt}]
 
 
-def shown_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling options for JSON."""
-    return {name: value for name, value in vars(params).items() if name != "logits_processors"}
+def params_for(prompt: NamedPrompt, params: SamplingParams) -> SamplingParams:
+    """The options with the prompt's own prediction, if it has one."""
+    return params if prompt.prediction is None else replace(params, prediction=prompt.prediction)
 
 
 def write_json(path: Path | None, value: dict[str, Any]) -> None:

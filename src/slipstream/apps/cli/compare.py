@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from slipstream.apps.cli.common import (
@@ -16,6 +16,7 @@ from slipstream.apps.cli.common import (
 )
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import MEASURING, Debug, Json, Models, PromptSource, Repeats, option
+from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
 from slipstream.sampling.params import SamplingParams
 
@@ -36,13 +37,14 @@ class Arms:
 
 
 @command("compare")
-@flags(Models, PromptSource, Arms, DecoderConfig, SamplingParams, max_tokens=64)
+@flags(Models, PromptSource, Arms, DecoderConfig, SamplingParams, Structure, also=("prediction",), max_tokens=64)
 def compare_command(
     models: Models,
     source: PromptSource,
     arms: Arms,
     config: DecoderConfig,
     params: SamplingParams,
+    structure: Structure,
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
@@ -50,7 +52,7 @@ def compare_command(
 
     Exit code 1 if a text is wrong.
     """
-    config = config_from(config, models.config_file)
+    config, params = config_from(config, models.config_file), structure.of(params)
     prompts = gather_prompts(source)
     if arms.hf:
         _check_hf(models, params)
@@ -65,7 +67,7 @@ def compare_command(
         done.append(one)
         _print_progress(decoder, one, f"{len(done)}/{len(prompts)}", debug=debug)
     if not debug:
-        err.print(tables.LEGEND)
+        err.print(tables.legend(done))
     summary = summarise(done)
     if arms.batch:
         summary[BATCH] = compare_batch(decoder, done, params, chat=not source.raw)
@@ -80,7 +82,7 @@ def _check_hf(models: Models, params: SamplingParams) -> None:
     from slipstream.bench.comparison import ARMS, HF
     from slipstream.models.loaded import is_toy
 
-    check_params(ARMS[HF], params)
+    check_params(ARMS[HF], replace(params, prediction=None))
     if is_toy(models.target):
         raise no_hf_model(ARMS[HF], models.target)
 

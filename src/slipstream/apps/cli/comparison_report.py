@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from slipstream import __version__
-from slipstream.apps.cli.common import shown_params
 from slipstream.apps.cli.options import Models
 from slipstream.bench.comparison import SPECULATIVE, Comparison
 from slipstream.decoder import SpeculativeDecoder
@@ -29,7 +28,7 @@ def to_dict(
         "target": models.target,
         "draft": models.draft,
         "config": vars(decoder.config),
-        "params": shown_params(params),
+        "params": params.to_dict(),
         "versions": {"slipstream": __version__, "torch": torch.__version__},
         "summary": summary,
         "prompts": [

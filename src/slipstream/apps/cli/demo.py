@@ -42,7 +42,7 @@ def demo_command(
         out.print(tables.side_by_side(comparison, decoder.tokenizer))
         if debug and (result := comparison.runs[SPECULATIVE].result):
             out.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
-    out.print(tables.LEGEND)
+    out.print(tables.legend(done))
     summary = summarise(done)
     out.print(tables.comparison_table(done))
     for item, one in zip(data, done, strict=True):

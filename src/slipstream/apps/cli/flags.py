@@ -7,16 +7,18 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
-SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling"}
-NOT_FLAGS = {"logits_processors", "n", "logprobs"}  # unless a command asks for them
+SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server"}
+NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
 
@@ -46,6 +48,19 @@ def _biases(pairs: list[str]) -> dict[int, float]:
     return found
 
 
+def _text_of(path: str | None) -> str | None:
+    """The text of --prediction's file."""
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prediction {path!r} cannot be read: {error}; allowed: a file of UTF-8 text") from error
+    if not text:
+        raise UsageError(f"--prediction {path!r} is empty; allowed: a file of UTF-8 text")
+    return text
+
+
 @dataclass(frozen=True)
 class Written:
     """A field whose flag is written differently from its Python value."""
@@ -61,6 +76,7 @@ WRITTEN = {
     "drafter": Written(str, str, "NAME"),
     "acceptance": Written(str, str, "RULE"),
     "num_draft_tokens": Written(str, _number_or_word, "N|NAME"),
+    "draft_vocabulary": Written(str, _number_or_word, "N|NAME"),
     "fast": Written(str, _switch, "SWITCH"),
     "reproducible": Written(str, _switch, "SWITCH"),
     "load_options": Written(str, _json_object, "JSON"),
@@ -68,8 +84,11 @@ WRITTEN = {
     "bad_words": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop": Written(list[str], tuple, "TEXT", f"; {SEVERAL}"),
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
+    "allowed_host": Written(list[str], tuple, "NAME"),
+    "allowed_origin": Written(list[str], tuple, "URL"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "K"),
+    "prediction": Written(str | None, _text_of, "FILE", "; a file of it"),
 }
 
 

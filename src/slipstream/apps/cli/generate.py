@@ -14,10 +14,12 @@ from slipstream.apps.cli.common import (
     gather_prompts,
     load_decoder,
     out,
+    params_for,
     write_json,
 )
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import Debug, Json, Models, PromptSource, System
+from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
@@ -25,24 +27,26 @@ from slipstream.text.prompts import NamedPrompt, check_text
 
 if TYPE_CHECKING:
     from slipstream.core.rounds import Round
-    from slipstream.core.stats import Stats
+    from slipstream.core.types import Row
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.text.requests import Prompt
+    from slipstream.text.stats import Stats
 
 
 @command("generate")
-@flags(Models, PromptSource, DecoderConfig, SamplingParams, also=("n", "logprobs"))
+@flags(Models, PromptSource, DecoderConfig, SamplingParams, Structure, also=("n", "logprobs", "prediction"))
 def generate_command(
     models: Models,
     source: PromptSource,
     config: DecoderConfig,
     params: SamplingParams,
+    structure: Structure,
     system: System = "",
     debug: Debug = False,
     json_file: Json = None,
 ) -> None:
     """Generate text; a single text streams, several run as a batch."""
-    config = config_from(config, models.config_file)
+    config, params = config_from(config, models.config_file), structure.of(params)
     prompts = gather_prompts(source)
     if system and source.raw:
         raise UsageError("--system beside --raw, which uses no chat template; allowed: one of the two")
@@ -50,6 +54,7 @@ def generate_command(
     decoder = load_decoder(models, config)
     requests = [as_request(decoder, prompt, system) for prompt in prompts]
     if len(prompts) == params.n == 1:
+        params = params_for(prompts[0], params)
         results = [_stream(decoder, requests[0], params, chat=not source.raw, debug=debug)]
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
@@ -60,7 +65,7 @@ def _stream(
     decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, *, chat: bool, debug: bool
 ) -> dict[str, Any]:
     """Print as it comes; Ctrl-C ends the text, not the report."""
-    from slipstream.core.stats import Stats
+    from slipstream.text.stats import Stats
 
     chunks, interrupted = [], False
     try:
@@ -94,9 +99,9 @@ def _batch(
     debug: bool,
 ) -> list[dict[str, Any]]:
     """All texts together; Ctrl-C ends the run, not the report."""
-    from slipstream.core.stats import Stats
+    from slipstream.text.stats import Stats
 
-    texts, each = _n_times(decoder, requests, params, chat)
+    texts, each = _n_times(decoder, requests, [params_for(prompt, params) for prompt in prompts], chat)
     rounds = _run(decoder, texts, each, chat)
     results: list[dict[str, Any]] = []
     for i, own in enumerate(rounds):
@@ -116,8 +121,8 @@ def _report(
     decoder: SpeculativeDecoder, rounds: Sequence[Round], params: SamplingParams, debug: bool
 ) -> dict[str, Any]:
     """Print a text, whole or not."""
-    from slipstream.core.stats import Stats
     from slipstream.text.detokenizer import visible_text
+    from slipstream.text.stats import Stats
 
     assert decoder.tokenizer is not None
     ids = [token for done in rounds for token in done.tokens]
@@ -130,17 +135,23 @@ def _report(
 
 
 def _n_times(
-    decoder: SpeculativeDecoder, requests: list[Prompt], params: SamplingParams, chat: bool
+    decoder: SpeculativeDecoder, requests: list[Prompt], params: list[SamplingParams], chat: bool
 ) -> tuple[list[Prompt], list[SamplingParams]]:
-    """Every prompt `params.n` times, with the seeds that `SpeculativeDecoder.generate` would give its texts."""
+    """Every prompt `n` times, with the seeds that `SpeculativeDecoder.generate` would give its texts."""
+    n = params[0].n
+    if n == 1:
+        return requests, params
+    ones = [replace(own, n=1) for own in params]
+    rows = decoder.rows(requests, ones, chat=chat)
+    seeded = [replace(own, seed=seed) for own, row in zip(ones, rows, strict=True) for seed in _seeds(row, n)]
+    return [row.tokens for row in rows for _ in range(n)], seeded
+
+
+def _seeds(row: Row, n: int) -> list[int]:
+    """Of the texts of a request, whose first has the row's."""
     from slipstream.text.requests import further_seeds
 
-    if params.n == 1:
-        return requests, [params] * len(requests)
-    one = replace(params, n=1)
-    rows = decoder.rows(requests, one, chat=chat)
-    seeds = [seed for row in rows for seed in (row.seed, *further_seeds(row.seed, params.n))]
-    return [row.tokens for row in rows for _ in range(params.n)], [replace(one, seed=seed) for seed in seeds]
+    return [row.seed, *further_seeds(row.seed, n)]
 
 
 def _run(

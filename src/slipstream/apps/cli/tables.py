@@ -15,8 +15,13 @@ from slipstream.text.detokenizer import TextStream, Tokenizer
 from slipstream.text.figures_as_text import percent, verdict
 from slipstream.text.results import Result
 
-STYLES = {"accepted": "green", "recovered": "blue", "bonus": "cyan", "plain": ""}
-LEGEND = "[green]accepted draft token[/]  [cyan]bonus[/]  [blue]recovered after a rejection[/]"
+STYLES = {"accepted": "green", "forced": "yellow", "recovered": "blue", "bonus": "cyan", "plain": ""}
+MEANINGS = {
+    "accepted": "accepted draft token",
+    "forced": "forced by the constraint",
+    "bonus": "bonus",
+    "recovered": "recovered after a rejection",
+}
 
 
 def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> Text:
@@ -30,6 +35,13 @@ def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> 
         text.truncate(limit)
         text.append(" ...", "dim")
     return text
+
+
+def legend(comparisons: Sequence[Comparison]) -> Text:
+    """What the colours of speculative texts mean, as far as they occur."""
+    results = [done.runs[SPECULATIVE].result for done in comparisons]
+    shown = {origin for result in results if result is not None for done in result.rounds for origin in done.origins}
+    return Text("  ").join(Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items() if origin in shown)
 
 
 def side_by_side(done: Comparison, tokenizer: Tokenizer) -> Table:

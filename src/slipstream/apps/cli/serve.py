@@ -1,0 +1,56 @@
+"""`slipstream serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from slipstream.apps.cli.common import command, config_from, err, load_decoder
+from slipstream.apps.cli.flags import flags
+from slipstream.apps.cli.options import Models
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.config import DecoderConfig
+from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.apps.server.launch import Server
+    from slipstream.decoder import SpeculativeDecoder
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@command("serve")
+@flags(Models, ServerSettings, DecoderConfig, acceptance="match")
+def serve_command(models: Models, settings: ServerSettings, config: DecoderConfig) -> None:
+    """Serve a model under OpenAI's API; Ctrl-C lets running requests finish, twice ends at once."""
+    config = config_from(config, models.config_file)
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
+    from slipstream.apps.server.access import ApiKeys
+    from slipstream.apps.server.launch import serve
+
+    ApiKeys.read(settings.api_key_file)  # before the models are loaded
+
+    def load() -> SpeculativeDecoder:
+        return load_decoder(models, config)
+
+    err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
+    serve(settings, load, _banner)
+
+
+def _banner(server: Server) -> None:
+    service = server.service
+    assert service is not None
+    decoder, facts = service.decoder, service.facts
+    draft = "" if decoder.draft is None else f" with {decoder.draft.name}"
+    keys = "API keys needed" if server.settings.api_key_file else "no API keys"
+    same = "every seed repeats its text" if facts.reproducible else "texts may differ where two tokens tie"
+    for line in (
+        f"Slipstream serves {facts.name}{draft} at {server.url}",
+        f"  drafter {decoder.drafter_name}, {decoder.config.max_batch_size} texts at a time, "
+        f"{service.rows.max_model_len} tokens each, {keys}",
+        f"  fingerprint {facts.fingerprint}: {same}",
+        f"  try: curl {server.url}/v1/completions -H 'content-type: application/json' "
+        """-d '{"prompt": "A heron", "max_tokens": 40}'""",
+    ):
+        err.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over a decoder's scheduler; started by `slipstream serve`."""

@@ -1,0 +1,179 @@
+"""Who may call: keys, the name a server is called by, and the sites whose pages may call it.
+
+Everything is checked on `scope["path"]`, the address that the routes see, and everything is closed that is not listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.errors import UsageError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Count = Callable[[Scope, int], None]  # told the status of every answer
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
+PAGE = "/page/"
+SHORTEST_KEY = 8
+
+
+@dataclass(frozen=True)
+class ApiKeys:
+    """The digests of the keys and the names of their owners."""
+
+    digests: tuple[tuple[str, bytes], ...] = ()
+
+    @staticmethod
+    def read(file: str) -> ApiKeys:
+        """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out."""
+        if not file:
+            return ApiKeys()
+        try:
+            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--api-key-file {file!r} cannot be read: {error}") from error
+        found: list[tuple[str, bytes]] = []
+        for number, line in enumerate(map(str.strip, lines), 1):
+            if not line or line.startswith("#"):
+                continue
+            name, colon, key = line.rpartition(":")
+            if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
+                raise UsageError(
+                    f"--api-key-file {file!r}, line {number}: a key of {len(key)} characters; allowed: at least "
+                    f"{SHORTEST_KEY} printable ASCII characters without spaces"
+                )
+            found.append((name if colon else f"key {len(found) + 1}", _digest(key)))
+        if not found:
+            raise UsageError(f"--api-key-file {file!r} holds no keys; allowed: one per line")
+        return ApiKeys(tuple(found))
+
+    def owner(self, given: str) -> str | None:
+        """Whose key this is; None for nobody's. Takes the same time for every key."""
+        digest, owner = _digest(given), None
+        for name, known in self.digests:
+            if hmac.compare_digest(known, digest):
+                owner = name
+        return owner
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Access:
+    """Lets requests through to an app, or refuses them; notes in `scope["state"]["owner"]` whose they are.
+
+    count: see `Count`.
+    """
+
+    def __init__(self, app: App, keys: ApiKeys, settings: ServerSettings, count: Count) -> None:
+        self._app, self._keys, self._settings, self._count = app, keys, settings, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope.setdefault("state", {})["owner"] = self._check(scope)
+        except ApiError as error:
+            await error.response()(scope, receive, self._finished(scope, send))
+            return
+        await self._app(scope, self._counted(receive), self._finished(scope, send))
+
+    def _counted(self, receive: Receive) -> Receive:
+        """Break off bodies that grow too large without having said so."""
+        size = 0
+
+        async def receiving() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._settings.max_body_bytes:
+                raise HTTPException(413)
+            return message
+
+        return receiving
+
+    def _finished(self, scope: Scope, send: Send) -> Send:
+        """Every answer is counted and carries a header against guessing its type."""
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
+                self._count(scope, message["status"])
+            await send(message)
+
+        return sending
+
+    def _check(self, scope: Scope) -> str:
+        host = self._check_host(_headers(scope, b"host"))
+        self._check_origin(_headers(scope, b"origin"), host)
+        self._check_length(_headers(scope, b"content-length"))
+        path: str = scope["path"]
+        if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._asks_first(scope):
+            return ""
+        given = _headers(scope, b"authorization")
+        kind, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+        owner = self._keys.owner(key.strip()) if kind.lower() == "bearer" else None
+        if owner is None:
+            raise ApiError(401, "no valid API key; send 'Authorization: Bearer KEY'", code="invalid_api_key")
+        return owner
+
+    def _asks_first(self, scope: Scope) -> bool:
+        """Whether a browser asks on behalf of a listed site what it may send; it does so without the key."""
+        asked = bool(_headers(scope, b"access-control-request-method"))
+        return asked and scope["method"] == "OPTIONS" and any(map(self._is_listed, _headers(scope, b"origin")))
+
+    def _is_listed(self, origin: str) -> bool:
+        return origin in self._settings.allowed_origin
+
+    def _check_host(self, given: Sequence[str]) -> str:
+        """Refuse names that another site may have pointed at this machine, unless keys protect it."""
+        host = given[0] if len(given) == 1 else ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        known = {"localhost", self._settings.host.lower(), *map(str.lower, self._settings.allowed_host)}
+        any_name = bool(self._keys.digests) and not self._settings.allowed_host and not self._settings.is_local
+        if not name or not (any_name or name in known or _is_address(name)):
+            raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
+        return host
+
+    def _check_length(self, given: Sequence[str]) -> None:
+        """Refuse bodies that are too large before they are read; those without a length are cut while they are."""
+        if any(len(length) > 12 or int(length) > self._settings.max_body_bytes for length in given if length.isdigit()):
+            raise ApiError(413, f"the request body is too large; allowed: {self._settings.max_body_bytes} bytes")
+
+    def _check_origin(self, given: Sequence[str], host: str) -> None:
+        """Refuse requests that pages of other sites make."""
+        for origin in given:
+            if not self._is_listed(origin) and origin not in (f"http://{host}", f"https://{host}"):
+                raise ApiError(403, f"origin {origin!r:.80} is not allowed; see --allowed-origin")
+
+
+def _headers(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

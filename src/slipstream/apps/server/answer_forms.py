@@ -1,0 +1,156 @@
+"""What a request demands of the form of its answer, as a constraint: JSON, a grammar, or calls of its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.apps.server.request_fields import ChatFields, SamplingFields
+from slipstream.apps.server.tool_fields import checked_tools, forced_tools
+from slipstream.constraints.constraint import Constraint
+from slipstream.errors import UsageError, first_line
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.tool_calls import ToolCallParser
+
+MOST_BYTES = 64 << 10  # of a schema, an expression or a grammar
+MOST_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
+KINDS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+
+
+@contextmanager
+def told_as(field: str) -> Iterator[None]:
+    """Refusals of constraints name the field that they came from."""
+    try:
+        yield
+    except UsageError as error:
+        line = first_line(error)
+        if not line.startswith("constraint:"):
+            raise
+        raise refused(f"{field}:{line.removeprefix('constraint:')}", field) from None
+
+
+def form_field(fields: SamplingFields) -> str | None:
+    """The field that decides the form of the answer; None where it is free. ApiError if several do."""
+    found = []
+    if fields.structured_outputs:
+        found.append("structured_outputs")
+    if fields.response_format is not None and fields.response_format.type != "text":
+        found.append("response_format")
+    if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
+        found.append("tool_choice")
+    if len(found) > 1:
+        raise refused(f"{found[0]} beside {found[1]}; allowed: one of them", found[0])
+    return found[0] if found else None
+
+
+def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
+    """The constraint of a request's rows; ApiError naming the field that cannot be met."""
+    tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
+    field = form_field(fields)
+    if field is None:
+        return None
+    offered = [] if isinstance(fields, ChatFields) and fields.tool_choice == "none" else tools
+    with told_as(field):
+        if field == "structured_outputs":
+            if offered:
+                raise refused("structured_outputs with tools; allowed: with tool_choice 'none'", field)
+            return _vllm(fields.structured_outputs or {})
+        if field == "tool_choice":
+            assert isinstance(fields, ChatFields)
+            return _calls(forced_tools(fields, tools), fields, tokenizer)
+        schema = _response_schema(fields)
+        if offered and isinstance(tokenizer, ToolCallParser) and tokenizer.call_tags() is not None:
+            assert isinstance(fields, ChatFields)
+            return _calls(offered, fields, tokenizer, answer=schema)
+        return Constraint(json_schema=schema)
+
+
+def _response_schema(fields: SamplingFields) -> dict[str, Any]:
+    """The schema of `response_format`."""
+    form = fields.response_format
+    assert form is not None
+    if form.type == "json_object":
+        return {"type": "object"}
+    schema = (form.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        name = "response_format.json_schema"
+        raise refused(f'{name}.schema; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}', name)
+    _bounded("response_format", schema)
+    return schema
+
+
+def _vllm(given: Mapping[str, Any]) -> Constraint:
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
+    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(wanted) != 1 or not set(wanted) <= set(KINDS):
+        names = ", ".join(sorted(wanted)) or "nothing"
+        raise refused(f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}", "structured_outputs")
+    ((name, value),) = wanted.items()
+    _bounded("structured_outputs", value)
+    return Constraint(**{KINDS[name]: value})
+
+
+def _calls(
+    tools: Sequence[Mapping[str, Any]],
+    fields: ChatFields,
+    tokenizer: Tokenizer | None,
+    answer: Mapping[str, Any] | None = None,
+) -> Constraint:
+    """Calls in the model's own form, or instead an answer by this schema if there is one."""
+    tags = tokenizer.call_tags() if isinstance(tokenizer, ToolCallParser) else None
+    if tags is None:
+        raise refused("tool_choice: this model's form of calls is not known; allowed: 'none', 'auto'", "tool_choice")
+    schemas = {f"arguments_{at}": arguments_schema(tool) for at, tool in enumerate(tools)}
+    _bounded("tools", schemas, MOST_OF_TOOLS)
+    bodies = [f'{_literal(_call_head(tool["function"]["name"]))} @arguments_{at} "}}"' for at, tool in enumerate(tools)]
+    several = "" if fields.parallel_tool_calls is False else ' ("\\n" call)*'
+    lines = [
+        f"start: {'calls' if answer is None else 'calls | @answer'}",
+        f"calls: call{several}",
+        f'call: {_literal(tags[0])} "\\n" body "\\n" {_literal(tags[1])}',
+        f"body: {' | '.join(bodies)}",
+    ]
+    given = schemas if answer is None else schemas | {"answer": answer}
+    try:
+        return Constraint(grammar="\n".join(lines), schemas=given, whitespace="spaced")
+    except UsageError:
+        for at, schema in enumerate(schemas.values()):
+            with told_as(f"tools.{at}.function.parameters"):
+                Constraint(json_schema=schema)
+        raise
+
+
+def _call_head(name: str) -> str:
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+
+
+def _literal(text: str) -> str:
+    """A text as grammars quote it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object; a tool without parameters takes none."""
+    given = tool["function"].get("parameters")
+    if given is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **given}
+
+
+def _bounded(field: str, value: Any, most: int = MOST_BYTES) -> None:
+    """Refuse what is too large to be read for a request."""
+    try:
+        size = len(value) if isinstance(value, str) else len(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        raise ApiError(400, f"{field}: not JSON", param=field) from None
+    if size > most:
+        raise refused(f"{field} has {size} bytes; allowed: at most {most}", field)

@@ -1,0 +1,170 @@
+"""What answers of both endpoints share: usage, speculative statistics, timings, rounds and receipts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from slipstream.apps.server.choice_state import ChoiceState, Piece
+from slipstream.core.rounds import Round
+from slipstream.sampling.batch_processor import params_of
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.stats import Stats
+
+PREDICTION = "prediction"  # the source of what a request's prediction drafted
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What does not change while a server runs.
+
+    reproducible: whether a seed gives the same text whatever runs beside it. source: which drafter a round's own draft
+    is of. tokenizer: the event loop's own.
+    """
+
+    name: str
+    fingerprint: str
+    reproducible: bool
+    source: Callable[[Round], str]
+    tokenizer: Tokenizer | None
+
+    def token_text(self, token: int) -> str:
+        """One token as text; those that stand for none by their number."""
+        text = "" if self.tokenizer is None else self.tokenizer.decode([token])
+        return text or f"token_id:{token}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one source drafted in a round, and how much of it was accepted."""
+
+    source: str
+    drafted: int
+    accepted: int
+
+
+def shares(done: Round, facts: ModelFacts) -> list[Share]:
+    """Who drafted in a round: the request's prediction, the decoder's drafter; what a constraint forced is nobody's."""
+    own = done.own
+    predicted = own.num_prediction_tokens or 0
+    found = [
+        Share(PREDICTION, predicted, min(predicted, own.num_accepted_tokens)),
+        Share("", own.num_draft_tokens - predicted, max(0, own.num_accepted_tokens - predicted)),
+    ]
+    return [replace(one, source=one.source or facts.source(own)) for one in found if one.drafted]
+
+
+def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
+    """OpenAI's count of tokens. A prompt with `n` answers counts once."""
+    told: dict[str, Any] = {}
+    if any(choice.job.row.prediction for choice in choices):
+        stats = Stats.of(done for choice in choices for done in choice.rounds)
+        accepted, rejected = stats.accepted_prediction_tokens or 0, stats.rejected_prediction_tokens or 0
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        told = {"completion_tokens_details": details}
+    prompt = sum(len(choice.prompt) for choice in choices[::n])
+    completion = sum(len(choice.token_ids) for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": choices[0].cached},
+    } | told
+
+
+def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Acceptance of an answer, in the shape that AIPerf reads: a round is a step, and the histogram is by accepted.
+
+    As everywhere, tokens that a constraint forced are no drafter's.
+    """
+    own = [done.own for done in rounds]
+    accepted = [done.num_accepted_tokens for done in own]
+    histogram = [accepted.count(n) for n in range(max(accepted, default=0) + 1)]
+    stats = Stats.of(rounds)
+    return {
+        "mean_acceptance_length": 1 + sum(accepted) / len(rounds) if rounds else 0.0,
+        "draft_acceptance_rate": stats.acceptance_rate or 0.0,
+        "acceptance_histogram": histogram if rounds else [],
+        "num_accepted_draft_tokens": stats.num_accepted_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_steps": len(rounds),
+        "per_step_accepted": accepted,
+        "per_step_drafted": [done.num_draft_tokens for done in own],
+    }
+
+
+def timings(choice: ChoiceState) -> dict[str, Any]:
+    """llama.cpp's report on a text, in milliseconds."""
+    started, last = choice.started or 0.0, choice.last or choice.started or 0.0
+    first, count = choice.first or last, len(choice.token_ids)
+    stats = choice.stats
+    return {
+        "prompt_n": len(choice.prompt) - choice.cached,
+        "prompt_ms": 1000 * (first - started),
+        "predicted_n": count,
+        "predicted_ms": 1000 * (last - first),
+        "predicted_per_second": (count - 1) / (last - first) if last > first else None,
+        "draft_n": stats.num_draft_tokens,
+        "draft_n_accepted": stats.num_accepted_tokens,
+    }
+
+
+def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
+    """A round as the page shows it: every token with its origin, and what the round cost.
+
+    source: of an accepted token "prediction" or its drafter, of the round its drafter.
+    """
+    done = piece.round
+    assert done is not None
+    own, drafters = done.own, shares(done, facts)
+    seconds = asdict(done.seconds)
+    total = seconds.pop("total")
+    tokens = [
+        {
+            "id": token,
+            "text": facts.token_text(token),
+            "origin": origin,
+            "source": source,
+        }
+        for token, origin, source in zip(done.tokens, done.origins, _sources(done, drafters), strict=True)
+    ]
+    return {
+        "tokens": tokens,
+        "round": {
+            "index": index,
+            "drafted": own.num_draft_tokens,
+            "accepted": own.num_accepted_tokens,
+            "forced": done.origins.count("forced"),
+            "predicted": own.num_prediction_tokens or 0,
+            "rejected": [facts.token_text(token) for token in own.unaccepted] if own.rejected else [],
+            "source": facts.source(own) if own.draft else None,
+            "seconds": seconds | {"overhead": max(0.0, total - sum(seconds.values()))},
+        },
+    }
+
+
+def _sources(done: Round, drafters: Sequence[Share]) -> list[str | None]:
+    """Of each committed token who drafted it, None for those that nobody did."""
+    accepted = iter([one.source for one in drafters for _ in range(one.accepted)])
+    return [next(accepted) if origin == "accepted" else None for origin in done.origins]
+
+
+def receipt(choice: ChoiceState, facts: ModelFacts) -> dict[str, Any]:
+    """All that repeats a text, and what it cost. A prediction changes no text."""
+    row = choice.job.row
+    params = {name: value for name, value in params_of(row).to_dict().items() if name not in ("n", "prediction")}
+    ids = json.dumps(choice.prompt, separators=(",", ":"))
+    return {
+        "fingerprint": facts.fingerprint,
+        "model": facts.name,
+        "seed": row.seed,
+        "params": params | {"seed": row.seed},
+        "prompt_token_ids_sha256": hashlib.sha256(ids.encode()).hexdigest(),
+        "token_ids": choice.token_ids,
+        "rounds": len(choice.rounds),
+        "stats": choice.stats.to_dict(),
+        "reproducible": facts.reproducible and not params_of(row).logits_processors,
+    }

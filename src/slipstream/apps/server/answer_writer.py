@@ -1,0 +1,116 @@
+"""An answer as OpenAI's objects, whole or chunk by chunk; the endpoints differ in how a choice looks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from slipstream.apps.server.answer_parts import ModelFacts, receipt, shown_round, speculative_decoding, timings, usage
+from slipstream.apps.server.choice_state import ChoiceState, Piece
+from slipstream.apps.server.live_request import Event, LiveRequest
+from slipstream.apps.server.request_fields import SamplingFields, StreamOptions
+
+
+class AnswerWriter(ABC):
+    """Folds a request's events."""
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        self.live, self.facts = live, facts
+        self.choices = [ChoiceState(job, facts.tokenizer) for job in live.jobs]
+        self._n = fields.n or 1
+        self._options = fields.stream_options or StreamOptions()
+        self._rounds = fields.slipstream is not None and fields.slipstream.rounds
+        self._told: set[int] = set()
+        self._created = int(time.time())
+        self.return_ids = bool(fields.return_token_ids)
+        self.ids_as_text = bool(fields.return_tokens_as_token_ids)
+
+    @abstractmethod
+    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
+        """The first chunk of a choice, sent before its first token; None for none."""
+
+    @abstractmethod
+    def part(self, choice: ChoiceState, piece: Piece) -> dict[str, Any] | None:
+        """A choice's part of a chunk; None if there is nothing to send."""
+
+    @abstractmethod
+    def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
+        """A finished choice."""
+
+    def take(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The chunks that an event gives rise to."""
+        choice = self.choices[event.choice]
+        piece = choice.take(event)
+        if choice.started is not None and event.choice not in self._told:
+            self._told.add(event.choice)
+            opening = self.opening(choice)
+            if opening is not None:
+                yield self._chunk(opening)
+        if piece is None:
+            return
+        part = self.part(choice, piece)
+        showing = self._rounds and piece.round is not None
+        if part is None and not showing:
+            return
+        chunk = self._chunk(part or self.empty_part(choice))
+        if showing:
+            chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
+        if self._rounds and piece.finish_reason is not None:
+            chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
+        if all(one.finish_reason is not None for one in self.choices):
+            chunk |= self._report()
+        yield chunk
+
+    @abstractmethod
+    def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
+        """A choice's part without news."""
+
+    def closing(self) -> dict[str, Any] | None:
+        """The chunk after the last, with the usage of the whole request, if it was asked for."""
+        return (
+            self._head(self.chunk_kind) | {"choices": [], "usage": usage(self.choices, self._n)}
+            if self._options.include_usage
+            else None
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """The finished answer in one object."""
+        answer = self._head(self.whole_kind)
+        answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
+        answer["usage"] = usage(self.choices, self._n)
+        answer |= self._report()
+        if self._rounds:
+            answer["slipstream"] = {"receipt": receipt(self.choices[0], self.facts)}
+        return answer
+
+    def _report(self) -> dict[str, Any]:
+        rounds = [done for choice in self.choices for done in choice.rounds]
+        return {
+            "metrics": {"speculative_decoding": speculative_decoding(rounds)},
+            "timings": timings(self.choices[0]),
+        }
+
+    def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._head(self.chunk_kind) | {"choices": [part]}
+        if self._options.continuous_usage_stats:
+            return chunk | {"usage": usage(self.choices, self._n)}
+        return chunk | ({"usage": None} if self._options.include_usage else {})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}{self.live.id}",
+            "object": kind,
+            "created": self._created,
+            "model": self.facts.name,
+            "system_fingerprint": self.facts.fingerprint,
+        }
+
+    def token_name(self, token: int) -> str:
+        """A token in a report of log-probabilities."""
+        return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)

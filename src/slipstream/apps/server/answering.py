@@ -1,0 +1,149 @@
+"""From a request to its answer: admitted, rendered, queued, then written whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from slipstream.apps.server.answer_writer import AnswerWriter
+from slipstream.apps.server.chat_answers import ChatWriter
+from slipstream.apps.server.completion_answers import CompletionWriter
+from slipstream.apps.server.error_objects import ApiError, as_api_error
+from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE, SILENCE, EventStream, event
+from slipstream.apps.server.live_request import Job, LiveRequest
+from slipstream.apps.server.prompt_rendering import Rendered, rendered_chat, rendered_prompts
+from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.service import Service
+from slipstream.text.detokenizer import Tokenizer
+
+log = logging.getLogger("slipstream.server")
+T = TypeVar("T")
+MOST_NAMED = 100
+
+
+async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
+    """Answer a chat or completions request."""
+    service.check_ready()
+    check_model(service, fields)
+    count_unknown(service, fields)
+    owner: str = http.state.owner
+    live = service.enter(http.scope["path"], owner, fields.cache_salt)
+    streaming = False
+    try:
+        writer = await until_gone(http, prepare(service, live, fields))
+        service.submit(live, [choice.job for choice in writer.choices])
+        if fields.stream:
+            streaming = True
+            return EventStream(_chunks(service, live, writer), lambda: _over(service, live, 200))
+        whole = await until_gone(http, collect(live, writer))
+        _over(service, live, 200)
+        return JSONResponse(whole)
+    except Exception as error:
+        told = as_api_error(error)
+        service.log_answer(live, told.status)
+        raise told from error
+    finally:
+        if not streaming:
+            service.release(live)
+
+
+def check_model(service: Service, fields: SamplingFields) -> None:
+    """Refuse requests for another model."""
+    if fields.model not in (None, "", service.facts.name):
+        raise ApiError(
+            404,
+            f"model {fields.model!r:.200} is not served here; allowed: {service.facts.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def count_unknown(service: Service, fields: SamplingFields) -> None:
+    """Name each field without effect once in the log, and count them all."""
+    for name in fields.model_extra or {}:
+        service.metrics.add("slipstream:unknown_fields")
+        named = service.unknown_fields
+        if name not in named and len(named) < MOST_NAMED and name not in WITHOUT_EFFECT:
+            named.add(name)
+            log.warning("requests have the field %r, which has no effect", name[:60])
+
+
+async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
+    """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
+
+    def work(tokenizer: Tokenizer | None) -> tuple[list[Job], list[str]]:
+        if isinstance(fields, ChatFields):
+            prompts = [rendered_chat(fields, tokenizer)]
+        else:
+            prompts = rendered_prompts(fields, tokenizer)
+        jobs = service.rows.jobs(live, fields, prompts, tokenizer)
+        echoed = isinstance(fields, CompletionFields) and fields.echo
+        texts = [_text(prompt, tokenizer) for prompt in prompts] if echoed else [""] * len(prompts)
+        return jobs, texts
+
+    live.jobs, texts = await service.pool.run(work)
+    if isinstance(fields, ChatFields):
+        return ChatWriter(live, fields, service.facts)
+    writer = CompletionWriter(live, fields, service.facts)
+    writer.prompts = [text for text in texts for _ in range(fields.n or 1)]
+    return writer
+
+
+def _text(prompt: Rendered, tokenizer: Tokenizer | None) -> str:
+    if prompt.text is not None or tokenizer is None:
+        return prompt.text or ""
+    return tokenizer.decode(prompt.ids)
+
+
+async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
+    """The whole answer, once it is there."""
+    async for one in live.events():
+        if one is not None:
+            for _ in writer.take(one):
+                pass
+    return writer.whole()
+
+
+async def _chunks(service: Service, live: LiveRequest, writer: AnswerWriter) -> AsyncIterator[str]:
+    try:
+        async for one in live.events(SILENCE):
+            if one is None:
+                yield KEEP_ALIVE
+                continue
+            for chunk in writer.take(one):
+                yield event(chunk)
+        closing = writer.closing()
+        if closing is not None:
+            yield event(closing)
+    except Exception as error:  # the status has been sent, so the error is an event
+        yield event(as_api_error(error).body)
+    yield DONE
+
+
+def _over(service: Service, live: LiveRequest, status: int) -> None:
+    service.log_answer(live, status)
+    service.release(live)
+
+
+async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is given up if the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has left")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

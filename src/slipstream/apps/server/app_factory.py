@@ -1,0 +1,72 @@
+"""The web application: its routes, its protection and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from starlette.middleware.cors import CORSMiddleware
+
+import slipstream
+from slipstream.apps.server import engine_routes, model_routes, page_routes
+from slipstream.apps.server.access import Access, ApiKeys, Scope
+from slipstream.apps.server.answering import answer
+from slipstream.apps.server.error_objects import add_handlers
+from slipstream.apps.server.model_routes import service_of
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import Service
+from slipstream.decoder import SpeculativeDecoder
+
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+Load = Callable[[], SpeculativeDecoder]
+
+
+def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
+    """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = make_service()
+        service.start(load)
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="Slipstream",
+        version=slipstream.__version__,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    add_handlers(app)
+    app.include_router(model_routes.router)
+    app.include_router(engine_routes.router)
+    app.include_router(page_routes.router)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request, fields: ChatFields) -> Response:
+        """Answer a conversation."""
+        return await answer(service_of(http), http, fields)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request, fields: CompletionFields) -> Response:
+        """Continue texts."""
+        return await answer(service_of(http), http, fields)
+
+    if settings.allowed_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allowed_origin), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Access, keys=ApiKeys.read(settings.api_key_file), settings=settings, count=_count)
+    return app
+
+
+def _count(scope: Scope, status: int) -> None:
+    """By the address as it was declared; what was refused before it was found has none."""
+    service: Service = scope["app"].state.service
+    route = scope.get("route")
+    method = scope["method"] if scope["method"] in METHODS else "other"  # clients may make up their own
+    service.metrics.answered("" if route is None else route.path, method, status)

@@ -1,0 +1,115 @@
+"""Ours: what the engine is doing, and a text repeated without speculation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, ValidationError
+
+import slipstream
+from slipstream.apps.server.answering import check_model, collect, prepare, until_gone
+from slipstream.apps.server.error_objects import refused, validation_error
+from slipstream.apps.server.event_stream import EventStream, event
+from slipstream.apps.server.model_routes import service_of
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields, Fields, TokenId
+from slipstream.apps.server.service import Service
+
+router = APIRouter(prefix="/v1/slipstream")
+INTERVAL = 1.0  # seconds between two states of a stream
+
+
+class ReplayFields(Fields):
+    """`POST /v1/slipstream/replay`. request: the body that was sent; token_ids: the answer's; seed: the receipt's."""
+
+    request: dict[str, Any]
+    token_ids: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+
+@router.get("/state")
+async def state(http: Request) -> dict[str, Any]:
+    """Rows under way, speed, acceptance, where the time goes, the queue, and the models."""
+    return engine_state(service_of(http))
+
+
+@router.get("/events")
+async def events(http: Request) -> Response:
+    """The same once per second, as server-sent events."""
+    service = service_of(http)
+    service.check_ready()
+
+    async def states() -> AsyncIterator[str]:
+        while service.state == "ready":
+            yield event(engine_state(service))
+            await asyncio.sleep(INTERVAL)
+
+    return EventStream(states())
+
+
+def engine_state(service: Service) -> dict[str, Any]:
+    """Everything as JSON."""
+    service.check_ready()
+    decoder = service.decoder
+    most = decoder.config.max_batch_size
+    return service.room.state() | {
+        "waiting": service.num_waiting,
+        "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
+        "places": {"taken": service.room.num_running, "most": most},
+        "model": service.facts.name,
+        "draft": None if decoder.draft is None else decoder.draft.name,
+        "drafter": decoder.drafter_name,
+        "fingerprint": service.facts.fingerprint,
+        "reproducible": service.facts.reproducible,
+        "max_model_len": service.rows.max_model_len,
+        "version": slipstream.__version__,
+    }
+
+
+@router.post("/replay")
+async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
+    """Run a request again without drafting, and compare token ids."""
+    service = service_of(http)
+    service.check_ready()
+    again = _plain(fields)
+    check_model(service, again)
+    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt)
+    try:
+        writer = await until_gone(http, prepare(service, live, again))
+        if len(live.jobs) != 1:
+            raise refused(f"request: {len(live.jobs)} texts; allowed: one", "request")
+        service.submit(live, live.jobs)
+        begun = monotonic()
+        await until_gone(http, collect(live, writer))
+        seconds = monotonic() - begun
+    finally:
+        service.release(live)
+    found = first_difference(writer.choices[0].token_ids, fields.token_ids)
+    service.metrics.add("slipstream:replays", label="identical" if found is None else "different")
+    return {"identical": found is None, "first_difference": found, "seconds": seconds}
+
+
+def _plain(fields: ReplayFields) -> ChatFields | CompletionFields:
+    """The request without drafting and streaming, under the seed of the first time."""
+    kind: type[ChatFields | CompletionFields] = ChatFields if "messages" in fields.request else CompletionFields
+    changed: dict[str, Any] = {"num_draft_tokens": 0, "stream": False, "prediction": None}  # which is a draft
+    if fields.seed is not None:
+        changed["seed"] = fields.seed
+    try:
+        again = kind.model_validate(fields.request | changed)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
+    if again.seed in (None, -1) and again.temperature != 0:
+        raise refused("seed: a sampled request without one cannot be repeated; send the receipt's", "seed")
+    return again
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """Where two texts part; None if they are the same."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,200 @@
+"""The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
+
+Nothing else touches models, caches and drafters, so no lock is waited for and the event loop never computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started
+from slipstream.apps.server.waiting_line import WaitingLine
+from slipstream.core.rounds import Round
+from slipstream.core.scheduler import PROMPT_BUDGET, Scheduler
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import SlipstreamError
+from slipstream.wiring.prompt_scores import PromptScores
+
+log = logging.getLogger("slipstream.server")
+
+Told = list[tuple[LiveRequest, Event]]
+Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop
+
+
+class EngineThread:
+    """Decodes jobs until it is stopped.
+
+    load: makes the decoder, in this thread. on_ready, on_end: called on the event loop once it is loaded, and when the
+    thread ends, with the error that ended it if there is one. on_step: see `Step`.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], SpeculativeDecoder],
+        on_ready: Callable[[SpeculativeDecoder], None],
+        on_end: Callable[[BaseException | None], None],
+        on_step: Step,
+    ) -> None:
+        self._load, self._on_ready, self._on_end, self._on_step = load, on_ready, on_end, on_step
+        self._loop = asyncio.get_running_loop()
+        self._mail: deque[tuple[str, Job]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._line = WaitingLine()
+        self._running: dict[int, Job] = {}
+        self._scoring: list[Job] = []
+        self._scores: dict[Job, PromptScores] = {}
+        self._numbers = 0
+        self._told: Told = []
+        self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load the models."""
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Decode a job as soon as there is a place."""
+        self._post("submit", job)
+
+    def cancel(self, job: Job) -> None:
+        """End a job before its next round, waiting or not."""
+        self._post("cancel", job)
+
+    def stop(self) -> None:
+        """End the thread after the step under way."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread works."""
+        return self._thread.is_alive()
+
+    def _post(self, what: str, job: Job) -> None:
+        with self._wake:
+            self._mail.append((what, job))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._decoder = self._load()
+            self._scheduler: Scheduler = self._decoder.scheduler()
+            self._call(self._on_ready, self._decoder)
+            while self._read_mail():
+                self._begin()
+                self._deliver([])  # who has begun no longer waits, however long the step takes
+                rounds = self._scheduler.step() if self._running else []
+                self._note(rounds)
+                self._score()
+                self._deliver(rounds)
+        except BaseException as reason:  # whatever it is, every request must be told
+            if not isinstance(reason, SlipstreamError):  # which says all there is to say
+                log.error("the engine has stopped", exc_info=reason)
+            error = reason
+        self._call(self._on_end, error)
+
+    def _read_mail(self) -> bool:
+        """Take in what has come; wait if there is nothing to do. False once the thread is to end."""
+        with self._wake:
+            while not (self._stopping or self._mail or self._running or self._scoring or len(self._line)):
+                self._wake.wait()
+            mail, self._mail = self._mail, deque()
+        for what, job in mail:
+            if what == "submit":
+                self._line.add(job)
+            elif not job.over:
+                self._cancel(job)
+        return not self._stopping
+
+    def _cancel(self, job: Job) -> None:
+        self._line.remove(job)
+        if job.row.index in self._running and self._running[job.row.index] is job:
+            self._scheduler.cancel(job.row)
+            del self._running[job.row.index]
+        if job in self._scoring:
+            self._scoring.remove(job)
+            self._scores.pop(job, None)
+        self._end(job, Ended(job.choice, "cancelled", monotonic()))
+
+    def _begin(self) -> None:
+        """Give free places to those that wait longest, each caller in turn."""
+        while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
+            job = self._line.take()
+            if job is None:
+                return
+            job.started = True
+            self._tell(job, Started(job.choice, self._decoder.num_cached_tokens(job.row), monotonic()))
+            if job.echo is not None:
+                self._scoring.append(job)
+            else:
+                self._decode(job)
+
+    def _decode(self, job: Job) -> None:
+        if not job.generate:
+            self._end(job, Ended(job.choice, "length", monotonic()))
+            return
+        self._numbers += 1
+        job.row.index = self._numbers
+        self._running[job.row.index] = job
+        self._scheduler.add(job.row)
+
+    def _note(self, rounds: list[Round]) -> None:
+        now = monotonic()
+        for done in rounds:
+            job = self._running.get(done.row)
+            if job is None:
+                continue
+            self._tell(job, Committed(job.choice, done, now))
+            if done.finish_reason is not None:
+                del self._running[done.row]
+                self._end(job, Ended(job.choice, done.finish_reason, now, job.row.error))
+
+    def _score(self) -> None:
+        """Score a prompt for a while; rows that are decoded wait no longer than for a long prompt."""
+        if not self._scoring:
+            return
+        job = self._scoring[0]
+        assert job.echo is not None
+        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, PROMPT_BUDGET)
+        self._scores[job] = scores
+        if scores.finished:
+            self._scoring.pop(0)
+            del self._scores[job]
+            self._tell(job, Scored(job.choice, tuple(scores.values)))
+            self._decode(job)
+
+    def _tell(self, job: Job, event: Event) -> None:
+        self._told.append((job.request, event))
+
+    def _end(self, job: Job, event: Ended) -> None:
+        job.over = True
+        self._tell(job, event)
+
+    def _deliver(self, rounds: list[Round]) -> None:
+        """All events of a step in one call of the event loop."""
+        if self._told or rounds:
+            told, self._told = self._told, []
+            self._call(self._publish, told, rounds)
+
+    def _publish(self, told: Told, rounds: list[Round]) -> None:
+        for request, event in told:
+            request.put(event)
+        if rounds:
+            self._on_step(rounds)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the event loop is closed: nobody is left to tell
+            log.debug("the event loop has ended before the engine")

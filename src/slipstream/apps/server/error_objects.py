@@ -1,0 +1,120 @@
+"""Every refusal and failure as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from slipstream.errors import UsageError, first_line
+
+log = logging.getLogger("slipstream.server")
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_exceeded",
+    503: "overloaded_error",
+}
+RETRY_AFTER = 1  # seconds; what a client is told to wait before it tries again
+
+
+class ApiError(Exception):
+    """A request that cannot be answered. status: the HTTP status; param: the field at fault; code: for programs."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with it."""
+        found = {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+        found |= {"x-should-retry": "false"} if self.status == 408 else {}  # it would take as long again
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+    def response(self) -> JSONResponse:
+        """The answer to the client."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is wrong and stays so: status 400, which clients do not repeat."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of any exception. Of those that are not about the request it learns nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UsageError):
+        name, equals, _ = first_line(error).partition("=")
+        return refused(first_line(error), name if equals and name.isidentifier() else None)
+    log.error("internal error", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error object."""
+
+    @app.exception_handler(ApiError)
+    async def _api(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(UsageError)
+    async def _usage(request: Request, error: UsageError) -> JSONResponse:
+        return as_api_error(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return validation_error(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        status = 400 if error.status_code == 422 else error.status_code
+        answer = ApiError(status, _said(status, request)).response()
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "internal error; the server's log has the details").response()
+
+
+def _said(status: int, request: Request) -> str:
+    """One line about a status of the web framework."""
+    path = f"{request.method} {request.scope['path']!r:.80}"
+    if status == 404:
+        return f"{path}: there is no such address"
+    if status == 405:
+        return f"{path}: this address does not take this method"
+    if status == 413:
+        return "the request body is too large"
+    return f"{path}: {HTTPStatus(status).phrase.lower()}"
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's complaints, without the value that was sent."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = ".".join(place[:4]) or None
+    if place[:1] == ["prompt"]:  # of each of its forms pydantic says what does not fit
+        return refused("prompt; allowed: a text, a list of texts, token ids, or lists of token ids", "prompt")
+    if not place and first["type"] == "model_attributes_type":
+        return refused("the request body; allowed: a JSON object, sent as application/json")
+    if first["type"].startswith("json_invalid"):
+        return refused("the request body is not valid JSON")
+    return refused(f"{name or 'request body'}: {first['msg']}", name)

@@ -1,0 +1,113 @@
+"""Starts a server, and ends it: after SIGTERM or Ctrl-C what runs may finish, a second signal ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from slipstream.apps.server.app_factory import Load, make_app
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import Service
+from slipstream.errors import SlipstreamError, first_line
+
+log = logging.getLogger("slipstream.server")
+MOST_CONNECTIONS = 1024
+FORCED = 2.0  # seconds that a step under way may take to end after a second signal
+
+
+class Server(uvicorn.Server):
+    """A web server that lets requests finish before it ends.
+
+    on_ready: told the service once the models are loaded. failure: what ended the engine, if that is why it ended.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, load: Load, on_ready: Callable[[Server], None] = lambda server: None
+    ) -> None:
+        app = make_app(settings, load, self._make_service)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                settings.host,
+                settings.port,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
+                limit_concurrency=MOST_CONNECTIONS,
+            )
+        )
+        self.settings, self._ready = settings, on_ready
+        self.service: Service | None = None
+        self.failure: BaseException | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _make_service(self) -> Service:
+        self._loop = asyncio.get_running_loop()
+        self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+        return self.service
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        found = [socket.getsockname() for server in self.servers for socket in server.sockets]
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{found[0][1] if found else self.settings.port}"
+
+    def _engine_ended(self, error: BaseException | None) -> None:
+        self.failure = self.failure or error
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first begins to shut down, the second ends it."""
+        if self._draining is not None or self._loop is None:
+            self.should_exit = self.force_exit = True
+            return
+        self._loop.call_soon_threadsafe(self.begin_shutdown)
+
+    def begin_shutdown(self) -> None:
+        """Refuse new requests, let the others finish, then end. Called on the event loop."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        log.info("shutting down: running requests have %g s; a second signal ends them", self.settings.drain_timeout)
+        if self.service is not None:
+            await self.service.drain()
+        self.should_exit = True
+
+
+def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], None]) -> None:
+    """Serve until a signal. SlipstreamError if nothing can be listened on or the engine failed."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
+    with _listening(settings) as listener:
+        server = Server(settings, load, on_ready)
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        if isinstance(server.failure, SlipstreamError):
+            raise server.failure
+        raise SlipstreamError(f"the engine has stopped: {first_line(server.failure)}") from server.failure
+    if server.force_exit:
+        if server.service is not None:
+            server.service.close(FORCED)
+        raise KeyboardInterrupt
+
+
+def _listening(settings: ServerSettings) -> socket.socket:
+    """A socket at the address, before anything is loaded."""
+    host = settings.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        why = error.strerror or first_line(error)
+        raise SlipstreamError(f"cannot listen on {settings.host}:{settings.port}: {why}") from error

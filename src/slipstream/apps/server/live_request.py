@@ -1,0 +1,123 @@
+"""A request under way: its rows, and what happened to them, as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from uuid import uuid4
+
+from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
+from slipstream.core.types import Row
+
+
+@dataclass(frozen=True)
+class Started:
+    """A row left the queue. cached: prompt tokens that need not be read again."""
+
+    choice: int
+    cached: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prompt's log-probabilities: of its second token, third, ..."""
+
+    choice: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A round of a row."""
+
+    choice: int
+    round: Round
+    at: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A row is over. error: why it failed."""
+
+    choice: int
+    reason: FinishReason
+    at: float
+    error: Exception | None = None
+
+
+Event = Started | Scored | Committed | Ended
+
+
+@dataclass(eq=False)
+class Job:
+    """One row of a request, for the engine. echo: score the prompt, with so many alternatives; None: do not.
+
+    generate: False for a prompt that is only scored.
+    """
+
+    request: LiveRequest
+    choice: int
+    row: Row
+    echo: int | None = None
+    generate: bool = True
+    started: bool = False
+    over: bool = False
+
+    @property
+    def group(self) -> str:
+        """Whose it is."""
+        return self.row.group
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """Events arrive from the engine in order and are read once, by the handler of the request."""
+
+    endpoint: str
+    group: str = ""
+    id: str = field(default_factory=lambda: uuid4().hex)
+    jobs: list[Job] = field(default_factory=list)
+    arrived: float = field(default_factory=monotonic)
+    error: Exception | None = None
+    watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
+    _events: deque[Event] = field(default_factory=deque)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: int = 0
+
+    def put(self, event: Event) -> None:
+        """Called on the event loop."""
+        self.watch(self, event)
+        self._events.append(event)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """The request ends with an error at its next event; called on the event loop."""
+        self.error = self.error or error
+        self._news.set()
+
+    @property
+    def over(self) -> bool:
+        """Whether all of its rows have ended."""
+        return self._ended == len(self.jobs)
+
+    async def events(self, idle: float | None = None) -> AsyncIterator[Event | None]:
+        """Everything that happens until all rows have ended; raises what the request failed with.
+
+        idle: yield None whenever nothing has happened for so many seconds.
+        """
+        while not self.over:
+            while not self._events:
+                if self.error is not None:
+                    raise self.error
+                self._news.clear()
+                try:
+                    await asyncio.wait_for(self._news.wait(), idle)
+                except TimeoutError:
+                    yield None
+            event = self._events.popleft()
+            self._ended += isinstance(event, Ended)
+            yield event

@@ -1,0 +1,57 @@
+"""What is told of the models in every answer: their name, and a fingerprint of all that texts depend on."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from functools import partial
+
+import torch
+
+import slipstream
+from slipstream.apps.server.answer_parts import ModelFacts
+from slipstream.core.acceptance import rule_for
+from slipstream.core.rounds import Round
+from slipstream.core.types import Draft
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.draft_yields import DraftNote
+from slipstream.models.layer_subset import LayerSubsets
+
+
+def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
+    """The facts of a decoder. name: by which it is served, "" for the target's own."""
+    coupled = (
+        decoder.config.acceptance != "auto"
+        and rule_for(decoder.config.acceptance, Draft.empty(0, decoder.target.backend.device)).coupled
+    )
+    return ModelFacts(
+        name or decoder.target.name,
+        fingerprint_of(decoder),
+        decoder.reproducible and coupled,
+        partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
+        copy.deepcopy(decoder.tokenizer),
+    )
+
+
+def fingerprint_of(decoder: SpeculativeDecoder) -> str:
+    """Equal for servers that give the same bytes for the same request and seed: weights, shapes and versions."""
+    target = decoder.target
+    backend = target.backend
+    weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
+    parts = (
+        target.fingerprint,
+        weights,
+        decoder.shapes,
+        backend.device.type,
+        torch.__version__,
+        slipstream.__version__,
+    )
+    return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def source_of(drafter: str, mixed: bool, done: Round) -> str:
+    """The decoder's drafter in a round. mixed: it takes turns with a draft model."""
+    if mixed:
+        drafted = isinstance(done.note, DraftNote) and done.note.asked > 0
+        return "model" if drafted else "retrieval"
+    return drafter.partition(":")[0]

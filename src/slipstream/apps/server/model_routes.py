@@ -1,0 +1,149 @@
+"""The small endpoints: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+import slipstream
+from slipstream.apps.server.answering import until_gone
+from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.apps.server.prompt_rendering import rendered_messages
+from slipstream.apps.server.request_fields import DetokenizeFields, TokenizeFields
+from slipstream.apps.server.service import Service
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.prompts import check_text
+
+router = APIRouter()
+STARTED = int(time.time())
+
+
+def service_of(http: Request) -> Service:
+    """The service behind an app."""
+    service: Service = http.app.state.service
+    return service
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_card(service_of(http))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(http: Request, name: str) -> dict[str, Any]:
+    """The same by its name."""
+    card = _card(service_of(http))
+    if name != card["id"]:
+        raise ApiError(404, f"model {name!r:.200} is not served here", param="model", code="model_not_found")
+    return card
+
+
+def _card(service: Service) -> dict[str, Any]:
+    service.check_ready()
+    return {
+        "id": service.facts.name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "slipstream",
+        "max_model_len": service.rows.max_model_len,
+        "system_fingerprint": service.facts.fingerprint,
+    }
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
+    """Token ids of a text, or of messages in the model's chat format."""
+    service = service_of(http)
+    service.check_ready()
+    if (fields.prompt is None) == (fields.messages is None):
+        raise refused("prompt and messages; allowed: one of them", "prompt")
+
+    def work(tokenizer: Tokenizer | None) -> list[int]:
+        if tokenizer is None:
+            raise refused("this model has no tokenizer", "prompt")
+        if fields.messages is not None:
+            return rendered_messages(fields.messages, tokenizer, opens=fields.add_generation_prompt)
+        check_text("prompt", fields.prompt or "")
+        return (tokenizer.encode if fields.add_special_tokens else tokenizer.bare)(fields.prompt or "")
+
+    tokens = await until_gone(http, service.pool.run(work))
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
+    """The text of token ids."""
+    service = service_of(http)
+    service.check_ready()
+    size = service.decoder.target.backend.vocab_size
+    for token in fields.tokens:
+        if token >= size:
+            raise refused(f"tokens: token id {token}; allowed: 0 to {size - 1}", "tokens")
+
+    def work(tokenizer: Tokenizer | None) -> str:
+        if tokenizer is None:
+            raise refused("this model has no tokenizer", "tokens")
+        return tokenizer.decode(fields.tokens)
+
+    return {"prompt": await until_gone(http, service.pool.run(work))}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: Request) -> dict[str, Any]:
+    """What clients that count or cut tokens themselves ask for; the chat template is not told."""
+    service = service_of(http)
+    service.check_ready()
+    decoder = service.decoder
+    ends = decoder.target.end_ids
+    names = {} if decoder.tokenizer is None else {i: name for name, i in decoder.tokenizer.vocabulary().items()}
+    return {
+        "eos_token": names.get(ends[0]) if ends else None,
+        "eos_token_id": ends[0] if ends else None,
+        "bos_token": None,
+        "vocab_size": decoder.target.backend.vocab_size,
+        "model_max_length": service.rows.max_model_len,
+        "has_chat_template": decoder.tokenizer is not None and decoder.tokenizer.has_chat_template,
+    }
+
+
+@router.get("/health")
+@router.get("/ping", include_in_schema=False)
+async def health(http: Request) -> JSONResponse:
+    """Whether requests are answered: 503 while loading, while shutting down and after the engine has ended."""
+    service = service_of(http)
+    ready = service.state == "ready" and service.engine is not None and service.engine.alive
+    return JSONResponse({"status": service.state}, 200 if ready else 503)
+
+
+@router.get("/live")
+async def live(http: Request) -> JSONResponse:
+    """Whether the process is worth keeping: 503 once the engine has ended."""
+    state = service_of(http).state
+    return JSONResponse({"status": state}, 503 if state == "ended" else 200)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Slipstream's version."""
+    return {"version": slipstream.__version__}
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Prometheus metrics."""
+    service = service_of(http)
+    service.check_ready()
+    running, most = service.room.num_running, service.decoder.config.max_batch_size
+    gauges = {
+        "vllm:num_requests_running": running,
+        "vllm:num_requests_waiting": service.num_waiting,
+        "vllm:kv_cache_usage_perc": running / most,
+    }
+    return Response(service.metrics.page(gauges), media_type=CONTENT_TYPE_LATEST)

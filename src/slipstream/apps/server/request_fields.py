@@ -1,0 +1,176 @@
+"""What clients may send: OpenAI's fields, vLLM's at the top level, and ours. Unknown ones are accepted and counted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_TOKENS = 1 << 24
+MOST_ROWS = 128  # texts of one request: prompts times n
+Text = Annotated[str, Field(max_length=4 << 20)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
+WITHOUT_EFFECT = frozenset(
+    {
+        "best_of",
+        "metadata",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_interval",
+        "user",
+        "verbosity",
+    }
+)
+REFUSED = {
+    "use_beam_search": "beam search is not supported",
+    "chat_template": "templates from requests are not run; the model's own is used",
+    "lora_request": "adapters are not supported",
+    "kv_transfer_params": "transfer of KV caches is not supported",
+    "prompt_embeds": "embeddings as prompts are not supported",
+    "logits_processors": "code from requests is not run",
+    "prompt_logprobs": "use echo with logprobs on /v1/completions",
+    "guided_json": "the older form of structured_outputs is not supported; use structured_outputs.json",
+    "guided_regex": "the older form of structured_outputs is not supported; use structured_outputs.regex",
+    "guided_choice": "the older form of structured_outputs is not supported; use structured_outputs.choice",
+    "guided_grammar": "the older form of structured_outputs is not supported; use structured_outputs.grammar",
+    "logprob_token_ids": "log-probabilities of chosen token ids are not supported; use logprobs",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "functions": "the deprecated form of tools is not supported; use tools",
+    "function_call": "the deprecated form of tool_choice is not supported; use tool_choice",
+    "web_search_options": "web search is not supported",
+}
+
+
+class Fields(BaseModel):
+    """Unknown fields are kept apart in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    """What else a stream reports."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SlipstreamOptions(Fields):
+    """Ours: rounds and the origin of every token in every chunk, and a receipt at the end."""
+
+    rounds: bool = False
+
+
+class ContentPart(Fields):
+    """A part of a message."""
+
+    type: str
+    text: Text | None = None
+
+
+class PredictionFields(Fields):
+    """A text that the answer is expected to resemble."""
+
+    type: Literal["content"]
+    content: Text | list[ContentPart]
+
+
+class ResponseFormat(Fields):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class SamplingFields(Fields):
+    """What both endpoints share."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] | None = None
+    stop: Annotated[str, Field(min_length=1, max_length=256)] | Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-1, lt=1 << 63)] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    prediction: PredictionFields | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    slipstream: SlipstreamOptions | None = None
+
+
+class CompletionFields(SamplingFields):
+    """`POST /v1/completions`."""
+
+    prompt: Text | list[Text] | Ids | list[Ids]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: Text | None = None
+
+
+class MessageFields(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[ContentPart] | None = None
+    name: Annotated[str, Field(max_length=1024)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class ChatFields(SamplingFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeFields(Fields):
+    """`POST /tokenize`: a text, or messages that the chat template renders."""
+
+    prompt: Text | None = None
+    messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeFields(Fields):
+    """`POST /detokenize`."""
+
+    tokens: list[TokenId]

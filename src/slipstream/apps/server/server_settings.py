@@ -1,0 +1,66 @@
+"""What a server can be told besides its models: the home of every default. Needs no web framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from slipstream.config import setting
+from slipstream.errors import UsageError
+
+SEVERAL = "may be given several times"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Address, access and limits of a server. Times are in seconds."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    api_key_file: str = setting("", "file of keys that clients must send, one per line: KEY or NAME:KEY")
+    insecure: bool = setting(False, "listen on an address that others reach without keys")
+    allowed_host: tuple[str, ...] = setting((), f"name by which clients may call this server; {SEVERAL}")
+    allowed_origin: tuple[str, ...] = setting((), f"other site whose pages may call this server; {SEVERAL}")
+    served_model_name: str = setting("", "name of the model in requests; the target's by default")
+    max_model_len: int = setting(4096, "tokens of a prompt and its answer; 0 allows the model's whole context")
+    default_max_tokens: int = setting(1024, "length of chat answers whose request names none")
+    max_queued_requests: int = setting(64, "requests that may wait; more are refused with status 429")
+    max_queued_tokens: int = setting(65536, "prompt tokens that may wait; more are refused with status 429")
+    max_body_bytes: int = setting(4 << 20, "largest request body; a larger one is refused with status 413")
+    queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
+    request_timeout: float = setting(600.0, "seconds a request may take in all")
+    drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    share_learning: bool = setting(False, "keys share cached prompts and what drafters learn, which timings can show")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_model_len", 0, 1 << 24),
+            ("default_max_tokens", 1, 1 << 24),
+            ("max_queued_requests", 1, 1 << 20),
+            ("max_queued_tokens", 1, 1 << 30),
+            ("max_body_bytes", 1024, 1 << 30),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"{name}={value}; allowed: a whole number from {low} to {high}")
+        for name in ("queue_timeout", "request_timeout", "drain_timeout"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise UsageError(f"{name}={getattr(self, name)}; allowed: seconds above 0, up to 1e6")
+        if not self.host:
+            raise UsageError("host=''; allowed: an address or a name, for example 127.0.0.1")
+        if not self.is_local and not self.api_key_file and not self.insecure:
+            raise UsageError(
+                f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
+                "--host 127.0.0.1, or --insecure"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host.lower() == "localhost":
+            return True
+        try:
+            return ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,197 @@
+"""The server's state on the event loop: whether it serves, who waits, and what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from slipstream.apps.server.engine_room import EngineRoom
+from slipstream.apps.server.engine_thread import EngineThread
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.live_request import Event, Job, LiveRequest, Started
+from slipstream.apps.server.model_facts import facts_of
+from slipstream.apps.server.request_rows import RowMaker
+from slipstream.apps.server.server_metrics import ServerMetrics
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.text_pool import TextPool
+from slipstream.decoder import SpeculativeDecoder
+
+log = logging.getLogger("slipstream.server")
+ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
+State = Literal["loading", "ready", "draining", "ended"]
+
+
+class Service:
+    """Takes requests in, within limits, and hands them to the engine. Used on the event loop alone.
+
+    on_ready: called once the models are loaded; on_end: called when the engine has ended, with its error if it had one.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        on_ready: Callable[[Service], None] = lambda service: None,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> None:
+        self.settings, self.metrics = settings, ServerMetrics()
+        self.state: State = "loading"
+        self.room = EngineRoom()
+        self.live: set[LiveRequest] = set()
+        self.unknown_fields: set[str] = set()  # of requests, that the log has named
+        self.engine: EngineThread | None = None
+        self._on_ready, self._on_end = on_ready, on_end
+        self._waiting: dict[LiveRequest, int] = {}  # prompt tokens that have not begun, by request
+        self._begun: set[LiveRequest] = set()  # those that the engine knows
+        self._pool: TextPool | None = None
+        self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self, load: Callable[[], SpeculativeDecoder]) -> None:
+        """Begin to load the models, in the engine's thread."""
+
+        def loading() -> SpeculativeDecoder:
+            decoder = load()
+            self.facts = facts_of(decoder, self.settings.served_model_name)
+            self.rows = RowMaker.of(decoder, self.settings)
+            self._pool = TextPool(decoder.tokenizer)
+            return decoder
+
+        self.engine = EngineThread(loading, self._ready, self._ended, self._stepped)
+        self.engine.start()
+
+    def _ready(self, decoder: SpeculativeDecoder) -> None:
+        self.decoder = decoder
+        self.metrics.describe(self.facts.name, decoder)
+        if self.state == "loading":
+            self.state = "ready"
+        self._on_ready(self)
+
+    def _ended(self, error: BaseException | None) -> None:
+        self.state = "ended"
+        for live in self.live:
+            live.fail(ApiError(500, "the engine has stopped"))
+        self._on_end(error)
+
+    def _stepped(self, rounds: Sequence[object]) -> None:
+        self.metrics.step(rounds, self.facts)  # type: ignore[arg-type]
+        self.room.step(rounds, self.facts)  # type: ignore[arg-type]
+
+    @property
+    def pool(self) -> TextPool:
+        """The threads that tokenise."""
+        self.check_ready()
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which no row has begun."""
+        return len(self._waiting)
+
+    def check_ready(self) -> None:
+        """Refuse for now while models are loaded and while the server shuts down."""
+        if self.state != "ready":
+            why = {"loading": "the model is being loaded", "draining": "the server is shutting down"}
+            raise ApiError(503, why.get(self.state, "the engine has stopped"), code="not_ready")
+
+    def enter(self, endpoint: str, owner: str, salt: str | None) -> LiveRequest:
+        """A new request, counted before any work is done for it; refused where too many wait."""
+        self.check_ready()
+        if len(self._waiting) >= self.settings.max_queued_requests:
+            self.metrics.rejected("requests")
+            raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
+        group = "" if self.settings.share_learning else owner
+        live = LiveRequest(endpoint, group if salt is None else f"{group}\n{salt}")
+        live.watch = self._watch
+        self.live.add(live)
+        self._idle.clear()
+        self._waiting[live] = 0
+        return live
+
+    def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
+        """Queue the rows of a request; refused where too many prompt tokens wait."""
+        tokens = sum(job.row.prompt_length for job in jobs)
+        waiting = sum(self._waiting.values())
+        if waiting and waiting + tokens > self.settings.max_queued_tokens:
+            self.metrics.rejected("tokens")
+            raise ApiError(429, f"{waiting} prompt tokens wait already; try again later", code="queue_full")
+        self._waiting[live] = tokens
+        live.jobs = jobs
+        self._begun.add(live)
+        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
+        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
+        loop = asyncio.get_running_loop()
+        self._timers[live] = [
+            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
+            loop.call_later(self.settings.request_timeout, live.fail, over),
+        ]
+        assert self.engine is not None
+        for job in jobs:
+            self.engine.submit(job)
+
+    def _fail_waiting(self, live: LiveRequest, error: ApiError) -> None:
+        if live in self._waiting:
+            live.fail(error)
+
+    def _watch(self, live: LiveRequest, event: Event) -> None:
+        if isinstance(event, Started):
+            self._waiting.pop(live, None)
+        self.metrics.event(live, event)
+        self.room.event(live, event)
+
+    def release(self, live: LiveRequest) -> None:
+        """A request is over, however it ended: its rows end before their next round."""
+        for timer in self._timers.pop(live, []):
+            timer.cancel()
+        was_waiting = self._waiting.pop(live, None) is not None
+        unfinished = [job for job in live.jobs if not job.over] if live in self._begun else []
+        self._begun.discard(live)
+        for job in unfinished:
+            assert self.engine is not None
+            self.engine.cancel(job)
+        if unfinished:
+            self.metrics.cancelled("queued" if was_waiting else "running")
+        self.live.discard(live)
+        if not self.live:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Refuse what is new and wait for what runs; what is left after the timeout ends with an error."""
+        if self.state in ("loading", "ready"):
+            self.state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
+        except TimeoutError:
+            log.warning("drain_timeout=%g is over: %d requests end", self.settings.drain_timeout, len(self.live))
+            for live in self.live:
+                live.fail(ApiError(503, "the server is shutting down", code="not_ready"))
+            for _ in range(50):  # their answers are being written
+                if not self.live:
+                    break
+                await asyncio.sleep(0.02)
+
+    def close(self, patience: float = ENGINE_STOPS) -> None:
+        """End the engine, after the step under way if that ends in time, and the threads."""
+        if self.engine is not None:
+            self.engine.stop()
+            self.engine.join(patience)
+        if self._pool is not None:
+            self._pool.close()
+
+    def log_answer(self, live: LiveRequest, status: int) -> None:
+        """One line per request: numbers alone, no texts."""
+        rows = [job.row for job in live.jobs]
+        log.info(
+            "request id=%s endpoint=%s status=%d rows=%d prompt_tokens=%d tokens=%d seconds=%.3f",
+            live.id,
+            live.endpoint,
+            status,
+            len(rows),
+            sum(row.prompt_length for row in rows),
+            sum(row.num_output_tokens for row in rows),
+            time.monotonic() - live.arrived,
+        )

@@ -1,0 +1,51 @@
+"""Calls of tools in an answer that is being written: text up to the first, and the calls at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.apps.server.choice_state import ChoiceState, Piece
+from slipstream.text.detokenizer import StopStrings, Tokenizer
+from slipstream.text.tool_calls import ParsedAnswer, ToolCallParser
+
+
+class ToolWatch:
+    """Watches one choice. tools: those that the request offers; without any, all text is passed on."""
+
+    def __init__(self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._parser = tokenizer if tools and isinstance(tokenizer, ToolCallParser) else None
+        opening = None if self._parser is None else self._parser.call_opening()
+        self._before = None if opening is None else StopStrings((opening,))
+        self._tools, self._passed = tools, 0
+
+    def passed(self, piece: Piece) -> str:
+        """The part of a piece's text that belongs to no call, as far as is known yet."""
+        if self._before is None:
+            return piece.text
+        text = "" if self._before.found else self._before.push(piece.text)
+        self._passed += len(text)
+        return text
+
+    def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
+        """What a finished choice calls."""
+        if self._before is None or self._parser is None:
+            return None
+        return self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
+
+    def held_back(self, choice: ChoiceState) -> str:
+        """Text of a finished choice without calls that was not passed on."""
+        return "" if self._before is None else choice.text[self._passed :]
+
+
+def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
+    """Calls as OpenAI shows them. prefix: of their ids; numbered: as parts of a stream are."""
+    return [
+        ({"index": at} if numbered else {})
+        | {
+            "id": f"call_{prefix}_{at}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for at, call in enumerate(parsed.calls)
+    ]

@@ -1,0 +1,218 @@
+"""`POST /v1/chat/completions`, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+import tiny
+from served import Served, served
+
+from slipstream import SamplingParams, SpeculativeDecoder
+
+ASKED = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    tokenizer = tiny.tokenizer()
+    return SpeculativeDecoder(
+        tiny.fresh("llama"), tokenizer=tokenizer, drafter="suffix", num_draft_tokens=4, acceptance="match"
+    )
+
+
+@pytest.fixture(scope="module")
+def server(decoder: SpeculativeDecoder) -> Iterator[Served]:
+    with served(lambda: decoder.using(), served_model_name="tiny") as one:
+        yield one
+
+
+@pytest.fixture
+def ask(server: Served) -> Iterator[Any]:
+    with server.openai() as client:
+        yield partial(client.chat.completions.create, model="tiny", messages=ASKED)
+
+
+def expected(decoder: SpeculativeDecoder, messages: Any = ASKED, **options: Any) -> str:
+    return decoder.generate(messages, SamplingParams(**options)).text
+
+
+def test_an_answer_is_the_decoders_own(ask: Any, decoder: SpeculativeDecoder) -> None:
+    answer = ask(max_tokens=30, temperature=0.8, seed=3)
+    assert answer.choices[0].message.content == expected(decoder, max_tokens=30, temperature=0.8, seed=3)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 30
+    assert answer.system_fingerprint.startswith("slip-")
+
+
+def test_max_completion_tokens_goes_before_max_tokens(ask: Any) -> None:
+    assert ask(max_tokens=30, max_completion_tokens=4).usage.completion_tokens == 4
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_usage(ask: Any, decoder: SpeculativeDecoder) -> None:
+    chunks = list(ask(max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == expected(decoder, max_tokens=40)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_round_is_a_chunk(server: Served) -> None:
+    body = {"messages": ASKED, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    chunks = server.chunks("/v1/chat/completions", body)[1:]
+    steps = chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"]
+    assert len(chunks) == steps < 40
+    assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 40
+
+
+def test_usage_comes_with_every_chunk_on_demand(server: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": ASKED, "max_tokens": 9, "stream_options": options}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in server.chunks("/v1/chat/completions", body)]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 9
+
+
+def test_log_probabilities_have_the_form_of_openai(ask: Any) -> None:
+    told = ask(max_tokens=6, seed=1, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(told) == 6
+    for one in told:
+        assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 2 and one.logprob <= 0
+        assert all(other.logprob != one.logprob or other.token == one.token for other in one.top_logprobs)
+
+
+def test_several_answers_have_seeds_of_their_own(ask: Any) -> None:
+    answer = ask(n=3, seed=11, max_tokens=20, temperature=1.0)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3 and texts[0] == ask(seed=11, max_tokens=20, temperature=1.0).choices[0].message.content
+    chunks = ask(n=3, seed=11, max_tokens=20, temperature=1.0, stream=True)
+    streamed = ["", "", ""]
+    for chunk in chunks:
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: SpeculativeDecoder) -> None:
+    parts = [{"type": "text", "text": "the cat"}]
+    answer = ask(
+        messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}], temperature=0
+    )
+    plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
+    assert answer.choices[0].message.content == expected(decoder, plain, max_tokens=answer.usage.completion_tokens)
+
+
+def test_a_last_message_is_continued(server: Served) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": "well"}]
+    told = server.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "return_token_ids": True}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["prompt_token_ids"] == told["tokens"][:-3]  # without what the template puts behind
+
+
+def test_a_cached_prompt_is_told(ask: Any) -> None:
+    ask(max_tokens=3, temperature=0)
+    assert ask(max_tokens=3, temperature=0).usage.prompt_tokens_details.cached_tokens > 20
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"response_format": {"type": "xml"}},
+        {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"top_logprobs": 21, "logprobs": True},
+        {"top_logprobs": 2},
+        {"functions": [{}]},
+        {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
+        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+        {"extra_body": {"chat_template": "{{ messages }}"}},
+        {"max_completion_tokens": 10**6},
+    ],
+)
+def test_what_cannot_be_done_is_refused(ask: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(**fields)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_long_prompt_names_the_context(ask: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="exceed the context of 1024 tokens") as caught:
+        ask(messages=[{"role": "user", "content": "x" * 1020}], max_tokens=9)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_another_model_is_not_found(ask: Any, server: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(model="gpt-5")
+    assert caught.value.code == "model_not_found"
+    with server.openai() as client:
+        assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other/model")
+
+
+def test_fields_without_effect_are_counted(ask: Any, server: Served) -> None:
+    def count() -> float:
+        lines = server.http.get("/metrics").text.splitlines()
+        (line,) = [line for line in lines if line.startswith("slipstream:unknown_fields_total{")]
+        return float(line.rpartition(" ")[2])
+
+    before = count()
+    ask(max_tokens=1, user="u", store=False, extra_body={"no_such_field": 1, "priority": 3})
+    assert count() == before + 4
+
+
+def test_rounds_and_receipt_are_told_on_demand(server: Served, decoder: SpeculativeDecoder) -> None:
+    body = {"messages": ASKED, "max_tokens": 40, "seed": 5, "temperature": 0, "slipstream": {"rounds": True}}
+    chunks = [c for c in server.chunks("/v1/chat/completions", body) if "slipstream" in c]
+    tokens = [token for chunk in chunks for token in chunk["slipstream"]["tokens"]]
+    receipt = chunks[-1]["slipstream"]["receipt"]
+    assert [token["id"] for token in tokens] == receipt["token_ids"] and len(tokens) == 40
+    assert [c["slipstream"]["round"]["index"] for c in chunks] == [*range(len(chunks))] == [*range(receipt["rounds"])]
+    assert {t["source"] for t in tokens if t["origin"] == "accepted"} == {"suffix"}
+    assert {t["source"] for t in tokens if t["origin"] != "accepted"} == {None}
+    drafted = sum(chunk["slipstream"]["round"]["drafted"] for chunk in chunks)
+    assert drafted == receipt["stats"]["num_draft_tokens"] > 0
+    assert set(chunks[0]["slipstream"]["round"]["seconds"]) == {"prefill", "draft", "verify", "accept", "overhead"}
+    assert receipt["seed"] == 5 and receipt["reproducible"] is decoder.reproducible
+    whole = server.http.post("/v1/chat/completions", json=body).json()
+    assert whole["slipstream"]["receipt"]["token_ids"] == receipt["token_ids"]
+
+
+def test_a_replay_without_drafting_gives_the_same_text(server: Served) -> None:
+    body = {"messages": ASKED, "max_tokens": 40, "temperature": 0.9, "slipstream": {"rounds": True}}
+    receipt = server.http.post("/v1/chat/completions", json=body).json()["slipstream"]["receipt"]
+    again = {"request": body, "token_ids": receipt["token_ids"], "seed": receipt["seed"]}
+    answer = server.http.post("/v1/slipstream/replay", json=again).json()
+    assert answer["identical"] and answer["first_difference"] is None and answer["seconds"] > 0
+    wrong = [*receipt["token_ids"][:7], 0, *receipt["token_ids"][8:]]
+    answer = server.http.post("/v1/slipstream/replay", json=again | {"token_ids": wrong}).json()
+    assert not answer["identical"] and answer["first_difference"] == 7
+    refused = server.http.post("/v1/slipstream/replay", json=again | {"seed": None})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
+
+
+def test_a_request_may_ask_for_plain_decoding_beside_others(server: Served) -> None:
+    body = {"messages": ASKED, "max_tokens": 40, "temperature": 0}
+    fast = server.http.post("/v1/chat/completions", json=body).json()
+    plain = server.http.post("/v1/chat/completions", json=body | {"num_draft_tokens": 0}).json()
+    assert plain["choices"][0]["message"] == fast["choices"][0]["message"]
+    assert plain["timings"]["draft_n"] == 0 < fast["timings"]["draft_n"]
+    steps = plain["metrics"]["speculative_decoding"]
+    assert steps["num_spec_steps"] == 40 and steps["acceptance_histogram"] == [40]
+    told = fast["metrics"]["speculative_decoding"]
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+    assert sum(n * count for n, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
+
+
+def test_an_answer_is_one_line_of_json(server: Served) -> None:
+    text = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3}).text
+    assert json.loads(text) and "\n" not in text

@@ -1,0 +1,212 @@
+"""`POST /v1/completions`: every form of prompt, and log-probabilities as evaluation harnesses read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import Served, served, toy
+
+from slipstream import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+def alone(prompt: Any, **options: Any) -> str:
+    """What plain decoding says."""
+    return toy(drafter="none", num_draft_tokens="auto").generate(prompt, SamplingParams(**options), chat=False).text
+
+
+def test_a_text_is_the_decoders_own(server: Served) -> None:
+    assert server.text(temperature=0, max_tokens=60) == alone("A heron", max_tokens=60)
+    assert server.text(temperature=0.9, seed=7, max_tokens=60) == alone(
+        "A heron", temperature=0.9, seed=7, max_tokens=60
+    )
+
+
+def test_openais_defaults_are_sampling_and_sixteen_tokens(server: Served) -> None:
+    answer = server.complete(seed=3).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["text"] == alone("A heron", temperature=1.0, seed=3, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("The wind", ["The wind"]),
+        (["The wind", "A fish"], ["The wind", "A fish"]),
+        ([*b"The wind"], ["The wind"]),
+        ([[*b"The wind"], [*b"A fish"]], ["The wind", "A fish"]),
+    ],
+)
+def test_prompts_in_every_form(server: Served, prompt: Any, texts: list[str]) -> None:
+    answer = server.complete(prompt, temperature=0, max_tokens=12).json()
+    assert [choice["text"] for choice in answer["choices"]] == [alone(text, max_tokens=12) for text in texts]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+
+
+def test_choices_are_numbered_prompt_by_prompt(server: Served) -> None:
+    answer = server.complete(["The wind", "A fish"], n=2, seed=5, max_tokens=9).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in answer["choices"]]
+    for at, prompt in enumerate(("The wind", "A fish")):
+        result = toy().generate(prompt, SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=9), chat=False)
+        assert texts[2 * at : 2 * at + 2] == [result.text, result.alternatives[0].text]
+    assert answer["usage"]["prompt_tokens"] == len("The wind") + len("A fish")
+
+
+def test_greedy_choices_are_equal(server: Served) -> None:
+    texts = [c["text"] for c in server.complete(n=3, temperature=0).json()["choices"]]
+    assert len(texts) == 3 and len(set(texts)) == 1
+
+
+def test_stop_strings_cut_the_text(server: Served) -> None:
+    answer = server.complete(temperature=0, max_tokens=80, stop=["sparrow", "zzz"]).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert answer["text"] == alone("A heron", max_tokens=80).partition("sparrow")[0]
+
+
+def test_many_stop_strings_are_taken(server: Served) -> None:
+    assert server.complete(stop=[f"no {n}" for n in range(32)]).status_code == 200
+
+
+def test_options_of_vllm_stand_at_the_top_level(server: Served) -> None:
+    options = {"top_k": 3, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 4, "bad_words": ["sparrow"]}
+    fields = {"temperature": 1.0, "seed": 2, "max_tokens": 40}
+    expected = alone("A heron", **fields, **options)
+    assert server.text(**fields, **options, top_p=1, stop_token_ids=[]) == expected
+    assert server.text(**fields) != expected
+
+
+def test_only_allowed_tokens_are_chosen(server: Served) -> None:
+    text = server.text(allowed_token_ids=[*b"abc"], max_tokens=30, seed=1)
+    assert len(text) == 30 and set(text) <= set("abc")
+
+
+def test_a_bias_is_by_token_ids_as_text(server: Served) -> None:
+    assert server.text(logit_bias={str(ord("z")): 100}, max_tokens=5) == "zzzzz"
+
+
+def test_token_ids_are_returned_on_demand(server: Served) -> None:
+    choice = server.complete(return_token_ids=True, temperature=0).json()["choices"][0]
+    assert bytes(choice["token_ids"]).decode() == choice["text"] and choice["prompt_token_ids"] == [*b"A heron"]
+
+
+def harness(choice: dict[str, Any], context: int) -> tuple[float, bool]:
+    """A continuation's log-probability, and whether it is the greedy one, as lm-eval computes them."""
+    told = choice["logprobs"]
+    logprobs = told["token_logprobs"][context:-1]
+    greedy = True
+    for own, top in zip(logprobs, told["top_logprobs"][context:-1], strict=True):
+        greedy &= own == max(top.values())
+    return sum(logprobs), greedy
+
+
+def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: Served) -> None:
+    prompt = [*b"A heron and a sparrow"]
+    likeliest = alone("A heron and a sparrow", max_tokens=12).encode()
+    good, bad = [*prompt, *likeliest], [*prompt, *likeliest[:3], ord("#"), *likeliest[4:]]
+    answer = server.complete([good, bad], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234).json()
+    for ids, choice in zip((good, bad), answer["choices"], strict=True):
+        told = choice["logprobs"]
+        assert {len(part) for part in told.values()} == {len(ids) + 1}
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        assert told["tokens"][:-1] == [chr(i) for i in ids] and told["text_offset"] == [*range(len(ids) + 1)]
+        assert choice["text"].startswith(bytes(ids).decode())
+    (likely, greedy), (unlikely, other) = (harness(c, len(prompt)) for c in answer["choices"])
+    assert greedy and not other and likely > unlikely + 5
+
+
+def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server: Served) -> None:
+    for _ in range(2):  # the second time everything is cached, and must not be left out
+        told = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
+        choice = told["choices"][0]
+        ids = [*b"A heron", *choice["token_ids"]]
+        echoed = server.complete(ids, echo=True, logprobs=3, max_tokens=0).json()
+        assert echoed["usage"]["completion_tokens"] == 0
+        again = echoed["choices"][0]["logprobs"]
+        assert again["token_logprobs"][7:] == choice["logprobs"]["token_logprobs"]
+        assert again["top_logprobs"][7:] == choice["logprobs"]["top_logprobs"]
+
+
+def test_a_chosen_token_is_always_among_those_reported(server: Served) -> None:
+    for count in (0, 1, 2):
+        told = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0]["logprobs"]
+        entries = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        assert all(top[token] == logprob for token, logprob, top in entries)
+
+
+def test_tokens_are_told_by_number_on_demand(server: Served) -> None:
+    answer = server.complete(temperature=0, max_tokens=2, logprobs=1, return_tokens_as_token_ids=True).json()
+    assert all(name.startswith("token_id:") for name in answer["choices"][0]["logprobs"]["tokens"])
+
+
+def test_a_stream_gives_the_whole_text(server: Served) -> None:
+    fields = {"prompt": "A heron", "temperature": 0, "max_tokens": 70, "echo": True, "logprobs": 1}
+    whole = server.complete(**fields).json()["choices"][0]
+    chunks = server.chunks("/v1/completions", fields | {"stream_options": {"include_usage": True}})
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["text"]
+    parts = [c["choices"][0]["logprobs"] for c in chunks[:-1]]
+    for name in whole["logprobs"]:
+        assert [one for part in parts for one in part[name]] == whole["logprobs"][name]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 70
+    assert all(c["usage"] is None for c in chunks[:-1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["x", [1]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [257]}, None),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": "\ud800"}, None),
+        ({"prompt": ["x"] * 129}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e308}, "temperature"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, None),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str, Any], param: str | None) -> None:
+    body = json.dumps({"prompt": "x"} | fields)
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and (error["param"] or "").startswith(param or "")
+    assert "\n" not in error["message"] and len(error["message"]) < 400
+
+
+def test_a_row_without_a_token_to_choose_fails_alone(server: Served) -> None:
+    bias = {str(n): -10000.0 for n in range(256)}
+    assert server.complete(logit_bias=bias, temperature=0).status_code == 200  # -10000 is small, not impossible
+    words = {"allowed_token_ids": [97], "bad_words": ["a"]}
+    answer = server.complete(**words)
+    assert answer.status_code == 400 and "no token" in answer.json()["error"]["message"]
+    assert server.complete().status_code == 200

@@ -1,0 +1,118 @@
+"""The page's chat, in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_browser import Opened, ask, browsers, canned
+from served import PATIENCE, Gate, Served, served
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+@browsers
+def test_an_answer_is_shown_token_by_token_with_its_origins(server: Served, opened: Opened) -> None:
+    page = opened(server.url)
+    ask(page, max_tokens=40, seed=3)
+    page.wait_for_selector(".receipt")
+    body = {"messages": [{"role": "user", "content": "the cat sat on the mat, the cat"}]}
+    told = server.http.post("/v1/chat/completions", json=body | {"temperature": 0.7, "max_tokens": 40, "seed": 3})
+    assert page.text_content(".answer") == told.json()["choices"][0]["message"]["content"]
+    kinds = set(page.eval_on_selector_all(".answer .t", "all => all.map((one) => one.classList[1])"))
+    assert kinds <= {"accepted", "recovered", "bonus", "plain"} and len(kinds) > 1
+    assert page.locator(".round").count() < page.locator(".answer .t").count() == 40
+    page.focus(".answer")
+    page.keyboard.press("ArrowRight")
+    assert "Round 1:" in page.text_content("#tip") and "Round 1:" in page.text_content("#live")
+    page.click(".receipt summary")
+    page.click("text=Replay plainly")
+    assert "Identical" in page.wait_for_selector(".receipt .seal").text_content()
+
+
+@browsers
+def test_tokens_that_are_parts_of_characters_are_shown_together(server: Served, opened: Opened) -> None:
+    tokens = ["\ufffd", "\ufffd", " b", "token_id:0", "{"]
+    page = opened(server.url, canned(["\u00e9 b{"], lambda text: tokens, origin="forced"))
+    ask(page)
+    page.wait_for_selector(".facts")
+    assert page.locator(".answer .forced").all_text_contents() == ["\u00e9", " b", "{"]
+
+
+@browsers
+def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
+    gate = Gate()
+    with served(gate.load) as server:
+        page = opened(server.url)
+        try:
+            ask(page, max_tokens=9)
+            assert gate.reached.wait(PATIENCE)
+            page.keyboard.press("Escape")
+            page.wait_for_selector("text=stopped by you")
+        finally:
+            gate.opened.set()
+        server.wait_until(lambda: not server.service.live)
+        page.click("text=Regenerate")
+        page.wait_for_selector(".receipt")
+        assert page.locator("#messages .answer").count() == 1
+        page.click("text=Edit")
+        page.fill(".user textarea", "a bittern")
+        page.click("text=Send from here")
+        page.wait_for_selector(".receipt")
+        assert page.text_content(".said") == "a bittern" and page.locator(".message").count() == 2
+        page.reload()
+        assert "a bittern" in page.text_content("#chats")
+    page.fill("#ask", "is anyone there?")  # the server is gone
+    page.keyboard.press("Enter")
+    assert "fetch" in page.wait_for_selector(".message .problem").text_content()
+
+
+@browsers
+def test_refusals_are_told_in_the_servers_words(server: Served, opened: Opened) -> None:
+    page = opened(server.url)
+    ask(page, max_tokens=5000)
+    assert "4096" in page.wait_for_selector(".message .problem").text_content()
+    page.fill("#temperature", "hot")
+    page.fill("#ask", "again")
+    page.keyboard.press("Enter")
+    assert page.text_content("#settings-problem") == "Temperature: hot; allowed: a number from 0 to 100"
+    assert page.input_value("#ask") == "again" and page.get_attribute("#temperature", "aria-invalid") == "true"
+
+
+@browsers
+def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: Served, opened: Opened) -> None:
+    sent: list[Any] = []
+    page = opened(server.url, canned(["one\ntwo\nfour"], origin="accepted", source="prediction"))
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
+    ask(page, schema='{"type": "object"}', prediction="one\ntwo\nthree\n")
+    found = page.wait_for_selector(".diff pre").text_content()
+    assert found == "  one  two\N{MINUS SIGN} three+ four"
+    assert page.locator(".answer .prediction").count() == page.locator(".cell.prediction").count() == 12
+    assert "12 from the prediction" in page.text_content(".message footer .facts")
+    assert sent[0]["prediction"] == {"type": "content", "content": "one\ntwo\nthree\n"}
+    assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    page.click("#raw")
+    assert "--curl" not in page.text_content("#raw-body") and "extra_body={" in page.text_content("#raw-body")
+
+
+@browsers
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("reader:correct-horse\n")
+    with served(api_key_file=str(keys)) as server:
+        page = opened(server.url)
+        page.fill("#key", "wrong-horse")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key", "correct-horse")
+        page.keyboard.press("Enter")
+        ask(page, max_tokens=5)
+        page.wait_for_selector(".receipt")
+        assert "correct-horse" in page.evaluate("JSON.stringify(sessionStorage)")
+        assert "horse" not in page.evaluate("JSON.stringify(localStorage)") + page.evaluate("document.cookie")

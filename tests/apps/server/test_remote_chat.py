@@ -1,0 +1,82 @@
+"""`slipstream chat --url` and `slipstream serve`, as they are typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from served import PATIENCE, Served, served
+from talk import Recorder
+
+from slipstream import SamplingParams, SlipstreamError, UsageError
+from slipstream.apps.chat.remote_conversation import RemoteChat
+from slipstream.apps.server.launch import serve
+from slipstream.apps.server.server_settings import ServerSettings
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+def test_answers_come_from_the_server_and_stay_in_the_conversation(server: Served) -> None:
+    face = Recorder()
+    chat = RemoteChat(server.url, face, SamplingParams(max_tokens=20), "Be brief.")
+    chat.handle("A heron")
+    asked = "Be brief.\nA heron"
+    assert chat.model == "toy"
+    assert "".join(face.pieces) == server.text(asked, temperature=0, max_tokens=20) + "\n"
+    chat.handle("and")
+    assert [turn["role"] for turn in chat.turns] == ["user", "assistant"] * 2
+    chat.handle("/reset")
+    chat.handle("/help")
+    chat.handle("/quit")
+    assert chat.turns == [] and chat.closed and not face.errors
+
+
+def test_what_goes_wrong_is_one_line(server: Served) -> None:
+    face = Recorder()
+    chat = RemoteChat(f"{server.url}/v1/", face, SamplingParams(max_tokens=5000))
+    chat.handle("x")
+    chat.handle("/debug on")
+    assert "exceed the context" in face.errors[0] and "unknown command" in face.errors[1] and chat.turns == []
+    with pytest.raises(UsageError, match="--url 'ftp://x'"):
+        RemoteChat("ftp://x", face, SamplingParams())
+    with pytest.raises(SlipstreamError, match="cannot be reached"):
+        RemoteChat("http://127.0.0.1:9", face, SamplingParams())
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_a_signal_and_says_where() -> None:
+    command = [sys.executable, "-c", "from slipstream.apps.cli import main; main()"]
+    serve = [*command, "serve", "--target", "toy", "--port", "0", "--drafter", "suffix"]
+    process = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    assert process.stderr is not None
+    url = next(line.split()[-1] for line in process.stderr if " serves " in line)
+    talk = subprocess.run(
+        [*command, "chat", "--url", url], input="A heron\n", capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert talk.returncode == 0 and len(talk.stdout.strip()) > 5
+    process.send_signal(signal.SIGTERM)
+    process.stderr.read()
+    process.stderr.close()
+    assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_loaded_end_the_command_with_one_line() -> None:
+    command = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "serve", "--target", "toy:99"]
+    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=PATIENCE)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in done.stderr
+
+
+def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: Served) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}"):
+        serve(ServerSettings(port=port), lambda: pytest.fail("loaded"), lambda server: None)

@@ -1,0 +1,217 @@
+"""Keys, hosts and origins: everything is closed that is not listed, whatever a request looks like."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served, served
+from starlette.routing import Route
+
+from slipstream import UsageError
+from slipstream.apps.server import access
+from slipstream.apps.server.access import OPEN, PAGE, ApiKeys
+from slipstream.apps.server.server_settings import ServerSettings
+
+KEY, OTHER = "correct-horse-battery", "another-long-key"
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"# who\nann:{KEY}\n\n{OTHER}\n")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def server(key_file: str) -> Iterator[Served]:
+    with served(api_key_file=key_file) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def unlocked() -> Iterator[Served]:
+    with served(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as one:
+        yield one
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def raw(server: Served, request: bytes) -> bytes:
+    """The status line of the answer to bytes as they are."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request)
+        return connection.recv(4096).partition(b"\r\n")[0]
+
+
+def walk(routes: Any) -> Iterator[Any]:
+    """Those of included routers as well."""
+    for route in routes:
+        if isinstance(route, Route):
+            yield route
+        else:
+            yield from walk(route.original_router.routes)
+
+
+def test_every_route_needs_a_key_but_for_the_listed(server: Served) -> None:
+    routes = list(walk(server.server.config.app.routes))  # type: ignore[union-attr]
+    assert len(routes) > 14
+    for route in routes:
+        path = route.path.replace("{name:path}", "toy").replace("{name}", "app.js")
+        for method in route.methods:
+            answer = server.http.request(method, path)
+            free = path in OPEN or path.startswith(PAGE)
+            assert (answer.status_code == 401) is not free, (method, path, answer.status_code)
+            if not free and method != "HEAD":
+                assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_what_is_open_tells_nothing_of_the_model(server: Served) -> None:
+    for path in OPEN:
+        answer = server.http.get(path)
+        assert answer.status_code == 200 and "toy" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/nowhere", "/v1", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/page"]
+)
+def test_addresses_that_are_not_listed_are_closed(server: Served, path: str) -> None:
+    assert raw(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).split()[1] == b"401"
+
+
+@pytest.mark.parametrize(
+    ("path", "host"),
+    [
+        ("/v1/models", "localhost/health?"),
+        ("/v1/models", "x/health?"),
+        ("/v1/models", "localhost#"),
+        ("/v1/models?/health", "localhost"),
+        ("/v1/%6dodels", "localhost"),
+        ("/%76%31/models", "localhost"),
+        ("//v1/models", "localhost"),
+        ("/page/../v1/models", "localhost"),
+        ("/page/..%2f..%2fv1/models", "localhost"),
+        ("http://localhost/v1/models", "localhost"),
+    ],
+)
+def test_no_spelling_of_an_address_or_a_host_gets_past_the_key(server: Served, path: str, host: str) -> None:
+    status = raw(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1]
+    assert status in (b"400", b"401", b"403", b"404")
+
+
+def test_the_raw_requests_would_get_in_with_a_key(server: Served) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    assert raw(server, request.encode()).split()[1] == b"200"
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_every_key_of_the_file_opens(server: Served, key: str) -> None:
+    assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+@pytest.mark.parametrize("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
+def test_no_other_key_opens(server: Served, given: str) -> None:
+    headers = {"authorization": f"Bearer {given}".encode("latin-1")}
+    assert server.http.get("/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
+
+
+def test_a_key_is_sent_once_and_as_a_bearers(server: Served) -> None:
+    twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+    assert server.http.get("/v1/models", headers=twice).status_code == 401
+    assert server.http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}).status_code == 401
+    assert server.http.get(f"/v1/models?api_key={KEY}").status_code == 401
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    keys = ApiKeys((("a", access._digest(KEY)), ("b", access._digest(OTHER))))
+    for given in (KEY, OTHER, "x"):
+        keys.owner(given)
+    assert len(compared) == 6  # each key is compared with every other, a match or not
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
+def test_other_names_of_this_machine_are_refused(unlocked: Served, host: str) -> None:
+    assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] in (b"403", b"400")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8000", "192.168.0.7", "box.lan"])
+def test_addresses_and_listed_names_are_served(unlocked: Served, host: str) -> None:
+    assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
+def test_pages_of_other_sites_cannot_call(unlocked: Served, method: str, origin: str) -> None:
+    answer = unlocked.http.request(method, "/v1/models", headers={"origin": origin})
+    assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+
+
+def test_the_page_itself_and_listed_sites_can(unlocked: Served) -> None:
+    assert unlocked.http.get("/v1/models", headers={"origin": unlocked.url}).status_code == 200
+    listed = unlocked.http.get("/v1/models", headers={"origin": "https://pages.example"})
+    assert listed.headers["access-control-allow-origin"] == "https://pages.example"
+
+
+def test_an_address_that_others_reach_needs_keys(key_file: str) -> None:
+    for host in ("0.0.0.0", "192.168.0.7", "::", "example.org"):
+        with pytest.raises(UsageError, match="--api-key-file"):
+            ServerSettings(host=host)
+        ServerSettings(host=host, api_key_file=key_file)
+        ServerSettings(host=host, insecure=True)
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        ServerSettings(host=host)
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "short\n", "name:short\n", "a key with spaces\n", "schlüssel-lang\n"])
+def test_a_file_of_keys_that_cannot_protect_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(UsageError, match="--api-key-file"):
+        ApiKeys.read(str(tmp_path / "keys"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        ApiKeys.read(str(tmp_path / "nothing"))
+
+
+def test_a_huge_header_and_a_huge_body_are_refused(unlocked: Served) -> None:
+    big = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20)
+    with suppress(ConnectionError):  # it does not wait for the end
+        assert raw(unlocked, big).split()[1] in (b"400", b"431")
+    answer = unlocked.http.post(
+        "/v1/completions", content=b" " * (5 << 20), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
+    pieces = (b" " * (1 << 20) for _ in range(6))  # of a length that is not told
+    answer = unlocked.http.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})
+    assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert unlocked.complete().status_code == 200
+
+
+def test_the_first_page_is_protected_and_cached(unlocked: Served) -> None:
+    answer = unlocked.http.get("/")
+    assert "<title>Slipstream</title>" in answer.text
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    again = unlocked.http.get("/", headers={"if-none-match": answer.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    for name in ("..%2fapp_factory.py", "app_factory.py", "__init__.py", "nothing.js", "%2e%2e"):
+        assert unlocked.http.get(f"/page/{name}").status_code == 404
+
+
+def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) -> None:
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with served(api_key_file=key_file, allowed_origin=("https://pages.example",)) as one:
+        for origin, status in (("https://pages.example", 200), ("https://evil.example", 403)):
+            answer = one.http.options("/v1/completions", headers=asking | {"origin": origin})
+            assert answer.status_code == status
+        assert one.http.options("/v1/models", headers={"origin": "https://pages.example"}).status_code == 401
+        listed = one.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
+        assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"

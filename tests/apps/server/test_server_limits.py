@@ -1,0 +1,271 @@
+"""Limits, deadlines, leaving clients, shutting down: a request never costs others more than its share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import PATIENCE, Gate, Served, in_thread, served
+
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest
+from slipstream.apps.server.waiting_line import WaitingLine
+from slipstream.core.types import Row
+from slipstream.sampling.params import SamplingParams
+
+LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    one = Gate()
+    yield one
+    one.opened.set()
+
+
+def one_at_a_time(gate: Gate, **settings: Any) -> Any:
+    return served(lambda: gate.load(max_batch_size=1), **settings)
+
+
+def opened(client: httpx.Client, body: dict[str, Any]) -> Any:
+    """A stream that is begun and not read."""
+    return client.stream("POST", "/v1/completions", json=body | {"stream": True})
+
+
+def test_more_requests_than_may_wait_are_told_to_come_again(gate: Gate) -> None:
+    with one_at_a_time(gate, max_queued_requests=2) as server:
+        streams = [opened(server.http, LONG | {"max_tokens": 5}) for _ in range(3)]
+        first = streams[0].__enter__()
+        assert gate.reached.wait(PATIENCE)
+        for stream in streams[1:]:
+            stream.__enter__()
+        refused = server.complete()
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_exceeded"
+        with server.openai() as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model="toy", prompt="x")
+        gate.opened.set()
+        assert "data: [DONE]" in first.read().decode()
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        assert (
+            'slipstream:rejected_total{engine="0",model_name="toy",reason="requests"} 2.0'
+            in server.http.get("/metrics").text
+        )
+
+
+def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
+    with one_at_a_time(gate, max_queued_tokens=1000) as server, opened(server.http, LONG):
+        assert gate.reached.wait(PATIENCE)
+        with opened(server.http, LONG | {"prompt": "x" * 980}):
+            server.wait_until(lambda: sum(server.service._waiting.values()) >= 980)
+            assert server.complete("x" * 21, max_tokens=1).status_code == 429
+            gate.opened.set()
+
+
+def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> None:
+    with one_at_a_time(gate, max_queued_requests=1) as server:
+        with opened(server.http, LONG | {"max_tokens": 3}), opened(server.http, LONG | {"max_tokens": 3}):
+            server.wait_until(lambda: server.service.num_waiting == 1)
+            with server.openai(max_retries=8) as client:
+                refused = threading.Event()
+                server.service.metrics.rejected = lambda reason: refused.set()
+                with in_thread(lambda: client.completions.create(model="toy", prompt="A heron", max_tokens=3)) as found:
+                    assert refused.wait(PATIENCE)
+                    gate.opened.set()
+        assert found[0].usage.completion_tokens == 3
+
+
+def test_a_request_that_waits_too_long_is_given_up(gate: Gate) -> None:
+    with one_at_a_time(gate, queue_timeout=0.05) as server, opened(server.http, LONG):
+        assert gate.reached.wait(PATIENCE)
+        answer = server.complete()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
+        assert answer.headers["retry-after"]
+        assert server.call(lambda: server.service.num_waiting) == 0
+
+
+def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gate) -> None:
+    with one_at_a_time(gate, request_timeout=0.05) as server:
+        answer = server.complete()
+        assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
+        gate.opened.set()
+        server.wait_until(lambda: not server.service.live)
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
+    with one_at_a_time(gate) as server, opened(server.http, LONG):
+        assert gate.reached.wait(PATIENCE)
+        for stream in (True, False):
+            impatient = httpx.Client(base_url=server.url, trust_env=False, timeout=0.2)
+            with impatient as client, pytest.raises(httpx.TimeoutException):
+                client.post("/v1/completions", json=LONG | {"stream": stream})
+        server.wait_until(lambda: len(server.service.live) == 1 and server.service.num_waiting == 0)
+
+
+def test_a_client_that_leaves_while_it_is_served_makes_room(gate: Gate) -> None:
+    with one_at_a_time(gate) as server:
+        with opened(server.http, LONG):
+            assert gate.reached.wait(PATIENCE)
+            (live,) = server.call(lambda: list(server.service.live))
+        server.wait_until(lambda: not server.service.live)
+        gate.opened.set()
+        assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
+        assert server.complete(temperature=0, max_tokens=3).status_code == 200
+        assert live.jobs[0].row.finish_reason == "cancelled"
+
+
+def test_what_runs_is_finished_and_nothing_new_begun_at_the_end(gate: Gate) -> None:
+    with one_at_a_time(gate) as server:
+        with in_thread(lambda: server.complete(max_tokens=4)) as found:
+            assert gate.reached.wait(PATIENCE)
+            server.call(server.server.begin_shutdown)
+            server.wait_until(lambda: server.service.state == "draining")
+            late = server.complete()
+            assert late.status_code == 503 and late.json()["error"]["type"] == "overloaded_error"
+            assert server.http.get("/health").status_code == 503 and server.http.get("/live").status_code == 200
+            gate.opened.set()
+        assert found[0].status_code == 200 and found[0].json()["usage"]["completion_tokens"] == 4
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error(gate: Gate) -> None:
+    with one_at_a_time(gate, drain_timeout=0.05) as server, opened(server.http, LONG) as stream:
+        assert gate.reached.wait(PATIENCE)
+        server.call(server.server.begin_shutdown)
+        text = stream.read().decode()
+        assert '"error"' in text and "shutting down" in text
+        gate.opened.set()
+
+
+def test_a_second_signal_ends_the_server_at_once(gate: Gate) -> None:
+    with one_at_a_time(gate) as server, opened(server.http, LONG):
+        assert gate.reached.wait(PATIENCE)
+        server.call(server.server.begin_shutdown)
+        server.server.handle_exit(15, None)
+        assert server.server.should_exit and server.server.force_exit
+        gate.opened.set()
+
+
+def test_a_dead_engine_fails_every_request_and_ends_the_server(gate: Gate) -> None:
+    def load() -> Any:
+        decoder = gate.load(max_batch_size=1)
+        backend: Any = decoder.target.backend
+        waiting = backend.forward
+
+        def breaking(*arguments: Any, **more: Any) -> Any:
+            waiting(*arguments, **more)
+            raise RuntimeError("secret: the device is gone")
+
+        backend.forward = breaking
+        return decoder
+
+    with served(load) as server:
+        with in_thread(lambda: server.complete()) as first, in_thread(lambda: server.complete()) as second:
+            assert gate.reached.wait(PATIENCE)
+            server.wait_until(lambda: len(server.service.live) == 2)
+            gate.opened.set()
+        for found in (first, second):
+            assert found[0].status_code == 500 and found[0].json()["error"]["type"] == "server_error"
+            assert "secret" not in found[0].text and "Traceback" not in found[0].text
+        assert "secret" in str(server.server.failure) and server.server.should_exit
+
+
+def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
+    begun, go_on, found = threading.Event(), threading.Event(), list[int]()
+
+    def load() -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return Gate().load()
+
+    def early() -> None:
+        assert begun.wait(PATIENCE)
+        service = box[0].service
+        while service is None or not box[0].started:
+            service = box[0].service
+        for path in ("/health", "/v1/models", "/metrics"):
+            found.append(httpx.get(box[0].url + path, trust_env=False).status_code)
+        go_on.set()
+
+    box: list[Any] = []
+    from slipstream.apps.server.launch import Server
+    from slipstream.apps.server.server_settings import ServerSettings
+
+    ready = threading.Event()
+    box.append(Server(ServerSettings(port=0), load, lambda server: ready.set()))
+    thread = threading.Thread(target=box[0].run)
+    thread.start()
+    early()
+    assert ready.wait(PATIENCE)
+    box[0].should_exit = True
+    thread.join(PATIENCE)
+    assert found == [503, 503, 503]
+
+
+def job(group: str) -> Job:
+    live = LiveRequest("/", group)
+    return Job(live, 0, Row(0, [1], SamplingParams(), 0, group=group))
+
+
+def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
+    async def orders() -> list[str]:
+        line = WaitingLine()
+        jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
+        names = {id(one): f"{one.group}{at}" for at, one in enumerate(jobs)}
+        for one in jobs:
+            line.add(one)
+        assert len(line) == 8 and len(line.jobs()) == 8
+        line.remove(jobs[1])
+        taken = []
+        while (one := line.take()) is not None:
+            taken.append(names[id(one)])
+        return taken
+
+    assert asyncio.run(orders()) == ["a0", "b5", "c6", "a2", "c7", "a3", "a4"]
+
+
+def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(gate: Gate, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
+    with one_at_a_time(gate, api_key_file=str(tmp_path / "keys")) as server:
+        ended, shown = list[str](), server.service.room.event
+
+        def note(live: LiveRequest, event: Event) -> None:
+            ended.extend([live.group] * isinstance(event, Ended))
+            shown(live, event)
+
+        server.service.room.event = note
+
+        def ask(key: str) -> None:
+            with server.openai(key) as client:
+                client.completions.create(model="toy", prompt="A heron", max_tokens=5)
+
+        threads = [threading.Thread(target=ask, args=["key-of-the-many"]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        server.wait_until(lambda: len(server.service.live) == 8 and all(live.jobs for live in server.service.live))
+        threads.append(threading.Thread(target=ask, args=["key-of-the-one"]))
+        threads[-1].start()
+        server.wait_until(lambda: len(server.service.live) == 9 and all(live.jobs for live in server.service.live))
+        gate.opened.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(ended) == 9 and ended.index("one") <= 2
+
+
+def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
+
+    def cached(server: Served, key: str, **more: Any) -> int:
+        with server.openai(key) as client:
+            answer = client.completions.create(model="toy", prompt="A heron " * 9, max_tokens=3, extra_body=more)
+        return int(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+
+    with served(api_key_file=str(tmp_path / "keys")) as server:
+        assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-ann", "key-of-bob")] == [False, True, False]
+        assert cached(server, "key-of-bob") and not cached(server, "key-of-bob", cache_salt="x")
+    with served(api_key_file=str(tmp_path / "keys"), share_learning=True) as server:
+        assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-bob")] == [False, True]

@@ -1,0 +1,50 @@
+"""A real model behind the server: the same texts as from the decoder, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from served import Served, served
+
+from slipstream import SamplingParams, SpeculativeDecoder
+
+pytestmark = pytest.mark.smollm2
+QUESTIONS = ("Name three birds.", "Repeat after me: the ferry leaves from pier five at nine.", "What is a heron?")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder("smollm2", acceptance="match", max_batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def server(decoder: SpeculativeDecoder) -> Iterator[Served]:
+    with served(lambda: decoder.using()) as one:
+        yield one
+
+
+def test_answers_are_the_same_alone_together_and_plain(server: Served, decoder: SpeculativeDecoder) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "temperature": t, "seed": 3}
+        for text in QUESTIONS
+        for t in (0, 0.8)
+    ]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: server.http.post("/v1/chat/completions", json=body).json(), bodies))
+    plain = decoder.using("none")
+    for body, answer in zip(bodies, answers, strict=True):
+        params = SamplingParams(max_tokens=24, temperature=body["temperature"], seed=3)
+        assert answer["choices"][0]["message"]["content"] == plain.generate(body["messages"], params).text
+
+
+def test_an_echo_has_the_bits_of_the_generation(server: Served, decoder: SpeculativeDecoder) -> None:
+    if not decoder.reproducible:
+        pytest.skip("forward shapes do not agree on this machine")
+    fields = {"temperature": 0, "max_tokens": 20, "logprobs": 2, "return_token_ids": True}
+    choice = server.complete("A heron is", **fields).json()["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    again = server.complete(ids, echo=True, logprobs=2, max_tokens=0).json()["choices"][0]["logprobs"]
+    assert again["token_logprobs"][len(choice["prompt_token_ids"]) :] == choice["logprobs"]["token_logprobs"]

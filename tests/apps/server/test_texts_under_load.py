@@ -1,0 +1,66 @@
+"""The same request with the same seed has the same text, whatever comes, goes and breaks off beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from served import Served, served, toy
+from server_storm import Storm
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.rng import Race
+
+
+def alone(decoder: SpeculativeDecoder, body: dict[str, Any]) -> str:
+    options = {name: body[name] for name in ("max_tokens", "temperature", "seed")}
+    return decoder.generate(body["prompt"], SamplingParams(**options), chat=False).text
+
+
+def wrong_texts(storm: Storm, decoder: SpeculativeDecoder) -> int:
+    plain = decoder.using("none", num_draft_tokens="auto")
+    return sum(texts != {alone(plain, json.loads(body))} for body, texts in storm.texts.items())
+
+
+def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tuple[Storm, Served]:
+    with served(load, max_queued_requests=9) as server:
+        storm = Storm(server.url, requests, seed=1).run()
+        server.wait_until(lambda: not server.service.live)
+        assert server.complete(max_tokens=2).status_code == 200
+        assert server.call(lambda: server.service.room.num_running) == 0 == server.service.num_waiting
+        return storm, server
+
+
+def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
+    storm, _ = stormed(lambda: toy(max_batch_size=3))
+    assert storm.outcomes["whole"] > 30 and storm.outcomes["stream"] > 30
+    assert storm.outcomes["left"] > 10 and storm.outcomes["malformed"] > 5
+    assert len(storm.texts) > 30 and wrong_texts(storm, toy()) == 0
+
+
+@pytest.mark.slow
+def test_those_of_a_transformer_do_not_either() -> None:
+    def load() -> SpeculativeDecoder:
+        return SpeculativeDecoder(
+            tiny.fresh("llama"),
+            tiny.perturbed("llama"),
+            tokenizer=tiny.tokenizer(),
+            acceptance="match",
+            max_batch_size=3,
+        )
+
+    storm, _ = stormed(load, 80)
+    assert len(storm.texts) > 20 and wrong_texts(storm, load()) == 0
+
+
+def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, honest = count(), Race.bits
+    monkeypatch.setattr(Race, "bits", lambda self, keys: honest(self, keys + np.uint64(next(calls))))
+    storm, _ = stormed(lambda: toy(max_batch_size=3), 60)
+    monkeypatch.undo()
+    assert wrong_texts(storm, toy()) > 3

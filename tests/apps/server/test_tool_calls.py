@@ -1,0 +1,129 @@
+"""Tools: shown to the model by its template, and their calls read back from what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+from served import Served, served
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.server.answer_parts import ModelFacts
+from slipstream.apps.server.chat_answers import ChatWriter
+from slipstream.apps.server.live_request import Committed, Job, LiveRequest
+from slipstream.apps.server.request_fields import ChatFields, MessageFields
+from slipstream.core.rounds import Round
+from slipstream.core.types import Row
+from slipstream.models.hf.hf_tokenizer import HFTokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}."
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}a:"
+)
+EXTRA = '<>_{}"/1[]'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+
+
+def tokenizer() -> Any:
+    return tiny.tokenizer(list(EXTRA), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    inner = tokenizer()
+    model = tiny.fresh("llama", vocab_size=len(inner))
+    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")) as one:
+        yield one
+
+
+def parsed(text: str) -> Any:
+    ours = HFTokenizer(tokenizer())
+    return ours.parse_answer(ours.bare("u:hi.a:"), [*ours.bare(text), 1], TOOLS)
+
+
+def test_calls_are_read_from_an_answer() -> None:
+    found = parsed(f"let me see {CALL}")
+    assert found.content == "let me see" and [call.name for call in found.calls] == ["add"]
+    assert json.loads(found.calls[0].arguments) == {"x": 1}
+    assert len(parsed(CALL + CALL).calls) == 2 and HFTokenizer(tokenizer()).call_opening() == "<tool_call>"
+
+
+@pytest.mark.parametrize(
+    "text", ["no call at all", CALL[:-20], "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"]
+)
+def test_what_is_no_whole_call_stays_text(text: str) -> None:
+    assert parsed(text) is None
+
+
+def test_models_without_a_known_form_of_calls_say_so() -> None:
+    assert HFTokenizer(tiny.tokenizer()).call_opening() is None
+    assert HFTokenizer(tiny.tokenizer()).parse_answer([3], [4], TOOLS) is None
+
+
+def test_tools_reach_the_template_unless_they_are_not_to_be_called(server: Served) -> None:
+    def prompt(**fields: Any) -> list[int]:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "return_token_ids": True} | fields
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["prompt_token_ids"])
+
+    bare = prompt()
+    assert len(prompt(tools=TOOLS)) == len(prompt(tools=TOOLS, tool_choice="auto")) > len(bare)
+    assert prompt(tools=TOOLS, tool_choice="none") == bare
+
+
+def test_calls_of_earlier_turns_are_shown_to_the_template_as_objects(server: Served) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "content": "2", "tool_call_id": "c"})
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    ids = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
+    assert tokenizer().convert_tokens_to_ids("1") in ids
+
+
+def written(text: str, cuts: int, reason: str = "stop") -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The chunks and the whole answer of a text that comes in rounds of `cuts` tokens."""
+    ours = HFTokenizer(tokenizer())
+    ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
+    fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS)
+    row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
+    facts = ModelFacts("m", "f", True, lambda done: "none", ours)
+
+    async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        live = LiveRequest("/")
+        live.jobs = [Job(live, 0, row)]
+        writer, chunks = ChatWriter(live, fields, facts), []
+        for at in range(0, len(ids), cuts):
+            part = tuple(ids[at : at + cuts])
+            last: Any = reason if at + cuts >= len(ids) else None
+            done = Round(0, 0, 1, at, (), part, 0, False, last)
+            chunks += [chunk["choices"][0] for chunk in writer.take(Committed(0, done, 0.0))]
+        return chunks, writer.whole()["choices"][0]
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("cuts", [1, 4, 1000])
+def test_a_stream_gives_the_text_as_it_comes_and_the_calls_at_the_end(cuts: int) -> None:
+    chunks, whole = written(f"let me see {CALL}", cuts)
+    text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert text.strip() == "let me see" == whole["message"]["content"]
+    (call,) = chunks[-1]["delta"]["tool_calls"]
+    assert call["index"] == 0 and call["function"]["name"] == "add"
+    assert whole["message"]["tool_calls"] == [{name: value for name, value in call.items() if name != "index"}]
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert all("tool_calls" not in chunk["delta"] for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("cuts", [1, 5])
+@pytest.mark.parametrize("text", ["nothing to call <tool", "broken <tool_call>{oops"])
+def test_text_that_only_began_like_a_call_is_not_lost(text: str, cuts: int) -> None:
+    chunks, whole = written(text, cuts, "length")
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == text == whole["message"]["content"]
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"

@@ -1,0 +1,134 @@
+"""A server on a free port of this process, and backends that wait for a sign, so that no test depends on time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+from torch import Tensor
+
+from slipstream import SpeculativeDecoder
+from slipstream.apps.server.launch import Server
+from slipstream.apps.server.server_settings import ServerSettings
+
+PATIENCE = 60.0  # seconds after which a test gives up; none is expected to take one
+
+
+def toy(**settings: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy", **{"acceptance": "match", "drafter": "suffix", "num_draft_tokens": 4} | settings)
+
+
+@dataclass
+class Served:
+    """A running server and clients of it."""
+
+    server: Server
+    url: str
+    http: httpx.Client
+
+    @property
+    def service(self) -> Any:
+        return self.server.service
+
+    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        client = httpx.Client(trust_env=False)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, http_client=client, **{"max_retries": 0} | options)
+
+    def complete(self, prompt: Any = "A heron", **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt} | fields)
+
+    def text(self, prompt: Any = "A heron", **fields: Any) -> str:
+        answer = self.complete(prompt, **fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def chunks(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream; comments are left out and the last is "[DONE]"."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200
+            lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Do something on the event loop and wait for it."""
+        done, found = threading.Event(), []
+
+        def work() -> None:
+            found.append(function())
+            done.set()
+
+        assert self.server._loop is not None
+        self.server._loop.call_soon_threadsafe(work)
+        assert done.wait(PATIENCE)
+        return found[0]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Ask the event loop until something holds."""
+        pause = threading.Event()
+        for _ in range(int(PATIENCE / 0.005)):
+            if self.call(holds):
+                return
+            pause.wait(0.005)
+        raise AssertionError("it never came to hold")
+
+
+@contextmanager
+def served(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[Served]:
+    """A server of the toy, or of what `load` returns; it is shut down in the end."""
+    ready = threading.Event()
+    server = Server(ServerSettings(**{"port": 0} | settings), load, lambda server: ready.set())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE)
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
+            yield Served(server, server.url, client)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+class Gate:
+    """The toy behind a gate: forwards wait until it is open. reached: a forward has come to it."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def load(self, **settings: Any) -> SpeculativeDecoder:
+        decoder = toy(**settings)
+        backend: Any = decoder.target.backend
+        forward = backend.forward
+
+        def waiting(tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+            return forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+        backend.forward = waiting
+        return decoder
+
+
+@contextmanager
+def in_thread(function: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Something done beside the test; what it returned or raised is in the list once the block is left."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield found
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
