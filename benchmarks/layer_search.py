@@ -115,14 +115,14 @@ class Prices:
     def value(self, found: Candidate) -> Candidate:
         """The candidate with the draft length that should be best for it, at least 1."""
         share = (len(found.layers) - 1) / max(1, self.count - 1)
-        step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.pad(1))
+        step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.pad(1, 1))
         costs = replace(self.costs, draft_step={1: step}, draft_round={1: 0.0})
         acceptance = Acceptance(found.accepted, (1.0,) * len(found.accepted))
         lengths = range(1, acceptance.longest + 1)
         best = max(lengths, key=lambda n: predicted_speed_up(costs, acceptance, n))
         return replace(
             found,
-            step=step / costs.plain(1, costs.pad(1)),
+            step=step / costs.plain(1, costs.pad(1, 1)),
             num_draft_tokens=best,
             tokens_per_round=expected_tokens(acceptance, best),
             speed_up=predicted_speed_up(costs, acceptance, best),

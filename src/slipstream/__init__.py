@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING
 from slipstream.models.paused_collection import paused_collection
 
 if TYPE_CHECKING:
+    from slipstream.constraints.constraint import Constraint
     from slipstream.core.interfaces import Drafter, Policy
     from slipstream.core.rounds import Round
-    from slipstream.core.stats import Stats
     from slipstream.core.types import Draft, Row, Verdict
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.errors import SlipstreamError, UsageError
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.results import Chunk, Result
+    from slipstream.text.stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Chunk",
+    "Constraint",
     "CustomGenerate",
     "Draft",
     "Drafter",
@@ -39,8 +41,9 @@ __all__ = [
 
 
 _HOMES = {
+    "constraints.constraint": ("Constraint",),
     "core.interfaces": ("Drafter", "Policy"),
-    "core.stats": ("Stats",),
+    "text.stats": ("Stats",),
     "core.types": ("Draft", "Round", "Row", "Verdict"),
     "decoder": ("SpeculativeDecoder",),
     "errors": ("SlipstreamError", "UsageError"),

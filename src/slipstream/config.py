@@ -41,6 +41,11 @@ class DecoderConfig:
     draft_dtype: str = setting(
         "auto", "the draft model's: auto (int4 on CPU) | int4 | int8 | bfloat16 | float16 | float32"
     )
+    draft_vocabulary: int | str = setting(
+        "auto",
+        "tokens the draft model chooses from: auto (frequent ones and the text's, where that is faster) | full | "
+        "a number (of frequent ones)",
+    )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
     fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU, captured graphs on CUDA")
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
@@ -59,6 +64,9 @@ class DecoderConfig:
             value = getattr(self, name)
             if not (isinstance(value, bool) or value == "auto"):
                 raise UsageError(f"{name}={value!r}; allowed: 'auto', True, False")
+        vocabulary = self.draft_vocabulary
+        if vocabulary not in ("auto", "full") and (not _whole(vocabulary) or vocabulary == 0):
+            raise UsageError(f"draft_vocabulary={vocabulary!r}; allowed: 'auto', 'full' or a whole number >= 1")
         if not _whole(self.max_batch_size) or self.max_batch_size < 1:
             raise UsageError(f"max_batch_size={self.max_batch_size!r}; allowed: a whole number >= 1")
         if not isinstance(self.load_options, dict):

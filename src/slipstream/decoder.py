@@ -16,6 +16,7 @@ from slipstream.core.interfaces import Drafter, Learner
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
+from slipstream.draft_length.awaited_rows import awaited_together
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_forms import read_prompts
@@ -54,6 +55,7 @@ class SpeculativeDecoder(ModelHolder):
         acceptance: str = DecoderConfig.acceptance,
         dtype: str = DecoderConfig.dtype,
         draft_dtype: str = DecoderConfig.draft_dtype,
+        draft_vocabulary: int | str = DecoderConfig.draft_vocabulary,
         device: str = DecoderConfig.device,
         fast: bool | str = DecoderConfig.fast,
         reproducible: bool | str = DecoderConfig.reproducible,
@@ -66,6 +68,7 @@ class SpeculativeDecoder(ModelHolder):
             acceptance=acceptance,
             dtype=dtype,
             draft_dtype=draft_dtype,
+            draft_vocabulary=draft_vocabulary,
             device=device,
             fast=fast,
             reproducible=reproducible,
@@ -81,7 +84,6 @@ class SpeculativeDecoder(ModelHolder):
         if isinstance(drafter, str):
             drafters.check_name(drafter)
         self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
-        self._reader = RequestReader(self.target)
         with self._use:
             self._choose_engine()
         if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:
@@ -90,7 +92,7 @@ class SpeculativeDecoder(ModelHolder):
     def _choose_engine(self) -> None:
         chosen = choose_engine(self._models, self.config, self._drafter, self.rule)
         self._engine, self._name, self.traits = chosen.engine, chosen.name, chosen.traits
-        self._user = object()
+        self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
 
     @property
     def drafter_name(self) -> str:
@@ -146,11 +148,9 @@ class SpeculativeDecoder(ModelHolder):
             return f"{type(self).__name__}(closed)"
         draft = None if self.draft is None else self.draft.name
         length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
-        return (
-            f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}, "
-            f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}, "
-            f"device={str(self.target.backend.device)!r})"
-        )
+        settings = f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}"
+        models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
+        return f"{models}, {settings}, device={str(self.target.backend.device)!r})"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -193,7 +193,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         prompts = read_prompts(prompt)
         with self._use:
-            groups = self._reader.sample_rows(prompts.items, params, chat=chat)
+            groups = self.reader.sample_rows(prompts.items, params, chat=chat)
             texts = iter(self.decode([row for group in groups for row in group]))
         if prompts.single and groups[0][0].error is not None:
             raise groups[0][0].error
@@ -227,12 +227,12 @@ class SpeculativeDecoder(ModelHolder):
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""
         with self._use:  # tokenizers cannot encode in two threads at once
-            return self._reader.encode(prompt, chat=chat)
+            return self.reader.encode(prompt, chat=chat)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
         with self._use:
-            return self._reader.rows(list(prompts), params, chat=chat)
+            return self.reader.rows(list(prompts), params, chat=chat)
 
     def run(self, rows: Sequence[Row]) -> Iterator[Round]:
         """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
@@ -240,7 +240,7 @@ class SpeculativeDecoder(ModelHolder):
 
     def decode(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends; other threads wait until all are finished."""
-        with self._use:
+        with self._use, awaited_together(rows):
             for _ in self.scheduler().run(rows):
                 pass
             return [self.result(row) for row in rows]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from slipstream.core.stats import Stats
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.reference.call_options import EndIds, Options
@@ -26,6 +25,7 @@ from slipstream.integrations.reference.model_decoder import decoder_of
 from slipstream.integrations.reference.processor_options import UNADJUSTED, Processor, Sampling, sampling_of
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result
+from slipstream.text.stats import Stats
 
 log = logging.getLogger("slipstream")
 

@@ -16,13 +16,13 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule
 from slipstream.core.interfaces import Drafter
-from slipstream.core.stats import Stats
 from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.decoder_cache import DecoderSettings, decoder_for
 from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
+from slipstream.text.stats import Stats
 
 
 @dataclass(frozen=True, kw_only=True)
