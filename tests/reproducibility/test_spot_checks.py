@@ -23,8 +23,9 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.shape_independence import is_shape_independent
 from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
-from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, WIDTHS
+from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS
 
+ALL_WIDTHS = tuple(sorted(WIDTHS + FURTHER_WIDTHS))
 Convert = Callable[[nn.Linear], nn.Module]
 needs_kernels = pytest.mark.skipif(
     kernel_build.kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16"
@@ -73,7 +74,8 @@ def unmeasured(calibration: Calibration) -> Calibration:
 
 def test_a_true_word_is_taken_after_a_few_trials(caplog: pytest.LogCaptureFixture) -> None:
     sceptical, trusting = RoundingBackend(), Claims()
-    assert unmeasured(calibrate(trusting, BATCH)) == unmeasured(calibrate(sceptical, BATCH))
+    trusted, tried = unmeasured(calibrate(trusting, BATCH)), unmeasured(calibrate(sceptical, BATCH))
+    assert (trusted.widths, tried.widths) == (ALL_WIDTHS, WIDTHS) and trusted == replace(tried, widths=ALL_WIDTHS)
     timed = sum(shape == (1, width) for shape in trusting.shapes for width in range(2, 5))
     assert len(trusting.shapes) < len(sceptical.shapes) and timed and caplog.text == ""
 
@@ -129,7 +131,7 @@ def test_attended_lengths_and_ragged_forwards_are_tried() -> None:
 
 def test_a_short_context_is_calibrated_within_it() -> None:
     result = calibrate(Claims(max_length=96), BATCH)
-    assert (result.widths, result.attended_unit, result.prompts) == (WIDTHS, ATTENDED_UNITS[0], True)
+    assert (result.widths, result.attended_unit, result.prompts) == (ALL_WIDTHS, ATTENDED_UNITS[0], True)
 
 
 @needs_kernels
@@ -137,9 +139,9 @@ def test_a_short_context_is_calibrated_within_it() -> None:
 def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = fast(name, torch.bfloat16, head_dim=64)
     trusted = calibrate(backend, BATCH)
-    assert (trusted.widths, trusted.attended_lengths, tuple(trusted.totals)) == (WIDTHS, ATTENDED_LENGTHS, TOTALS)
+    assert (trusted.widths, trusted.attended_lengths, tuple(trusted.totals)) == (ALL_WIDTHS, ATTENDED_LENGTHS, TOTALS)
     monkeypatch.setattr("slipstream.reproducibility.calibration.is_shape_independent", lambda backend: False)
-    assert unmeasured(calibrate(backend, BATCH)) == unmeasured(trusted)
+    assert unmeasured(calibrate(backend, BATCH)) == replace(unmeasured(trusted), widths=WIDTHS)
 
 
 def product_of(linear: nn.Linear, outputs: int, other: Convert) -> nn.Module:

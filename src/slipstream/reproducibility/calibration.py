@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.models.shape_independence import is_shape_independent
+from slipstream.reproducibility.forward_times import MOST_RAGGED_TURNS, MOST_TURNS
 from slipstream.reproducibility.progress import Report, Stages, silent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
+    FURTHER_WIDTHS,
     LENGTH,
-    MOST_RAGGED_TIMINGS,
-    MOST_TIMINGS,
     PREFILL,
     REFERENCE,
     STEPS,
@@ -34,6 +34,7 @@ from slipstream.reproducibility.spot_checks import spot_checks
 log = logging.getLogger("slipstream")
 
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
+TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
 # of the time, about: where every shape is tried, and where it is guaranteed that they agree
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
@@ -96,15 +97,19 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     trials, stages = Trials(backend, contexts, widths, max_batch_size), Stages(report)
     guaranteed = is_shape_independent(backend)
     shares = SHARES_IF_GUARANTEED if guaranteed else SHARES
-    turns = stages.over(shares["times"], range(MOST_TIMINGS))
-    times = trials.milliseconds([width for width in TIMED if width in widths], turns)
+    turns = stages.over(shares["times"], range(MOST_TURNS))
+    timed = TIMED_IF_GUARANTEED if guaranteed else TIMED
+    times = trials.times.alone([width for width in timed if width <= widths[-1]], turns)
     if guaranteed:
+        trials.widths = sorted({*widths, *(width for width in FURTHER_WIDTHS if width <= widths[-1])})
         if (found := _all_agreeing(trials, times, stages)) is not None:
             return found
         log.warning(
             "%s says that the shape of a forward changes no bit, but it does: all shapes are tried",
             type(backend).__name__,
         )
+        trials.widths = widths
+        times = trials.times.alone([width for width in TIMED if width in widths], range(MOST_TURNS))
         set_attended_lengths(trials.backend, ATTENDED_UNITS[-1], ())
     units = stages.over(SHARES["units"], ATTENDED_UNITS)
     unit = next((unit for unit in units if trials.unit_agrees(unit)), None)
@@ -124,7 +129,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     if not all(agrees() for agrees in stages.over(shares["checks"], spot_checks(trials))):
         return None
     totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
-    milliseconds = trials.ragged_milliseconds(totals, trials.widths)
+    milliseconds = trials.times.ragged(totals, trials.widths)
     return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds)
 
 
@@ -150,7 +155,7 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
     ragged = prompts and trials.prompts_agree_together()
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
-    milliseconds = trials.ragged_milliseconds(stages.over(SHARES["ragged"], _in_turns(totals)), widths)
+    milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths)
     return Calibration(
         tuple(agreeing),
         reading.unit,
@@ -164,4 +169,4 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
 
 def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:
     """Every total in turn, over and over: the number of the turn and the total."""
-    return [(turn, total) for turn in range(MOST_RAGGED_TIMINGS) for total in totals]
+    return [(turn, total) for turn in range(MOST_RAGGED_TURNS) for total in totals]

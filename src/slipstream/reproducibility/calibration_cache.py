@@ -25,7 +25,7 @@ from slipstream.reproducibility.progress import progress_bar
 
 log = logging.getLogger("slipstream")
 
-VERSION = 14  # of what calibration tries; what an earlier one found is not used
+VERSION = 15  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from slipstream.core.interfaces import RowSegment
 
 SHARES = (3, 1, 8, 2, 1, 5, 1)  # how many tokens are whose, over and over
@@ -33,3 +37,9 @@ def shared_out(total: int, rows: int, turn: int) -> list[int]:
     while (left := total - sum(counts)) > 0:
         counts[next(places)] += min(left, next(shares) - 1)
     return counts
+
+
+def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Tensor:
+    """The segments' tokens of one text [N], one after the other and padded to `total`."""
+    joined = torch.cat([tokens[segment.start : segment.start + segment.count] for segment in segments])
+    return pad(joined, (0, total - len(joined)))

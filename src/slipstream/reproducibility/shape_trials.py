@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import (
@@ -19,24 +17,25 @@ from slipstream.core.interfaces import (
     RowSegment,
     set_attended_lengths,
 )
-from slipstream.reproducibility.ragged_rounds import ragged_rounds, shared_out
+from slipstream.reproducibility.forward_times import ForwardTimes
+from slipstream.reproducibility.ragged_rounds import end_to_end, ragged_rounds
 from slipstream.reproducibility.trial_layers import read_context, read_contexts, trial_backend
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-FEWEST_TIMINGS, MOST_TIMINGS, TIMING_SECONDS = 3, 40, 2.0
-FEWEST_RAGGED_TIMINGS, MOST_RAGGED_TIMINGS = 2, 3
+FURTHER_WIDTHS = (9, 10, 11, 12, 14, 20, 24)  # tried only where it is guaranteed that all agree
 ATTENDED_UNITS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first unit, one beyond: the unit must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over
 LENGTH = 16  # positions compared: each width feeds them its own way, so later ones also see what earlier ones stored
+FEWEST_LOGITS, LONGEST = 1 << 14, 128  # short sums often round alike, so that tiny models need more positions
 PREFILL = 256
 ATTENDED_LENGTHS = tuple(range(64, 2049, 64))  # what forwards may read instead of multiples of the unit
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
 
 
 class Trials:
-    """Runs the same tokens through different shapes of a few layers, and times forwards of the whole model.
+    """Runs the same tokens through different shapes of a few layers; `times` those of the whole model.
 
     All slots hold the same tokens. Slot i is only ever written from contexts[i] on and read from there by nobody
     else, so that no trial changes what another one reads.
@@ -57,7 +56,9 @@ class Trials:
         read_contexts(backend, self._tokens, self._firsts, PREFILL)
         if isinstance(whole, Checkpoints) and whole.checkpoint(0, contexts[0]) < contexts[0]:
             read_context(whole, self._tokens, 0, contexts[0], 0)  # it has another cache
+        self._length = min(max(LENGTH, FEWEST_LOGITS // backend.vocab_size), LONGEST)
         self._reference: list[Tensor] = []
+        self.times = ForwardTimes(whole, self._tokens, self._starts, contexts[0])
 
     def _forward(self, tokens: Tensor, starts: list[int], first_slot: int) -> Tensor:
         """Logits; later forwards begin where the contexts end."""
@@ -70,10 +71,11 @@ class Trials:
         """Read the KV cache in units of `unit` from now on; the reference is computed with it."""
         self.backend.attended_unit = unit
         self._reference = [
-            torch.cat(list(self._trace(slot, REFERENCE, max(WIDTHS)))) for slot in range(len(self.contexts))
+            torch.cat(list(self._trace(slot, REFERENCE, max(self._length, *WIDTHS))))
+            for slot in range(len(self.contexts))
         ]
 
-    def _trace(self, slot: int, width: int, length: int = LENGTH) -> Iterator[Tensor]:
+    def _trace(self, slot: int, width: int, length: int) -> Iterator[Tensor]:
         """Logits [<= width, V] of consecutive forwards over `length` positions or more, fed `width` at a time."""
         first = self.contexts[slot]
         last = min(first + max(length, width), self.backend.max_length) - width + 1
@@ -84,11 +86,13 @@ class Trials:
     def agrees_alone(self, width: int, *, once: bool = False) -> bool:
         """Whether every position comes out as in the reference; gives up at the first that does not.
 
-        once: in one forward of each context instead of consecutive ones.
+        once: in one forward of one context instead of consecutive ones of each.
         """
-        for slot, reference in enumerate(self._reference):
+        slots = [width % len(self._reference)] if once else range(len(self._reference))
+        for slot in slots:
+            reference = self._reference[slot]
             at = 0
-            for segment in self._trace(slot, width, width if once else LENGTH):
+            for segment in self._trace(slot, width, width if once else self._length):
                 count = min(len(segment), len(reference) - at)
                 if not torch.equal(segment[:count], reference[at : at + count]):
                     return False
@@ -170,7 +174,7 @@ class Trials:
             counts = [max(1, int(share * length)), max(1, int((1 - share) * length) - 1)]
             segments = [RowSegment(s, self._starts[s], count) for s, count in zip(order, counts, strict=True)]
             total = counts[0] - (-counts[1] // PROMPT_UNIT) * PROMPT_UNIT
-            tokens = self._end_to_end(segments, -(-total // PROMPT_UNIT) * PROMPT_UNIT)
+            tokens = end_to_end(self._tokens, segments, -(-total // PROMPT_UNIT) * PROMPT_UNIT)
             logits = backend.forward_ragged(tokens, segments, widths=None)
             first, count = (0, counts[0]) if order[0] == slot else (counts[0], counts[1])
             if not torch.equal(logits[first : first + count], reference[:count]):
@@ -186,7 +190,7 @@ class Trials:
         backend = self.backend
         assert isinstance(backend, RaggedForwards)
         for segments in self._ragged_rounds(total, widths):
-            logits = backend.forward_ragged(self._end_to_end(segments, total), segments, widths=widths)
+            logits = backend.forward_ragged(end_to_end(self._tokens, segments, total), segments, widths=widths)
             ends = accumulate(segment.count for segment in segments)
             for reference, end, segment, start in zip(self._reference, ends, segments, self._starts, strict=False):
                 expected = reference[segment.start - start :][: segment.count]
@@ -197,10 +201,6 @@ class Trials:
     def _ragged_rounds(self, total: int, widths: Sequence[int]) -> Iterator[list[RowSegment]]:
         return ragged_rounds(total, self._starts, self.backend.max_length - widths[-1])
 
-    def _end_to_end(self, segments: Sequence[RowSegment], total: int) -> Tensor:
-        tokens = torch.cat([self._tokens[segment.start : segment.start + segment.count] for segment in segments])
-        return pad(tokens, (0, total - len(tokens)))
-
     def unit_agrees(self, unit: int) -> bool:
         """Whether reading two or three times as far gives the same bits."""
         self.use_unit(unit)
@@ -210,41 +210,3 @@ class Trials:
             agrees = agrees and self.agrees_alone(REFERENCE)
         self.backend.attended_unit = unit
         return agrees
-
-    def milliseconds(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
-        """Time of one forward of each width, one row. turns: their numbers; as many are taken as there is time for.
-
-        The widths alternate and the fastest of many rounds counts: whatever else the machine does only adds time.
-        """
-        started = perf_counter()
-        times: dict[int, list[float]] = {width: [] for width in widths}
-        for turn in turns:
-            if turn >= FEWEST_TIMINGS and perf_counter() - started > TIMING_SECONDS:
-                break
-            for width in widths:
-                times[width].append(self._time(width))
-        return {width: 1e3 * min(taken) for width, taken in times.items()}
-
-    def ragged_milliseconds(self, turns: Iterable[tuple[int, int]], widths: Sequence[int]) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take."""
-        backend, times = self._whole, dict[int, list[float]]()
-        started = perf_counter()
-        for turn, total in turns:
-            if turn >= FEWEST_RAGGED_TIMINGS and perf_counter() - started > TIMING_SECONDS:
-                break
-            assert isinstance(backend, RaggedForwards)
-            counts = shared_out(total, min(total, len(self._starts)), 0)
-            segments = [RowSegment(i, self._starts[i], count) for i, count in enumerate(counts)]
-            begun = perf_counter()
-            backend.forward_ragged(self._end_to_end(segments, total), segments, widths=widths)[-1, -1].item()
-            times.setdefault(total, []).append(perf_counter() - begun)
-        return {total: 1e3 * min(taken) for total, taken in times.items()}
-
-    def _time(self, width: int) -> float:
-        start = self.contexts[0]
-        tokens = self._tokens[None, start : start + width]
-        if isinstance(self._whole, Checkpoints):
-            self._whole.settle(0, start)
-        begun = perf_counter()
-        self._whole.forward(tokens, [start], first_slot=0, logits=True).sum().item()
-        return perf_counter() - begun

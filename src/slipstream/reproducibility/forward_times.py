@@ -1,0 +1,63 @@
+"""How long forwards of a model take, by their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
+from slipstream.reproducibility.ragged_rounds import end_to_end, shared_out
+
+FEWEST_TURNS, MOST_TURNS, SECONDS = 3, 40, 1.5
+FEWEST_RAGGED_TURNS, MOST_RAGGED_TURNS = 1, 3
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
+
+    The shapes alternate and the fastest of many turns counts: whatever else the machine does only adds time.
+    """
+
+    backend: Backend
+    tokens: Tensor
+    starts: Sequence[int]
+    start: int
+
+    def alone(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
+        """Milliseconds of one row's forward, by width. turns: their numbers; taken as long as there is time."""
+        started = perf_counter()
+        times: dict[int, list[float]] = {width: [] for width in widths}
+        for turn in turns:
+            if turn >= FEWEST_TURNS and perf_counter() - started > SECONDS:
+                break
+            for width in widths:
+                times[width].append(self._seconds(width))
+        return {width: 1e3 * min(taken) for width, taken in times.items()}
+
+    def ragged(self, turns: Iterable[tuple[int, int]], widths: Sequence[int]) -> dict[int, float]:
+        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take."""
+        times = dict[int, list[float]]()
+        started = perf_counter()
+        for turn, total in turns:
+            if turn >= FEWEST_RAGGED_TURNS and perf_counter() - started > SECONDS:
+                break
+            assert isinstance(self.backend, RaggedForwards)
+            counts = shared_out(total, min(total, len(self.starts)), 0)
+            segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
+            begun = perf_counter()
+            tokens = end_to_end(self.tokens, segments, total)
+            self.backend.forward_ragged(tokens, segments, widths=widths)[-1, -1].item()
+            times.setdefault(total, []).append(perf_counter() - begun)
+        return {total: 1e3 * min(taken) for total, taken in times.items()}
+
+    def _seconds(self, width: int) -> float:
+        tokens = self.tokens[None, self.start : self.start + width]
+        if isinstance(self.backend, Checkpoints):
+            self.backend.settle(0, self.start)
+        begun = perf_counter()
+        self.backend.forward(tokens, [self.start], first_slot=0, logits=True).sum().item()
+        return perf_counter() - begun
