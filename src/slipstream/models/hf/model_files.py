@@ -67,7 +67,8 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     reason = one_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
-    known = "" if "/" in source else f" {_at_hand()}."
+    nearest = get_close_matches(source, known_names(), 1)
+    known = "" if "/" in source else f" {_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
         f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}"
     )
