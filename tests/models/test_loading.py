@@ -277,7 +277,7 @@ def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
         files.resolve("qwen0.5")
     assert files.resolve("gpt2") == "gpt2"  # a hub id
     said = str(files.not_loaded("gpt2", "gpt2", OSError("no network\nat all")))
-    assert "At hand: qwen0.5b, smollm2, toy." in said and "no network at all" in said
+    assert "At hand: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
     assert "(did you mean smollm2?)" in str(files.not_loaded("smol", "smol", OSError("no network")))
 
 
