@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError, UsageError
 WIDTH = 100  # columns of help
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
 COMMANDS = {
-    "Generate text": ("generate", "chat", "serve"),
+    "Generate text": ("generate", "chat", "serve", "batch"),
     "Check": ("demo", "compare", "verify", "models"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
 }
