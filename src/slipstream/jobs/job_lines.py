@@ -114,7 +114,7 @@ class ParquetLines:
 
 def _parsed(number: int, line: bytes) -> Line:
     try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
         item = json.loads(text, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         return Line(number, {}, f"not UTF-8 at byte {error.start}; allowed: one JSON object")
