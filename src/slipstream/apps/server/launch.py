@@ -53,7 +53,11 @@ class Server(uvicorn.Server):
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
-        self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+        try:
+            self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+        except SlipstreamError as error:
+            self.failure = error
+            raise
         return self.service
 
     @property
