@@ -27,7 +27,7 @@ from slipstream.wiring.model_holder import ModelHolder
 from slipstream.wiring.model_pair import ModelPair
 
 if TYPE_CHECKING:
-    from slipstream.jobs.batch_job import JobReport
+    from slipstream.jobs.job_state import JobReport
 
 log = logging.getLogger("slipstream")
 

@@ -65,13 +65,34 @@ class Asked(Protocol):
 
 
 class LineKind(Protocol):
-    """Reads and writes one format, for one decoder."""
+    """Reads one format, for one decoder."""
 
     def asked(self, line: Line, digest: str) -> Asked:
         """The request of a line; an exception says what is not allowed. digest: goes into its answer."""
 
-    def refusal(self, line: Line, digest: str, error: Exception) -> dict[str, Any]:
-        """The line of the error file."""
+
+class RequestDigest:
+    """What tells requests apart. acceptance: the rule under which they are decoded."""
+
+    def __init__(self, options: JobOptions, acceptance: str) -> None:
+        self._options = options
+        plain = {"params": options.params.to_dict(), "chat": options.chat, "token_ids": options.token_ids}
+        self._common = json.dumps([acceptance, plain], sort_keys=True)
+
+    def check(self, line: Line) -> None:
+        """Refuse options that the requests of OpenAI's format would leave out."""
+        if is_openai(line.item):
+            if self._options.params != SamplingParams():
+                raise UsageError(
+                    f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; "
+                    "allowed: options for all requests with plain lines only"
+                )
+            _module(line)  # what it needs may be missing
+
+    def of(self, line: Line) -> str:
+        """Equal for requests that have the same answer of one model: what is asked, under which options."""
+        asked = json.dumps(dict(line.item), sort_keys=True)
+        return hashlib.sha256(f"{self._common}\n{asked}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 class LineReader:
@@ -80,44 +101,35 @@ class LineReader:
     def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
         self.fingerprint = fingerprint_of(decoder)
-        self._kinds: dict[str, LineKind] = {}
-        plain = {"params": options.params.to_dict(), "chat": options.chat, "token_ids": options.token_ids}
-        acceptance = decoder.config.acceptance if decoder.rule is None else decoder.rule.name
-        self._common = json.dumps([self.fingerprint, acceptance, plain], sort_keys=True)
-
-    def check(self, line: Line) -> None:
-        """Refuse options that the requests of OpenAI's format would leave out."""
-        if is_openai(line.item) and self._options.params != SamplingParams():
-            raise UsageError(
-                f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; allowed: "
-                "options for all requests with plain lines only"
-            )
-        self._kind(line)  # what it needs may be missing
-
-    def digest(self, line: Line) -> str:
-        """Equal for requests that have the same answer: what is asked, of which model, under which options."""
-        asked = json.dumps(dict(line.item), sort_keys=True)
-        return hashlib.sha256(f"{self._common}\n{asked}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
+        self._kinds: dict[bool, LineKind] = {}
+        self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
     def asked(self, line: Line) -> Asked:
         """The request of a line."""
-        return self._kind(line).asked(line, self.digest(line))
+        openai = is_openai(line.item)
+        if openai not in self._kinds:
+            self._kinds[openai] = _module(line).line_kind(self._decoder, self._options, self.fingerprint)
+        return self._kinds[openai].asked(line, self.digests.of(line))
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
         """What the error file says of a line."""
-        if line.error or not is_openai(line.item):
-            return {"line": line.number, "id": line.item.get("id"), "error": said(error)}
-        return {"line": line.number} | self._kind(line).refusal(line, self.digest(line), error)
+        return refusal_of(line, self.digests.of(line), error)
 
-    def _kind(self, line: Line) -> LineKind:
-        name = "openai" if is_openai(line.item) else "plain"
-        if name not in self._kinds:
-            try:
-                made = import_module(KINDS[name]).line_kind
-            except ModuleNotFoundError as error:
-                raise SlipstreamError(NEEDED.format(error.name)) from error
-            self._kinds[name] = made(self._decoder, self._options, self.fingerprint)
-        return self._kinds[name]
+
+def _module(line: Line) -> Any:
+    """The module of a line's format."""
+    try:
+        return import_module(KINDS["openai" if is_openai(line.item) else "plain"])
+    except ModuleNotFoundError as error:
+        raise SlipstreamError(NEEDED.format(error.name)) from error
+
+
+def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
+    """What the error file says of a line, in the line's format."""
+    if line.error or not is_openai(line.item):
+        return {"line": line.number, "id": line.item.get("id"), "error": said(error)}
+    refusal: dict[str, Any] = _module(line).refusal_line(line, digest, error)
+    return {"line": line.number} | refusal
 
 
 def seed_of(key: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,15 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise UsageError(f"{str(path)!r} cannot be read as Parquet: {first_line(error)}") from error
 
 
-def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file whole or not at all; rows are read twice. Lists and dictionaries become JSON text."""
+def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    """Write a file whole or not at all. rows: read twice. Lists and dictionaries become JSON text."""
     pyarrow = _pyarrow()
-    temporary, columns = path.with_name(f".{path.name}.part"), _columns(rows)
+    temporary, columns = path.with_name(f".{path.name}.part"), _columns(rows())
     types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     try:
         with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
-            for part in _parts(rows):
+            for part in _parts(rows()):
                 flat = [{name: _cell(row.get(name), kind) for name, kind in columns.items()} for row in part]
                 writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
         with open(temporary, "rb") as file:

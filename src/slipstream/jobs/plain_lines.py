@@ -11,7 +11,7 @@ from slipstream.constraints.constraint import Constraint
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.jobs.job_lines import Line
-from slipstream.jobs.line_kinds import JobOptions, check_model, said, seed_of
+from slipstream.jobs.line_kinds import JobOptions, check_model, seed_of
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.requests import further_seeds
@@ -82,10 +82,6 @@ class PlainLines:
             rows += self._decoder.rows([first.tokens], replace(params, n=1, seed=seed), chat=chat)
             rows[-1].messages = first.messages
         return PlainRequest(line, digest, rows, self)
-
-    def refusal(self, line: Line, digest: str, error: Exception) -> dict[str, Any]:
-        """The line of the error file."""
-        return {"line": line.number, "id": line.item.get("id"), "error": said(error)}
 
     def _params(self, item: Mapping[str, Any], key: str) -> SamplingParams:
         given = {name: value for name, value in item.items() if name not in OWN}

@@ -298,5 +298,5 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
     from slipstream.apps.server.server_settings import ServerSettings
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="batch_folder='.*file' cannot be used: "):
+    with pytest.raises(UsageError, match=r"batch_folder='.*file' cannot be used: "):
         serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +15,15 @@ from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import OUTPUT, PROMPTS, Json, Models, Raw, option
 from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
+from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.jobs.batch_job import JobReport, Progress
+    from slipstream.integrations.ray.ray_job import RayJob
+    from slipstream.jobs.batch_job import BatchJob
+    from slipstream.jobs.job_files import JobFiles
+    from slipstream.jobs.job_state import JobReport, Progress
+    from slipstream.jobs.line_kinds import JobOptions
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
@@ -34,7 +40,7 @@ ModelName = Annotated[
 
 
 @command("batch")
-@flags(Models, DecoderConfig, SamplingParams, Structure, acceptance="match", also=("n", "logprobs"))
+@flags(Models, DecoderConfig, SamplingParams, Structure, RayOptions, acceptance="match", also=("n", "logprobs"))
 def batch_command(
     source: Input,
     output: Output,
@@ -42,6 +48,7 @@ def batch_command(
     config: DecoderConfig,
     params: SamplingParams,
     structure: Structure,
+    cluster: RayOptions,
     errors: Errors = None,
     token_ids: TokenIds = False,
     model_name: ModelName = "",
@@ -49,13 +56,13 @@ def batch_command(
     json_file: Json = None,
 ) -> None:
     """Answer every request of a file; exit 0 if all are answered, 1 if some failed, 2 for wrong use."""
-    from slipstream.jobs.batch_job import BatchJob, JobFiles
+    from slipstream.jobs.job_files import JobFiles
     from slipstream.jobs.line_kinds import JobOptions
 
     config = config_from(config, models.config_file)
     options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
     files = JobFiles.of(source, output, errors)
-    job = BatchJob(load_decoder(models, config), files, options)
+    job = _job(models, config, files, options, cluster)
     try:
         with _progress() as on_progress:
             report = job.run(on_progress)
@@ -69,6 +76,24 @@ def batch_command(
     err.print(_summary(report), markup=False, soft_wrap=True)
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _job(
+    models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
+) -> BatchJob | RayJob:
+    """The job on this machine, or on a cluster."""
+    if not cluster.ray:
+        from slipstream.jobs.batch_job import BatchJob
+
+        return BatchJob(load_decoder(models, config), files, options)
+    from slipstream.integrations.ray.ray_engine import EngineSpec
+    from slipstream.integrations.ray.ray_job import RayJob
+    from slipstream.integrations.ray.ray_options import ray_module
+    from slipstream.jobs.job_state import JobReport
+
+    ray_module()
+    spec = EngineSpec(models.target, models.draft, config, options, 0 if cluster.ray_gpus else ceil(cluster.ray_cpus))
+    return RayJob(files, spec, cluster, JobReport())
 
 
 def _summary(report: JobReport) -> str:

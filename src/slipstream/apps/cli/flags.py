@@ -15,9 +15,10 @@ import typer
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
-SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server"}
+SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
@@ -86,6 +87,8 @@ WRITTEN = {
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "allowed_host": Written(list[str], tuple, "NAME"),
     "allowed_origin": Written(list[str], tuple, "URL"),
+    "ray": Written(str, str, "ADDRESS"),
+    "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "K"),
     "prediction": Written(str | None, _text_of, "FILE", "; a file of it"),

@@ -181,7 +181,7 @@ class _BatchRun:
 
     async def _answer(self, line: Line) -> None:
         """One line; those that fail are counted and written down."""
-        service, record, digest = self._service, self._record, self._reader.digest(line)
+        service, record, digest = self._service, self._record, self._reader.digests.of(line)
         live = service.enter_background(record.endpoint, record.owner, digest)
         try:
             fields = read_fields(line)

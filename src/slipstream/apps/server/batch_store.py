@@ -41,6 +41,7 @@ class BatchStore:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise SlipstreamError(f"batch_folder={str(folder)!r} is used by another server") from None
         self.files = {one.id: one for one in _read(folder / "files", FileRecord)}  # in the order of their times
         self.batches = {one.id: one for one in _read(folder / "batches", BatchRecord)}

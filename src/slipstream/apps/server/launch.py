@@ -95,7 +95,11 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     with _listening(settings) as listener:
         server = Server(settings, load, on_ready)
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # of uvicorn, if it could not start
+            if server.failure is None:
+                raise
     if server.failure is not None:
         if isinstance(server.failure, SlipstreamError):
             raise server.failure

@@ -139,10 +139,6 @@ class OpenAILines:
         writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
         return OpenAIRequest(line, digest, live, writer, self)
 
-    def refusal(self, line: Line, digest: str, error: Exception) -> dict[str, Any]:
-        """The line of the error file."""
-        return refusal_line(line, digest, error)
-
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
         """The log-probabilities of a prompt's tokens from its second on."""
         prompt = Row(0, row.tokens[: row.prompt_length], row.params, row.seed)
