@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from slipstream.jobs.job_lines import Line
 from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
 from slipstream.jobs.line_kinds import RequestDigest
 
+REACHED = 10.0  # seconds in which a cluster must answer
 BLOCKS = 3  # blocks of lines that an actor works on at a time, each as large as its batch
 
 
@@ -120,11 +122,22 @@ class _connected:
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = None if self._address == "local" else self._address
+        self._check_reachable()
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             why = first_line(error)
             raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {why}") from error
+
+    def _check_reachable(self) -> None:
+        """Ray ends the whole process, and not in one line, where nobody listens."""
+        host, colon, port = self._address.removeprefix("ray://").rpartition(":")
+        if not colon or not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED).close()
+        except (OSError, OverflowError) as error:
+            raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {error}") from error
 
     def __exit__(self, *_: object) -> None:
         if self._ours:

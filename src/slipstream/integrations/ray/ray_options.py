@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slipstream.config import setting
 from slipstream.errors import SlipstreamError, UsageError
@@ -24,7 +24,7 @@ class RayOptions:
         for name, least in (("ray_cpus", 0.01), ("ray_gpus", 0.0)):
             if not least <= getattr(self, name) <= 1e4:
                 raise UsageError(f"{name}={getattr(self, name)}; allowed: {least:g} to 10000")
-        if not self.ray and self != RayOptions():
+        if not self.ray and any(getattr(self, f.name) != f.default for f in fields(self)):
             raise UsageError("ray_actors, ray_cpus or ray_gpus without ray; allowed: with --ray ADDRESS")
 
     @property
