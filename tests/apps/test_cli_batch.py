@@ -10,7 +10,7 @@ from command_line import run
 from job_cases import by_id, chat, read, requests, toy, write
 from rich.console import Console
 
-from slipstream.apps.cli import batch
+from slipstream.apps.cli import batch_requests
 
 Capture = pytest.CaptureFixture[str]
 TOY = ("--target", "toy")
@@ -100,9 +100,9 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Console(stderr=True, force_terminal=True, width=100, record=True)
-    monkeypatch.setattr(batch, "err", terminal)
+    monkeypatch.setattr(batch_requests, "err", terminal)
     seen: list[str] = []
-    progress = batch._progress()
+    progress = batch_requests._progress()
     with progress as show:
         from slipstream.jobs.job_state import JobReport
         from slipstream.jobs.request_pool import Work

@@ -143,6 +143,14 @@ def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
+def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
+    report = decoder.batch(lines, tmp_path / "out.jsonl")
+    assert counts(report) == (3, 0, 1, 2)
+    assert report.errors[0].startswith("the list of requests, line 1: not JSON: Object of type object is not JSON")
+    assert report.errors[1] == "the list of requests, line 3: list; allowed: a dictionary"
+
+
 def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="seed=3 for all requests of a job; allowed: a seed in a line"):

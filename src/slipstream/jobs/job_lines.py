@@ -91,14 +91,16 @@ class ListedLines:
     def __iter__(self) -> Iterator[Line]:
         for number, item in enumerate(self.items, 1):
             if isinstance(item, Mapping):
-                yield Line(number, item)
+                yield _checked(number, item)
             else:
                 yield Line(number, {}, f"{type(item).__name__}; allowed: a dictionary")
 
 
 @dataclass(frozen=True)
 class ParquetLines:
-    """A Parquet file with one request per row; a column without a value is left out."""
+    """A Parquet file with one request per row; a column without a value is left out.
+
+    A body may be JSON text."""
 
     path: Path
 
@@ -109,7 +111,19 @@ class ParquetLines:
 
     def __iter__(self) -> Iterator[Line]:
         for number, row in enumerate(parquet_rows(self.path), 1):
-            yield Line(number, {name: value for name, value in row.items() if value is not None})
+            item = {name: value for name, value in row.items() if value is not None}
+            if is_openai(item) and isinstance(item.get("body"), str):
+                item["body"] = _parsed(number, item["body"].encode()).item or item["body"]
+            yield _checked(number, item)
+
+
+def _checked(number: int, item: Mapping[str, Any]) -> Line:
+    """A line that can be written as JSON."""
+    try:
+        json.dumps(dict(item))
+    except (TypeError, ValueError, RecursionError) as error:
+        return Line(number, {}, f"not JSON: {error}; allowed: texts, numbers, lists and dictionaries of them")
+    return Line(number, item)
 
 
 def _parsed(number: int, line: bytes) -> Line:

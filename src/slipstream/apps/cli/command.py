@@ -17,6 +17,7 @@ COMMANDS = {
     "Check": ("demo", "compare", "verify", "models"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
 }
+MODULES = {"batch": "batch_requests"}  # of commands whose name another module has
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 
 

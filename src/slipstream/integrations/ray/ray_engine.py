@@ -40,7 +40,7 @@ class RayEngine:
         self._decoder = SpeculativeDecoder(spec.target, spec.draft, **vars(spec.config))
         self._reader = LineReader(self._decoder, spec.options)
         self._pool = RequestPool(self._decoder)
-        self._news = threading.Condition()
+        self._news, self._tokenizer = threading.Condition(), threading.Lock()
         self._new: list[Asked] = []
         self._ended: dict[int, Asked] = {}  # by the identity of a request
         self._told = Work()  # what has been reported
@@ -54,12 +54,14 @@ class RayEngine:
         for number, text in zip(block["number"], block["line"], strict=True):
             line = Line(int(number), json.loads(text))
             try:
-                requests.append(self._reader.asked(line))
+                with self._tokenizer:  # which several threads cannot use at once
+                    requests.append(self._reader.asked(line))
             except Exception as error:  # of this line; the others go on
                 found[line.number] = False, self._reader.refusal(line, error)
         for request in self._decoded(ordered(requests, self._decoder.shapes.reuse)):
             try:
-                found[request.line.number] = True, request.answer()
+                with self._tokenizer:
+                    found[request.line.number] = True, request.answer()
             except Exception as error:  # the row's own
                 found[request.line.number] = False, self._reader.refusal(request.line, error)
         numbers = [int(number) for number in block["number"]]

@@ -10,7 +10,7 @@ import atexit
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -124,6 +124,10 @@ class TensorParallelBackend(HFBackend):
             found.update(name.encode() + local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """Refused: shapes are measured on the whole model, which every rank runs."""
+        raise UsageError("the layers of a tensor-parallel model are not told apart; allowed: the whole model")
+
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
         """Refused: a part of the layers would run on one rank alone."""
         raise UsageError("drafter='layer_skip' with a tensor-parallel target; allowed: another drafter")
@@ -140,6 +144,7 @@ class TensorParallelBackend(HFBackend):
                 box: list[Any] = [None]
                 dist.broadcast_object_list(box, src=0, group=self._ranks)
                 if box[0] == STOP:
+                    dist.destroy_process_group()
                     sys.exit(0)
                 name, args, options = _moved(box[0], self.device)
                 self._do(name, *args, **options)
@@ -153,6 +158,7 @@ class TensorParallelBackend(HFBackend):
         if self._leads and not self._failed:
             with suppress(SlipstreamError):
                 self._send(STOP)
+                dist.destroy_process_group()
         self._leads = False
 
 
