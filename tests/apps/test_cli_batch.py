@@ -28,6 +28,17 @@ def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypat
     assert code == 0 and told.startswith("0 of 9 answered, 9 before in ")
 
 
+def test_the_settings_of_a_file_take_the_place_of_flags(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl"
+    (tmp_path / "settings.json").write_text('{"acceptance": "match", "drafter": "none"}')
+    config = ("--config", str(tmp_path / "settings.json"))
+    assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config)[0] == 0
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
+    assert code == 2 and "--config replaces the decoder's flags" in told
+
+
 def test_options_are_those_of_lines_that_bring_none(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +70,7 @@ def test_failed_lines_are_told_and_the_exit_code_is_1(
         (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
         (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is the output and the input; allowed: two files"),
         (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
-        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: seed=1 for all requests of a job; allowed: a seed in"),
+        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: No such option: --seed"),
         (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
         (("in.jsonl",), "error: Missing argument 'OUT'."),
     ],

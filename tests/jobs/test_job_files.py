@@ -128,7 +128,8 @@ def test_an_answer_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: 
 def test_parquet_in_and_out(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     pyarrow = pytest.importorskip("pyarrow")
-    parquet.write_table(pyarrow.Table.from_pylist(LINES), tmp_path / "in.parquet")
+    columns = dict.fromkeys(name for line in LINES for name in line)  # of a row without a value: null
+    parquet.write_table(pyarrow.Table.from_pylist([columns | line for line in LINES]), tmp_path / "in.parquet")
     report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert counts(report) == (9, 0, 9, 0)
     decoder.batch(LINES, tmp_path / "out.jsonl")

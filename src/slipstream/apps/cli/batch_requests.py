@@ -40,7 +40,16 @@ ModelName = Annotated[
 
 
 @command("batch")
-@flags(Models, DecoderConfig, SamplingParams, Structure, RayOptions, acceptance="match", also=("n", "logprobs"))
+@flags(
+    Models,
+    DecoderConfig,
+    SamplingParams,
+    Structure,
+    RayOptions,
+    acceptance="match",
+    also=("n", "logprobs"),
+    without=("seed",),
+)
 def batch_command(
     source: Input,
     output: Output,
@@ -59,7 +68,7 @@ def batch_command(
     from slipstream.jobs.job_files import JobFiles
     from slipstream.jobs.line_kinds import JobOptions
 
-    config = config_from(config, models.config_file)
+    config = config_from(config, models.config_file, DecoderConfig(acceptance="match"))
     options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
     files = JobFiles.of(source, output, errors)
     job = _job(models, config, files, options, cluster)

@@ -96,12 +96,13 @@ WRITTEN = {
 
 
 def flags(
-    *classes: type, also: Collection[str] = (), **defaults: Any
+    *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace parameters annotated with a dataclass by one flag per field.
 
     A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. defaults: other defaults
-    than the dataclass's, for commands that need them. also: fields that are flags of few commands. A field that two
+    than the dataclass's, for commands that need them. also: fields that are flags of few commands;
+    without: fields that are none of this one. A field that two
     classes share becomes one flag, of the first.
     """
 
@@ -111,7 +112,7 @@ def flags(
         options: dict[str, inspect.Parameter] = {}
         owners: dict[str, type] = {}
         for cls in classes:
-            for option in _options(cls, defaults, NOT_FLAGS.difference(also)):
+            for option in _options(cls, defaults, NOT_FLAGS.difference(also).union(without)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
         parameters = [*options.values(), *others]
