@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.apps.server.answer_making import check_model
 from slipstream.apps.server.answering import collect, prepare
@@ -189,20 +189,34 @@ class _BatchRun:
             writer = await prepare(service, live, fields)
             service.submit_background(live)
             answer = answer_line(line, digest, await collect(live, writer))
-            async with self._writing:
-                await asyncio.to_thread(self._output.append, [answer])
-            record.completed += 1
+            await self._write(self._answered, answer)
         except Exception as error:
             if service.state != "ready":  # not the line's fault: it is answered by the next server
                 raise
             if isinstance(error, SlipstreamError | OSError) and not isinstance(error, UsageError):
                 raise
-            async with self._writing:
-                await asyncio.to_thread(self._errors.add, {"line": line.number} | refusal_line(line, digest, error))
-            record.failed += 1
+            await self._write(self._failed, {"line": line.number} | refusal_line(line, digest, error))
         finally:
             service.release(live)
             self._places.release()
+
+    async def _write(self, write: Callable[[dict[str, Any]], None], line: dict[str, Any]) -> None:
+        """Write a line in a thread, to its end even if the batch is cancelled meanwhile."""
+        async with self._writing:
+            work = asyncio.ensure_future(asyncio.to_thread(write, line))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await work
+                raise
+
+    def _answered(self, line: dict[str, Any]) -> None:
+        self._output.append([line])
+        self._record.completed += 1
+
+    def _failed(self, line: dict[str, Any]) -> None:
+        self._errors.add(line)
+        self._record.failed += 1
 
 
 def _problem(code: str, message: str, line: int | None) -> dict[str, object]:
