@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ from slipstream.text.results import Chunk, Result, chunks_of, result_of
 from slipstream.wiring.engine_choice import choose_engine, name_of
 from slipstream.wiring.model_holder import ModelHolder
 from slipstream.wiring.model_pair import ModelPair
+
+if TYPE_CHECKING:
+    from slipstream.jobs.job_state import JobReport
 
 log = logging.getLogger("slipstream")
 
@@ -152,13 +155,6 @@ class SpeculativeDecoder(ModelHolder):
         models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
         return f"{models}, {settings}, device={str(self.target.backend.device)!r})"
 
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
-            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
-            "another one over the same models"
-        )
-
     def scheduler(self) -> Scheduler:
         """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
 
@@ -208,6 +204,15 @@ class SpeculativeDecoder(ModelHolder):
         row = self.rows(prompts.items, params, chat=chat)[0]
         yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
 
+    def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
+        """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md).
+
+        Killed and called again, it goes on. params: of lines that bring none; options: `errors`, and `JobOptions`.
+        """
+        from slipstream.jobs.batch_job import run_batch
+
+        return run_batch(self, source, output, params, options)
+
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
         """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
         yield from self.run(self.rows(prompts, params, chat=chat))
@@ -223,11 +228,6 @@ class SpeculativeDecoder(ModelHolder):
         row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]
         with self._use:
             return self._models.next_logits(row)
-
-    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
-        """The token ids a prompt stands for."""
-        with self._use:  # tokenizers cannot encode in two threads at once
-            return self.reader.encode(prompt, chat=chat)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,12 +89,18 @@ def served(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Ite
     thread.start()
     try:
         assert ready.wait(PATIENCE)
+        for _ in range(int(PATIENCE / 0.005)):  # small models may be loaded before the address is listened on
+            if server.started:
+                break
+            time.sleep(0.005)
         with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
             yield Served(server, server.url, client)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
+        if server.service is not None:  # as the command does after a second signal
+            server.service.close(0.0)
 
 
 class Gate:

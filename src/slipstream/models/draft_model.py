@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.loaded import Loaded, LoadOptions, is_loaded, is_toy
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_loaded, is_toy
 from slipstream.models.loading import load
 
 
@@ -32,4 +33,5 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Load
     if draft is None:
         return None
     options = load_options_of(config).for_draft(dtype, vocabulary)
+    options = replace(options, extra={name: value for name, value in options.extra.items() if name != PLAN})
     return load(draft, options, tokenizer if is_loaded(draft) else None)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 
 
+PLAN = "tp_plan"  # of load options: tensor parallelism, see `slipstream.models.hf.tensor_parallel`
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model ready for use.

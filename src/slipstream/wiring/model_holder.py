@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
 from slipstream.config import DecoderConfig
 from slipstream.core.cache_state import Shapes
 from slipstream.core.types import Row
+from slipstream.errors import UsageError
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.requests import Prompt, RequestReader
 from slipstream.wiring.model_pair import ModelPair
 from slipstream.wiring.prompt_scores import PromptScores
 
@@ -23,7 +25,8 @@ T = TypeVar("T")
 class ModelHolder:
     """The base class of a decoder: its models and their memory.
 
-    calibration: what was measured of the target's forward shapes. KEPT: attributes that are left after closing.
+    calibration: what was measured of the target's forward shapes. reader: turns requests into rows.
+    KEPT: attributes that are left after closing.
     """
 
     KEPT: ClassVar[tuple[str, ...]]
@@ -31,6 +34,7 @@ class ModelHolder:
     target: Loaded
     draft: Loaded | None
     calibration: Calibration | None
+    reader: RequestReader
     _models: ModelPair
     _use: ExclusiveUse
     _user: object  # marks whose turn it is
@@ -44,6 +48,13 @@ class ModelHolder:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
+            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
+            "another one over the same models"
+        )
 
     @property
     def reproducible(self) -> bool:
@@ -89,6 +100,11 @@ class ModelHolder:
             found = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
             found.advance(budget)
             return found
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """The token ids a prompt stands for."""
+        with self._use:  # tokenizers cannot encode in two threads at once
+            return self.reader.encode(prompt, chat=chat)
 
     def forget(self) -> None:
         """Empty the memory, so that the next prompt is computed from its first token."""

@@ -68,8 +68,9 @@ def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
 
 
 def test_a_client_that_is_refused_for_now_tries_again_by_itself(gate: Gate) -> None:
-    with one_at_a_time(gate, max_queued_requests=1) as server:
-        with opened(server.http, LONG | {"max_tokens": 3}), opened(server.http, LONG | {"max_tokens": 3}):
+    with one_at_a_time(gate, max_queued_requests=1) as server, opened(server.http, LONG | {"max_tokens": 3}):
+        assert gate.reached.wait(PATIENCE)  # the first has left the queue
+        with opened(server.http, LONG | {"max_tokens": 3}):
             server.wait_until(lambda: server.service.num_waiting == 1)
             with server.openai(max_retries=8) as client:
                 refused = threading.Event()

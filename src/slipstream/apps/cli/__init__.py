@@ -21,12 +21,12 @@ from slipstream.models.cpu.thread_placement import bind_threads
 bind_threads(os.environ)  # before PyTorch is imported
 
 from slipstream import __version__  # noqa: E402
-from slipstream.apps.cli.command import COMMANDS  # noqa: E402
+from slipstream.apps.cli.command import COMMANDS, MODULES  # noqa: E402
 from slipstream.apps.cli.common import app, err, out  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
 
 for _name in (name for names in COMMANDS.values() for name in names):
-    import_module(f"{__name__}.{_name}")  # registers itself
+    import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself
 
 
 @app.callback(invoke_without_command=True)

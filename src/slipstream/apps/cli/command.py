@@ -13,10 +13,11 @@ from slipstream.errors import SlipstreamError, UsageError
 WIDTH = 100  # columns of help
 SETTINGS = {"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]}
 COMMANDS = {
-    "Generate text": ("generate", "chat", "serve"),
+    "Generate text": ("generate", "chat", "serve", "batch"),
     "Check": ("demo", "compare", "verify", "models"),
     "Measure": ("bench", "sweep", "tune", "simulate", "report"),
 }
+MODULES = {"batch": "batch_requests"}  # of commands whose name another module has
 NUMBERS = {"a valid integer": "a whole number", "a valid number": "a number"}
 
 

@@ -87,11 +87,11 @@ def warn_lossy(acceptance: str) -> None:
     err.print(f"[yellow]acceptance {acceptance} is lossy: the text is not the target's own[/]")
 
 
-def config_from(flags: DecoderConfig, file: Path | None) -> DecoderConfig:
-    """The settings of --config, or those of the flags."""
+def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
+    """The settings of --config, or those of the flags. defaults: the command's own, where they are others."""
     if file is None:
         return flags
-    if flags != DecoderConfig():
+    if flags != (defaults or DecoderConfig()):
         raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
     return DecoderConfig.from_json(file)
 

@@ -15,9 +15,10 @@ import typer
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
-SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server"}
+SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
@@ -86,6 +87,8 @@ WRITTEN = {
     "stop_token_ids": Written(list[int], tuple, "TOKEN_ID", f"; {SEVERAL}"),
     "allowed_host": Written(list[str], tuple, "NAME"),
     "allowed_origin": Written(list[str], tuple, "URL"),
+    "ray": Written(str, str, "ADDRESS"),
+    "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "K"),
     "prediction": Written(str | None, _text_of, "FILE", "; a file of it"),
@@ -93,12 +96,13 @@ WRITTEN = {
 
 
 def flags(
-    *classes: type, also: Collection[str] = (), **defaults: Any
+    *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace parameters annotated with a dataclass by one flag per field.
 
     A field is an annotated typer option, or a `setting`, whose help text becomes the flag's. defaults: other defaults
-    than the dataclass's, for commands that need them. also: fields that are flags of few commands. A field that two
+    than the dataclass's, for commands that need them. also: fields that are flags of few commands;
+    without: fields that are none of this one. A field that two
     classes share becomes one flag, of the first.
     """
 
@@ -108,7 +112,7 @@ def flags(
         options: dict[str, inspect.Parameter] = {}
         owners: dict[str, type] = {}
         for cls in classes:
-            for option in _options(cls, defaults, NOT_FLAGS.difference(also)):
+            for option in _options(cls, defaults, NOT_FLAGS.difference(also).union(without)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
         parameters = [*options.values(), *others]

@@ -23,7 +23,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 @flags(Models, ServerSettings, DecoderConfig, acceptance="match")
 def serve_command(models: Models, settings: ServerSettings, config: DecoderConfig) -> None:
     """Serve a model under OpenAI's API; Ctrl-C lets running requests finish, twice ends at once."""
-    config = config_from(config, models.config_file)
+    config = config_from(config, models.config_file, DecoderConfig(acceptance="match"))
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
     from slipstream.apps.server.access import ApiKeys

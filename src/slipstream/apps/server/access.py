@@ -28,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the page's own files
 PAGE = "/page/"
+FILES = "/v1/files"
 SHORTEST_KEY = 8
 
 
@@ -93,9 +94,9 @@ class Access:
         except ApiError as error:
             await error.response()(scope, receive, self._finished(scope, send))
             return
-        await self._app(scope, self._counted(receive), self._finished(scope, send))
+        await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _counted(self, scope: Scope, receive: Receive) -> Receive:
         """Break off bodies that grow too large without having said so."""
         size = 0
 
@@ -103,7 +104,7 @@ class Access:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._settings.max_body_bytes:
+            if size > self._largest(scope):
                 raise HTTPException(413)
             return message
 
@@ -123,7 +124,7 @@ class Access:
     def _check(self, scope: Scope) -> str:
         host = self._check_host(_headers(scope, b"host"))
         self._check_origin(_headers(scope, b"origin"), host)
-        self._check_length(_headers(scope, b"content-length"))
+        self._check_length(_headers(scope, b"content-length"), self._largest(scope))
         path: str = scope["path"]
         if not self._keys.digests or path in OPEN or path.startswith(PAGE) or self._asks_first(scope):
             return ""
@@ -155,10 +156,15 @@ class Access:
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
-    def _check_length(self, given: Sequence[str]) -> None:
+    def _largest(self, scope: Scope) -> int:
+        """How large the body of a request may be."""
+        files = scope["path"] == FILES and scope["method"] == "POST" and self._settings.batch_folder
+        return self._settings.max_file_bytes if files else self._settings.max_body_bytes
+
+    def _check_length(self, given: Sequence[str], largest: int) -> None:
         """Refuse bodies that are too large before they are read; those without a length are cut while they are."""
-        if any(len(length) > 12 or int(length) > self._settings.max_body_bytes for length in given if length.isdigit()):
-            raise ApiError(413, f"the request body is too large; allowed: {self._settings.max_body_bytes} bytes")
+        if any(len(length) > 12 or int(length) > largest for length in given if length.isdigit()):
+            raise ApiError(413, f"the request body is too large; allowed: {largest} bytes")
 
     def _check_origin(self, given: Sequence[str], host: str) -> None:
         """Refuse requests that pages of other sites make."""

@@ -10,16 +10,13 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from slipstream.apps.server.answer_making import check_model, writer_of
 from slipstream.apps.server.answer_writer import AnswerWriter
-from slipstream.apps.server.chat_answers import ChatWriter
-from slipstream.apps.server.completion_answers import CompletionWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error
 from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE, SILENCE, EventStream, event
-from slipstream.apps.server.live_request import Job, LiveRequest
-from slipstream.apps.server.prompt_rendering import Rendered, rendered_chat, rendered_prompts
+from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.service import Service
-from slipstream.text.detokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.server")
 T = TypeVar("T")
@@ -29,7 +26,7 @@ MOST_NAMED = 100
 async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
     """Answer a chat or completions request."""
     service.check_ready()
-    check_model(service, fields)
+    check_model(service.facts.name, fields)
     count_unknown(service, fields)
     owner: str = http.state.owner
     live = service.enter(http.scope["path"], owner, fields.cache_salt)
@@ -52,17 +49,6 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
             service.release(live)
 
 
-def check_model(service: Service, fields: SamplingFields) -> None:
-    """Refuse requests for another model."""
-    if fields.model not in (None, "", service.facts.name):
-        raise ApiError(
-            404,
-            f"model {fields.model!r:.200} is not served here; allowed: {service.facts.name!r}",
-            param="model",
-            code="model_not_found",
-        )
-
-
 def count_unknown(service: Service, fields: SamplingFields) -> None:
     """Name each field without effect once in the log, and count them all."""
     for name in fields.model_extra or {}:
@@ -75,29 +61,7 @@ def count_unknown(service: Service, fields: SamplingFields) -> None:
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-
-    def work(tokenizer: Tokenizer | None) -> tuple[list[Job], list[str]]:
-        if isinstance(fields, ChatFields):
-            prompts = [rendered_chat(fields, tokenizer)]
-        else:
-            prompts = rendered_prompts(fields, tokenizer)
-        jobs = service.rows.jobs(live, fields, prompts, tokenizer)
-        echoed = isinstance(fields, CompletionFields) and fields.echo
-        texts = [_text(prompt, tokenizer) for prompt in prompts] if echoed else [""] * len(prompts)
-        return jobs, texts
-
-    live.jobs, texts = await service.pool.run(work)
-    if isinstance(fields, ChatFields):
-        return ChatWriter(live, fields, service.facts)
-    writer = CompletionWriter(live, fields, service.facts)
-    writer.prompts = [text for text in texts for _ in range(fields.n or 1)]
-    return writer
-
-
-def _text(prompt: Rendered, tokenizer: Tokenizer | None) -> str:
-    if prompt.text is not None or tokenizer is None:
-        return prompt.text or ""
-    return tokenizer.decode(prompt.ids)
+    return await service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
 
 
 async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import slipstream
-from slipstream.apps.server import engine_routes, model_routes, page_routes
+from slipstream.apps.server import batch_routes, engine_routes, model_routes, page_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
 from slipstream.apps.server.answering import answer
 from slipstream.apps.server.error_objects import add_handlers
@@ -45,6 +45,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
     app.include_router(model_routes.router)
     app.include_router(engine_routes.router)
     app.include_router(page_routes.router)
+    app.include_router(batch_routes.router)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, fields: ChatFields) -> Response:

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 import slipstream
-from slipstream.apps.server.answering import check_model, collect, prepare, until_gone
+from slipstream.apps.server.answer_making import check_model
+from slipstream.apps.server.answering import collect, prepare, until_gone
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.event_stream import EventStream, event
 from slipstream.apps.server.model_routes import service_of
@@ -75,7 +76,7 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     service = service_of(http)
     service.check_ready()
     again = _plain(fields)
-    check_model(service, again)
+    check_model(service.facts.name, again)
     live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt)
     try:
         writer = await until_gone(http, prepare(service, live, again))

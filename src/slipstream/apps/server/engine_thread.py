@@ -45,7 +45,7 @@ class EngineThread:
         self._mail: deque[tuple[str, Job]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._line = WaitingLine()
+        self._line, self._background = WaitingLine(), WaitingLine()
         self._running: dict[int, Job] = {}
         self._scoring: list[Job] = []
         self._scores: dict[Job, PromptScores] = {}
@@ -107,18 +107,19 @@ class EngineThread:
     def _read_mail(self) -> bool:
         """Take in what has come; wait if there is nothing to do. False once the thread is to end."""
         with self._wake:
-            while not (self._stopping or self._mail or self._running or self._scoring or len(self._line)):
+            while not (self._stopping or self._mail or self._running or self._scoring or self._waiting()):
                 self._wake.wait()
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
-                self._line.add(job)
+                (self._background if job.request.background else self._line).add(job)
             elif not job.over:
                 self._cancel(job)
         return not self._stopping
 
     def _cancel(self, job: Job) -> None:
         self._line.remove(job)
+        self._background.remove(job)
         if job.row.index in self._running and self._running[job.row.index] is job:
             self._scheduler.cancel(job.row)
             del self._running[job.row.index]
@@ -130,7 +131,7 @@ class EngineThread:
     def _begin(self) -> None:
         """Give free places to those that wait longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
-            job = self._line.take()
+            job = self._line.take() or self._take_background()
             if job is None:
                 return
             job.started = True
@@ -139,6 +140,16 @@ class EngineThread:
                 self._scoring.append(job)
             else:
                 self._decode(job)
+
+    def _take_background(self) -> Job | None:
+        """The next job that nobody waits for. One place is left to those who come, where there is more than one."""
+        under_way = [*self._running.values(), *self._scoring]
+        taken = sum(job.request.background for job in under_way)
+        return self._background.take() if taken < max(1, self._scheduler.max_batch_size - 1) else None
+
+    def _waiting(self) -> bool:
+        """Whether a job waits that can begin."""
+        return bool(len(self._line) or len(self._background))
 
     def _decode(self, job: Job) -> None:
         if not job.generate:

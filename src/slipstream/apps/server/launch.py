@@ -53,7 +53,11 @@ class Server(uvicorn.Server):
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
-        self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+        try:
+            self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+        except SlipstreamError as error:
+            self.failure = error
+            raise
         return self.service
 
     @property
@@ -91,7 +95,11 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     with _listening(settings) as listener:
         server = Server(settings, load, on_ready)
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # of uvicorn, if it could not start
+            if server.failure is None:
+                raise
     if server.failure is not None:
         if isinstance(server.failure, SlipstreamError):
             raise server.failure

@@ -75,7 +75,10 @@ class Job:
 
 @dataclass(eq=False)
 class LiveRequest:
-    """Events arrive from the engine in order and are read once, by the handler of the request."""
+    """Events arrive from the engine in order and are read once, by the handler of the request.
+
+    background: nobody waits for its answer now; others go first.
+    """
 
     endpoint: str
     group: str = ""
@@ -83,6 +86,7 @@ class LiveRequest:
     jobs: list[Job] = field(default_factory=list)
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
+    background: bool = False
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)

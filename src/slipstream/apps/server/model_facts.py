@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from functools import partial
 
-import torch
-
-import slipstream
 from slipstream.apps.server.answer_parts import ModelFacts
 from slipstream.core.acceptance import rule_for
 from slipstream.core.rounds import Round
 from slipstream.core.types import Draft
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.draft_yields import DraftNote
-from slipstream.models.layer_subset import LayerSubsets
+from slipstream.wiring.model_fingerprint import fingerprint_of
 
 
 def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
@@ -31,22 +27,6 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
         copy.deepcopy(decoder.tokenizer),
     )
-
-
-def fingerprint_of(decoder: SpeculativeDecoder) -> str:
-    """Equal for servers that give the same bytes for the same request and seed: weights, shapes and versions."""
-    target = decoder.target
-    backend = target.backend
-    weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
-    parts = (
-        target.fingerprint,
-        weights,
-        decoder.shapes,
-        backend.device.type,
-        torch.__version__,
-        slipstream.__version__,
-    )
-    return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def source_of(drafter: str, mixed: bool, done: Round) -> str:

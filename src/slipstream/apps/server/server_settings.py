@@ -30,6 +30,8 @@ class ServerSettings:
     queue_timeout: float = setting(60.0, "seconds a request may wait for its first round")
     request_timeout: float = setting(600.0, "seconds a request may take in all")
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
+    batch_folder: str = setting("", "folder of files and batches; without one /v1/files and /v1/batches are closed")
+    max_file_bytes: int = setting(200 << 20, "largest file that may be uploaded")
     share_learning: bool = setting(False, "keys share cached prompts and what drafters learn, which timings can show")
 
     def __post_init__(self) -> None:
@@ -40,6 +42,7 @@ class ServerSettings:
             ("max_queued_requests", 1, 1 << 20),
             ("max_queued_tokens", 1, 1 << 30),
             ("max_body_bytes", 1024, 1 << 30),
+            ("max_file_bytes", 1024, 1 << 40),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

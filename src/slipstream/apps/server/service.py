@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.engine_room import EngineRoom
 from slipstream.apps.server.engine_thread import EngineThread
 from slipstream.apps.server.error_objects import ApiError
@@ -18,6 +20,9 @@ from slipstream.apps.server.server_metrics import ServerMetrics
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.text_pool import TextPool
 from slipstream.decoder import SpeculativeDecoder
+
+if TYPE_CHECKING:
+    from slipstream.apps.server.batch_runner import BatchRunner
 
 log = logging.getLogger("slipstream.server")
 ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
@@ -46,6 +51,10 @@ class Service:
         self._waiting: dict[LiveRequest, int] = {}  # prompt tokens that have not begun, by request
         self._begun: set[LiveRequest] = set()  # those that the engine knows
         self._pool: TextPool | None = None
+        self.batches: BatchRunner | None = None
+        folder = settings.batch_folder
+        self._store = BatchStore(Path(folder).expanduser()) if folder else None
+        self._background: set[LiveRequest] = set()
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,11 +77,14 @@ class Service:
         self.metrics.describe(self.facts.name, decoder)
         if self.state == "loading":
             self.state = "ready"
+            if self.settings.batch_folder:
+                self._begin_batches()
         self._on_ready(self)
 
     def _ended(self, error: BaseException | None) -> None:
         self.state = "ended"
-        for live in self.live:
+        self._stop_batches()
+        for live in self.live | self._background:
             live.fail(ApiError(500, "the engine has stopped"))
         self._on_end(error)
 
@@ -143,6 +155,33 @@ class Service:
         self.metrics.event(live, event)
         self.room.event(live, event)
 
+    def _begin_batches(self) -> None:
+        from slipstream.apps.server.batch_runner import BatchRunner  # which calls what answers requests
+
+        assert self._store is not None
+        self.batches = BatchRunner(self, self._store)
+        self.batches.start()
+
+    def _stop_batches(self) -> None:
+        if self.batches is not None:
+            self.batches.stop()
+
+    def enter_background(self, endpoint: str, owner: str, id: str) -> LiveRequest:
+        """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
+        self.check_ready()
+        live = LiveRequest(endpoint, "" if self.settings.share_learning else owner, id=id, background=True)
+        live.watch = self.room.event
+        self._background.add(live)
+        return live
+
+    def submit_background(self, live: LiveRequest) -> None:
+        """Queue its rows."""
+        self.check_ready()
+        self._begun.add(live)
+        assert self.engine is not None
+        for job in live.jobs:
+            self.engine.submit(job)
+
     def release(self, live: LiveRequest) -> None:
         """A request is over, however it ended: its rows end before their next round."""
         for timer in self._timers.pop(live, []):
@@ -153,7 +192,8 @@ class Service:
         for job in unfinished:
             assert self.engine is not None
             self.engine.cancel(job)
-        if unfinished:
+        self._background.discard(live)
+        if unfinished and not live.background:
             self.metrics.cancelled("queued" if was_waiting else "running")
         self.live.discard(live)
         if not self.live:
@@ -163,6 +203,7 @@ class Service:
         """Refuse what is new and wait for what runs; what is left after the timeout ends with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
+        self._stop_batches()
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
@@ -181,6 +222,8 @@ class Service:
             self.engine.join(patience)
         if self._pool is not None:
             self._pool.close()
+        if self._store is not None:
+            self._store.close()
 
     def log_answer(self, live: LiveRequest, status: int) -> None:
         """One line per request: numbers alone, no texts."""

@@ -29,7 +29,7 @@ from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
 from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
 from slipstream.models.hf.supported_models import not_by_position
-from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 
 log = logging.getLogger("slipstream")
 
@@ -159,6 +159,8 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     """Load a folder, a .gguf file, the embedded model or a hub id."""
     from slipstream.models.hf.weights import load_model
 
+    if PLAN in options.extra:
+        return _load_parallel(source, options, tokenizer)
     folder, model = load_model(source, options)
     if model.device.type == "cpu":
         separate_threads()
@@ -170,6 +172,21 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded
     made_of = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     return Loaded(backend, source, ends, wrapped, model, packed, made_of, head)
+
+
+def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
+    """A target over the processes of torchrun; on ranks other than 0 this does not return."""
+    from slipstream.models.hf.tensor_parallel import join_ranks, lead_or_follow, loading_options
+    from slipstream.models.hf.weights import load_model
+
+    ranks = join_ranks()
+    options = loading_options(options)
+    folder, model = load_model(source, options)
+    _backend(model, False, None)  # on every rank: is the model one that can be run by position?
+    backend = lead_or_follow(model, ranks)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    made_of = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
+    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, made_of)
 
 
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:

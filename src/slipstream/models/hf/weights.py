@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.hf.model_files import not_loaded, resolve
-from slipstream.models.loaded import LoadOptions
+from slipstream.models.loaded import PLAN, LoadOptions
 
 log = logging.getLogger("slipstream")
 
@@ -42,6 +42,8 @@ READER_ERRORS = (
 
 def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """The folder or hub id to take the tokenizer from, and the loaded model."""
+    if PLAN in options.extra:
+        raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
     folder = resolve(source)
     _read_ahead(Path(folder))
     from transformers import AutoModelForCausalLM  # takes seconds
@@ -55,7 +57,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     except READER_ERRORS as error:
         raise not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
-    if "device_map" not in options.extra and not getattr(model, "is_quantized", False):
+    if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
         model = model.to(_device(options.device))
     return folder, model
 

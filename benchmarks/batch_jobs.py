@@ -1,0 +1,165 @@
+"""Batch jobs: do they survive SIGKILL, and how fast are they beside `generate` and Hugging Face's padded batches?
+
+    python benchmarks/batch_jobs.py --kills 10           # every id once, texts equal to those of an uninterrupted run
+    python benchmarks/batch_jobs.py --speed --hf 120     # tokens per second; the baseline on the first 120 requests
+
+Requests are the package's prompts in variants, greedy, with 8 to 96 tokens each. Ends in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.text.prompts import builtin_prompts
+
+COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "batch"]
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """`count` requests of mixed length: a prompt, and in every second the same prompt with a further wish."""
+    rng, prompts = random.Random(5), [one.prompt for one in builtin_prompts()]
+    wishes = ("", " Be brief.", " Give one example.", " Explain your answer.", " Answer in plain words.")
+    made = []
+    for at in range(count):
+        text = prompts[at % len(prompts)] + wishes[at // len(prompts) % len(wishes)]
+        repeated = at // (len(prompts) * len(wishes))
+        text += f" (version {repeated + 1})" if repeated else ""
+        made.append({"id": f"request-{at}", "prompt": text, "max_tokens": rng.choice([8, 16, 32, 48, 64, 96])})
+    return made
+
+
+def answers(path: Path) -> dict[str, str]:
+    """The lines of an output by id; SystemExit if an id is there twice."""
+    lines = path.read_text().splitlines()
+    found = {json.loads(line)["id"]: line for line in lines}
+    if len(found) != len(lines):
+        raise SystemExit(f"{len(lines) - len(found)} ids are there twice")
+    return found
+
+
+def survive(args: argparse.Namespace) -> dict[str, Any]:
+    """Kill a job at random moments, let it end, and compare with one that was not killed."""
+    rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp())
+    lines = requests(args.count)
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--target", args.target, "--max-batch-size", str(args.batch)]
+    out, kept = folder / "out.jsonl", []
+    for _ in range(args.kills):
+        before = size(out)
+        job = subprocess.Popen([*COMMAND, str(folder / "in.jsonl"), str(out), *options], stderr=subprocess.DEVNULL)
+        while size(out) <= before and job.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, args.longest))
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait()
+        kept.append(out.read_bytes().count(b"\n"))
+        print(f"killed with {kept[-1]} of {len(lines)} answered", flush=True)
+    subprocess.run([*COMMAND, str(folder / "in.jsonl"), str(out), *options], check=True)
+    subprocess.run([*COMMAND, str(folder / "in.jsonl"), str(folder / "whole.jsonl"), *options], check=True)
+    found, whole = answers(out), answers(folder / "whole.jsonl")
+    same = sum(found.get(name) == line for name, line in whole.items())
+    return {"requests": len(lines), "kills": len(kept), "kept": kept, "ids": len(found), "identical": same}
+
+
+def size(path: Path) -> int:
+    """Bytes of a file that may not be there yet."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of the job, of `generate` over the list, and of the baseline."""
+    from slipstream import SamplingParams, SpeculativeDecoder
+
+    lines, folder = requests(args.count), Path(tempfile.mkdtemp())
+    prompts = [line["prompt"] for line in lines]
+    params = [SamplingParams(max_tokens=line["max_tokens"]) for line in lines]
+    found: dict[str, Any] = {"requests": len(lines)}
+    decoder = SpeculativeDecoder(args.target, acceptance="match", max_batch_size=args.batch)
+    decoder.generate(prompts[: args.batch], SamplingParams(max_tokens=16))  # warm
+
+    def fresh() -> None:
+        decoder.forget()
+        decoder.forget_learned()
+
+    def job() -> int:
+        return decoder.batch(lines, folder / "out.jsonl").work.output_tokens
+
+    def together() -> int:
+        return sum(len(result.token_ids) for result in decoder.generate(prompts, params))
+
+    def plain() -> int:
+        report = decoder.using("none").batch(lines, folder / "plain.jsonl")
+        return report.work.output_tokens
+
+    for name, work in (("batch", job), ("generate", together), ("batch without drafts", plain)):
+        fresh()
+        found[name] = timed(name, work)
+    found["identical"] = sum(
+        answers(folder / "plain.jsonl").get(k) == v for k, v in answers(folder / "out.jsonl").items()
+    )
+    if args.hf:
+        found["hf"] = timed("Hugging Face", lambda: baseline(args, decoder, prompts[: args.hf], params[: args.hf]))
+    return found
+
+
+def timed(name: str, work: Callable[[], int]) -> dict[str, float]:
+    """How long some work takes, and how many tokens it makes."""
+    begun = time.perf_counter()
+    tokens = work()
+    seconds = time.perf_counter() - begun
+    print(f"{name}: {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s", flush=True)
+    return {"tokens": tokens, "seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
+
+
+def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params: list[Any]) -> int:
+    """Transformers' `generate`, batch after batch, each as long as its longest; a request's own tokens count."""
+    from dataclasses import replace
+
+    from slipstream.bench.baselines import Baseline, plain_model
+    from slipstream.bench.records import Arm
+    from slipstream.models.loaded import LoadOptions
+
+    hf = Baseline(Arm("hf"), plain_model(decoder.target, LoadOptions()), None, decoder.target.end_ids, args.batch)
+    total = 0
+    for at in range(0, len(prompts), args.batch):
+        own = params[at : at + args.batch]
+        longest = max(one.max_tokens for one in own)
+        ids = [decoder.encode(prompt) for prompt in prompts[at : at + args.batch]]
+        texts, _ = hf.generate(ids, [replace(one, max_tokens=longest) for one in own])
+        total += sum(min(len(text), one.max_tokens) for text, one in zip(texts, own, strict=True))
+    return total
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=6.0, help="seconds from a run's first answer to its end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--hf", type=int, default=0, help="requests for the baseline")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"target": args.target, "batch": args.batch}
+    if args.speed:
+        found |= speed(args)
+    if args.kills:
+        found |= survive(args)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

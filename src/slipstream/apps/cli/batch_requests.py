@@ -1,0 +1,149 @@
+"""`slipstream batch`: a file of requests, answered line by line; killed at any moment, it goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.apps.cli.common import command, config_from, err, load_decoder, write_json
+from slipstream.apps.cli.flags import flags
+from slipstream.apps.cli.options import OUTPUT, PROMPTS, Json, Models, Raw, option
+from slipstream.apps.cli.structure import Structure
+from slipstream.config import DecoderConfig
+from slipstream.integrations.ray.ray_options import RayOptions
+from slipstream.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.integrations.ray.ray_job import RayJob
+    from slipstream.jobs.batch_job import BatchJob
+    from slipstream.jobs.job_files import JobFiles
+    from slipstream.jobs.job_state import JobReport, Progress
+    from slipstream.jobs.line_kinds import JobOptions
+
+Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
+Output = Annotated[
+    Path, typer.Argument(metavar="OUT", help="answers, in the order in which they end; begun before, it is continued")
+]
+Errors = Annotated[
+    Path | None,
+    option(OUTPUT, "--errors", text="failed lines with their numbers; OUT.errors.jsonl by default", metavar="FILE"),
+]
+TokenIds = Annotated[bool, option(OUTPUT, "--token-ids", text="also write the token ids of plain lines")]
+ModelName = Annotated[
+    str, option(PROMPTS, "--model-name", text="what requests call the model; the target's by default", metavar="NAME")
+]
+
+
+@command("batch")
+@flags(
+    Models,
+    DecoderConfig,
+    SamplingParams,
+    Structure,
+    RayOptions,
+    acceptance="match",
+    also=("n", "logprobs"),
+    without=("seed",),
+)
+def batch_command(
+    source: Input,
+    output: Output,
+    models: Models,
+    config: DecoderConfig,
+    params: SamplingParams,
+    structure: Structure,
+    cluster: RayOptions,
+    errors: Errors = None,
+    token_ids: TokenIds = False,
+    model_name: ModelName = "",
+    raw: Raw = False,
+    json_file: Json = None,
+) -> None:
+    """Answer every request of a file; exit 0 if all are answered, 1 if some failed, 2 for wrong use."""
+    from slipstream.jobs.job_files import JobFiles
+    from slipstream.jobs.line_kinds import JobOptions
+
+    config = config_from(config, models.config_file, DecoderConfig(acceptance="match"))
+    options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
+    files = JobFiles.of(source, output, errors)
+    job = _job(models, config, files, options, cluster)
+    try:
+        with _progress() as on_progress:
+            report = job.run(on_progress)
+    except KeyboardInterrupt:
+        err.print(f"interrupted: {_summary(job.report)}; the same command goes on", markup=False, soft_wrap=True)
+        raise
+    for line in report.errors:
+        err.print(line, markup=False, soft_wrap=True)
+    if report.failed > len(report.errors):
+        err.print(f"... and {report.failed - len(report.errors)} more in {files.errors}", markup=False, soft_wrap=True)
+    err.print(_summary(report), markup=False, soft_wrap=True)
+    write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _job(
+    models: Models, config: DecoderConfig, files: JobFiles, options: JobOptions, cluster: RayOptions
+) -> BatchJob | RayJob:
+    """The job on this machine, or on a cluster."""
+    if not cluster.ray:
+        from slipstream.jobs.batch_job import BatchJob
+
+        return BatchJob(load_decoder(models, config), files, options)
+    from slipstream.integrations.ray.ray_engine import EngineSpec
+    from slipstream.integrations.ray.ray_job import RayJob
+    from slipstream.integrations.ray.ray_options import ray_module
+    from slipstream.jobs.job_state import JobReport
+
+    ray_module()
+    spec = EngineSpec(models.target, models.draft, config, options, 0 if cluster.ray_gpus else ceil(cluster.ray_cpus))
+    return RayJob(files, spec, cluster, JobReport())
+
+
+def _summary(report: JobReport) -> str:
+    """One line on a job."""
+    before = f", {report.answered_before} before" if report.answered_before else ""
+    failed = f", {report.failed} failed" if report.failed else ""
+    left = f", {report.remaining} left" if report.remaining > 0 else ""
+    return (
+        f"{report.answered} of {report.total} answered{before}{failed}{left} in {report.seconds:.1f} s{_speed(report)}"
+    )
+
+
+def _speed(report: JobReport) -> str:
+    speed, rate = report.tokens_per_second, report.work.acceptance_rate
+    told = f", {speed:.0f} tokens/s" if speed and report.work.output_tokens else ""
+    return told + (f", acceptance {100 * rate:.0f} %" if rate is not None else "")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar with speed, acceptance and the time left on terminals; elsewhere nothing until the end."""
+    if not err.is_terminal:
+        yield lambda report: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(report: JobReport) -> None:
+            left = "" if report.seconds_left is None else f", {_time(report.seconds_left)} left"
+            done = report.answered_before + report.answered + report.failed
+            bar.update(
+                task, total=report.total, completed=done, description=f"{report.seconds:.0f} s{_speed(report)}{left}"
+            )
+
+        yield show
+
+
+def _time(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

@@ -1,0 +1,133 @@
+"""OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+from pydantic import Field
+
+from slipstream.apps.server.batch_records import BatchRecord, FileRecord
+from slipstream.apps.server.batch_runner import BatchRunner
+from slipstream.apps.server.batch_store import found
+from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.apps.server.model_routes import service_of
+from slipstream.apps.server.request_fields import Fields
+from slipstream.apps.server.upload_form import UploadForm
+
+router = APIRouter(prefix="/v1")
+Listed = TypeVar("Listed", FileRecord, BatchRecord)
+Limit = Annotated[int, Query(ge=1, le=10000)]
+
+
+class BatchFields(Fields):
+    """`POST /v1/batches`."""
+
+    input_file_id: Annotated[str, Field(max_length=100)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"] = "24h"
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+
+
+def _runner(http: Request) -> BatchRunner:
+    service = service_of(http)
+    service.check_ready()
+    if service.batches is None:
+        raise ApiError(404, "this server keeps no files; start it with --batch-folder FOLDER", code="no_batch_folder")
+    return service.batches
+
+
+@router.post("/files")
+async def upload(http: Request) -> dict[str, Any]:
+    """Keep a file of requests: a form with `file` and `purpose=batch`."""
+    store = _runner(http).store
+    content = store.upload()
+    try:
+        form = UploadForm(http.headers.get("content-type", ""), content)
+        await form.read(http.stream())
+        if form.fields.get("purpose") != "batch":
+            raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'", "purpose")
+        if not form.size:
+            raise refused("the file is empty; allowed: at least one line", "file")
+        record = await asyncio.to_thread(store.add_file, http.state.owner, form.filename or "", "batch", content)
+        return record.to_dict()
+    finally:
+        content.unlink(missing_ok=True)
+
+
+@router.get("/files")
+async def files(http: Request, purpose: str = "", limit: Limit = 10000, after: str = "") -> dict[str, Any]:
+    """The caller's files, the newest first."""
+    own = {id: one for id, one in _runner(http).store.files.items() if purpose in ("", one.purpose)}
+    return _page(own, http.state.owner, limit, after)
+
+
+@router.get("/files/{file_id}")
+async def file(http: Request, file_id: str) -> dict[str, Any]:
+    """What is known of a file."""
+    return found(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
+
+
+@router.delete("/files/{file_id}")
+async def delete(http: Request, file_id: str) -> dict[str, Any]:
+    """Remove a file."""
+    store = _runner(http).store
+    store.delete_file(found(store.files, file_id, http.state.owner, "file"))
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@router.get("/files/{file_id}/content")
+async def content(http: Request, file_id: str) -> FileResponse:
+    """A file as it is."""
+    store = _runner(http).store
+    record = found(store.files, file_id, http.state.owner, "file")
+    return FileResponse(store.content(record.id), media_type="application/jsonl")
+
+
+@router.post("/batches")
+async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
+    """Begin a batch over a file."""
+    runner, owner = _runner(http), http.state.owner
+    source = found(runner.store.files, fields.input_file_id, owner, "file")
+    record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
+    runner.begin(record)
+    return record.to_dict()
+
+
+@router.get("/batches")
+async def batches(http: Request, limit: Limit = 20, after: str = "") -> dict[str, Any]:
+    """The caller's batches, the newest first."""
+    return _page(_runner(http).store.batches, http.state.owner, limit, after)
+
+
+@router.get("/batches/{batch_id}")
+async def batch(http: Request, batch_id: str) -> dict[str, Any]:
+    """How far a batch is."""
+    return found(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
+
+
+@router.post("/batches/{batch_id}/cancel")
+async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
+    """End a batch; its finished answers stay."""
+    runner = _runner(http)
+    record = found(runner.store.batches, batch_id, http.state.owner, "batch")
+    if record.status not in ("validating", "in_progress"):
+        raise ApiError(
+            409, f"batch {batch_id!r} is {record.status}; allowed: to cancel one under way", param="batch_id"
+        )
+    runner.cancel(record)
+    return record.to_dict()
+
+
+def _page(records: dict[str, Listed], owner: str, limit: int, after: str) -> dict[str, Any]:
+    """A part of a list. after: the id of the last one of the part before."""
+    own = [one for one in reversed(records.values()) if one.owner == owner]
+    ids = [one.id for one in own]
+    if after and after not in ids:
+        raise refused(f"after={after!r:.100}; allowed: an id of this list", "after")
+    begin = ids.index(after) + 1 if after else 0
+    data = [one.to_dict() for one in own[begin : begin + limit]]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": begin + limit < len(own)} | ends

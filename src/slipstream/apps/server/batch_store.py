@@ -1,0 +1,156 @@
+"""The folder of a server's files and batches. Everything in it survives the server, however that ends.
+
+Names in it are made here; nothing that a client sends becomes a part of a path.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from slipstream.apps.server.batch_records import BatchRecord, FileRecord, Status
+from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.jobs.job_output import sync_folder
+
+Record = TypeVar("Record", FileRecord, BatchRecord)
+WINDOW_S = 24 * 3600  # seconds of the only completion window
+MOST = 10_000  # files, and batches, of a folder
+
+
+class BatchStore:
+    """Files and batches by id. One server at a time uses a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            for name in ("files", "batches", "uploads"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / "lock", "ab")  # noqa: SIM115  # held as long as the server lives
+            for leftover in (folder / "uploads").iterdir():
+                leftover.unlink()
+        except OSError as error:
+            raise UsageError(f"batch_folder={str(folder)!r} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise SlipstreamError(f"batch_folder={str(folder)!r} is used by another server") from None
+        self.files = {one.id: one for one in _read(folder / "files", FileRecord)}  # in the order of their times
+        self.batches = {one.id: one for one in _read(folder / "batches", BatchRecord)}
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.close()
+
+    def content(self, file_id: str) -> Path:
+        """Where a file's content is, or will be."""
+        return self.folder / "files" / f"{file_id}.jsonl"
+
+    def upload(self) -> Path:
+        """Where a file can be written while it arrives."""
+        return self.folder / "uploads" / uuid4().hex
+
+    def add_file(self, owner: str, filename: str, purpose: str, content: Path) -> FileRecord:
+        """Take over what has been uploaded."""
+        if len(self.files) >= MOST:
+            raise refused(f"{len(self.files)} files; allowed: at most {MOST}, delete some")
+        with open(content, "rb") as file:
+            os.fsync(file.fileno())
+        id = f"file-{uuid4().hex}"
+        content.replace(self.content(id))
+        return self.register(id, owner, filename, purpose)
+
+    def register(self, id: str, owner: str, filename: str, purpose: str) -> FileRecord:
+        """Make a file known whose content is there."""
+        size = self.content(id).stat().st_size
+        record = FileRecord(id, owner, filename[:255], size, int(time.time()), purpose)
+        _write(self.folder / "files" / f"{id}.json", record)
+        self.files[id] = record
+        return record
+
+    def delete_file(self, record: FileRecord) -> None:
+        """Remove a file that no unfinished batch needs."""
+        if any(one.input_file_id == record.id and one.unfinished for one in self.batches.values()):
+            raise refused(f"file {record.id!r} belongs to a batch that is not finished", "file_id")
+        del self.files[record.id]
+        (self.folder / "files" / f"{record.id}.json").unlink()
+        self.content(record.id).unlink()
+
+    def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
+        """A new batch over a file."""
+        self._forget_old_batches()
+        now, key = int(time.time()), uuid4().hex
+        record = BatchRecord(
+            f"batch_{key}",
+            owner,
+            endpoint,
+            file_id,
+            f"file-{uuid4().hex}",
+            f"file-{uuid4().hex}",
+            now,
+            now + WINDOW_S,
+            "24h",
+            metadata=metadata,
+        )
+        self.save(record)
+        self.batches[record.id] = record
+        return record
+
+    def _forget_old_batches(self) -> None:
+        """Make room for one more; the files of a forgotten batch stay."""
+        finished = [one for one in self.batches.values() if not one.unfinished]
+        for one in sorted(finished, key=lambda one: one.created_at)[: max(0, len(self.batches) - MOST + 1)]:
+            del self.batches[one.id]
+            (self.folder / "batches" / f"{one.id}.json").unlink()
+        if len(self.batches) >= MOST:
+            raise refused(f"{len(self.batches)} batches are not finished; allowed: at most {MOST}")
+
+    def change(self, record: BatchRecord, status: Status) -> None:
+        """Give a batch another status, on the disk when this returns."""
+        record.status = status
+        record.times[status] = int(time.time())
+        self.save(record)
+
+    def save(self, record: BatchRecord) -> None:
+        """Put a batch on the disk."""
+        _write(self.folder / "batches" / f"{record.id}.json", record)
+
+
+def found(records: dict[str, Record], id: str, owner: str, kind: str) -> Record:
+    """The record of an id, for its owner; others learn nothing of it."""
+    record = records.get(id)
+    if record is None or record.owner != owner:
+        raise ApiError(404, f"there is no {kind} {id!r:.100}", param=f"{kind}_id", code="not_found")
+    return record
+
+
+def _write(path: Path, record: FileRecord | BatchRecord) -> None:
+    """Replace a file whole."""
+    temporary = path.with_suffix(".part")
+    with open(temporary, "wb") as file:
+        file.write(json.dumps(asdict(record)).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def _read(folder: Path, cls: type[Record]) -> list[Record]:
+    return sorted(_records(folder, cls), key=lambda one: one.created_at)
+
+
+def _records(folder: Path, cls: type[Record]) -> Iterator[Record]:
+    for path in sorted(folder.glob("*.json")):
+        try:
+            values: dict[str, Any] = json.loads(path.read_bytes())
+            yield cls(**values)
+        except (OSError, ValueError, TypeError) as error:
+            raise SlipstreamError(f"{str(path)!r} is not what a server has written: {error}") from error

@@ -1,0 +1,153 @@
+"""Lines of OpenAI's batch format: requests of the server's endpoints, answered without a server.
+
+An answer depends on nothing but its request and the model: what differs from run to run (times, the statistics of
+drafts, which prompt tokens were cached) is left out, and `created` is 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from slipstream.apps.server.answer_making import check_model, writer_of
+from slipstream.apps.server.answer_parts import ModelFacts
+from slipstream.apps.server.answer_writer import AnswerWriter
+from slipstream.apps.server.error_objects import as_api_error, refused, validation_error
+from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
+from slipstream.apps.server.model_facts import facts_of
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields
+from slipstream.apps.server.request_rows import RowMaker
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.core.rounds import TokenLogprobs
+from slipstream.core.scheduler import PROMPT_BUDGET
+from slipstream.core.types import Row
+from slipstream.errors import UsageError
+from slipstream.jobs.job_lines import Line
+from slipstream.jobs.job_output import ROW_PREFIX
+from slipstream.jobs.line_kinds import JobOptions, seed_of
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.wiring.prompt_scores import PromptScores
+
+if TYPE_CHECKING:
+    from slipstream.decoder import SpeculativeDecoder
+
+URLS: dict[str, type[ChatFields | CompletionFields]] = {
+    "/v1/chat/completions": ChatFields,
+    "/v1/completions": CompletionFields,
+}
+KNOWN = ("custom_id", "method", "url", "body")
+TIMED = ("timings", "metrics")  # parts of an answer that differ from run to run
+COUNTED = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
+
+
+def read_fields(line: Line) -> ChatFields | CompletionFields:
+    """The request of a line; ApiError says what is not allowed."""
+    item = line.item
+    if unknown := [name for name in item if name not in KNOWN]:
+        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}", unknown[0])
+    if item.get("method", "POST") != "POST":
+        raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
+    url, body = item.get("url"), item.get("body")
+    if not isinstance(url, str) or url not in URLS:
+        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}", "url")
+    if not isinstance(body, dict):
+        raise refused("body; allowed: a JSON object, the request", "body")
+    try:
+        fields = URLS[url].model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
+    if fields.stream:
+        raise refused("stream=true in a batch; allowed: false", "stream")
+    if fields.slipstream is not None:
+        raise refused("slipstream: rounds are not reported in a batch", "slipstream")
+    if fields.seed in (None, -1):
+        fields.seed = seed_of(str(line.id))
+    return fields
+
+
+@dataclass
+class OpenAIRequest:
+    """A line as rows, and the writer of its answer. scores: of prompts that are echoed with log-probabilities."""
+
+    line: Line
+    digest: str
+    live: LiveRequest
+    writer: AnswerWriter
+    kind: OpenAILines = field(repr=False)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows that are generated; a prompt that is only scored has none."""
+        return [job.row for job in self.live.jobs if job.generate]
+
+    def answer(self) -> dict[str, Any]:
+        """The line of the output; ApiError or what a row failed with."""
+        for job in self.live.jobs:
+            row = job.row
+            events: list[Any] = [Started(job.choice, 0, 0.0)]
+            if job.echo is not None:
+                events.append(Scored(job.choice, self.kind.scored(row, job.echo)))
+            events += [Committed(job.choice, done, 0.0) for done in row.rounds]
+            reason = row.finish_reason or "length"
+            for event in [*events, Ended(job.choice, reason, 0.0, row.error)]:
+                for _ in self.writer.take(event):
+                    pass
+        return answer_line(self.line, self.digest, self.writer.whole())
+
+
+def answer_line(line: Line, digest: str, whole: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output from an answer."""
+    body = {name: value for name, value in whole.items() if name not in TIMED} | {"created": 0}
+    body["usage"] = {name: count for name, count in body["usage"].items() if name not in COUNTED}
+    return _line(line, digest, 200, body)
+
+
+def refusal_line(line: Line, digest: str, error: Exception) -> dict[str, Any]:
+    """A line of the error file."""
+    told = as_api_error(error)
+    reason = {"code": told.code or told.body["error"]["type"], "message": told.message}
+    return _line(line, digest, told.status, told.body) | {"error": reason}
+
+
+def _line(line: Line, digest: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        custom_id = line.id
+    except UsageError:
+        custom_id = str(line.item.get("custom_id"))[:80]
+    response = {"status_code": status, "request_id": digest, "body": body}
+    return {"id": f"{ROW_PREFIX}{digest}", "custom_id": custom_id, "response": response, "error": None}
+
+
+class OpenAILines:
+    """Reads lines for one decoder, outside a server."""
+
+    def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
+        self._decoder = decoder
+        self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
+        self._facts: ModelFacts = facts_of(decoder, options.model_name)
+        self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
+
+    def asked(self, line: Line, digest: str) -> OpenAIRequest:
+        """The rows of a line; ApiError or UsageError says what is not allowed."""
+        fields = read_fields(line)
+        check_model(self._facts.name, fields)
+        live = LiveRequest(str(line.item["url"]), id=digest)
+        writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
+        return OpenAIRequest(line, digest, live, writer, self)
+
+    def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities of a prompt's tokens from its second on."""
+        prompt = Row(0, row.tokens[: row.prompt_length], row.params, row.seed)
+        scores: PromptScores | None = None
+        while scores is None or not scores.finished:
+            scores = self._decoder.score_prompt(scores, prompt, count, PROMPT_BUDGET)
+        return tuple(scores.values)
+
+
+def line_kind(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
+    """Lines of OpenAI's format for a decoder."""
+    return OpenAILines(decoder, options)

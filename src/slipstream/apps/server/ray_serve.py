@@ -1,0 +1,142 @@
+"""The server's application as a Ray Serve deployment: `slipstream.integrations.ray:app` in a Serve configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fastapi import FastAPI
+
+from slipstream.apps.server.app_factory import make_app
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import Service
+from slipstream.config import DecoderConfig
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import SlipstreamError, UsageError
+
+log = logging.getLogger("slipstream.server")
+AFFINITY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec:
+    """What a Serve configuration says under `args`.
+
+    decoder, server: fields of `DecoderConfig` and `ServerSettings`. replicas: how many, or {"min": 1, "max": 4}.
+    num_cpus, num_gpus: of each. session_affinity: requests with the same `x-session-id` go to the same replica, which
+    has their prompts in its KV cache.
+    """
+
+    target: str
+    draft: str | None = None
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int | Mapping[str, int] = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    session_affinity: bool = False
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> ServeSpec:
+        """Checked; UsageError names the field that is wrong."""
+        known = [f.name for f in fields(cls)]
+        if unknown := [name for name in args if name not in known]:
+            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(known)}")
+        if not isinstance(args.get("target"), str):
+            raise UsageError(f"target={args.get('target')!r:.80}; allowed: the name of a model")
+        spec = cls(**args)
+        for name, kind in (("decoder", DecoderConfig), ("server", ServerSettings)):
+            _refuse_unknown(name, getattr(spec, name), [f.name for f in fields(kind)])
+        if spec.settings.batch_folder and spec.replicas != 1:
+            raise UsageError("batch_folder with several replicas, of which one can use it; allowed: replicas=1")
+        spec.scale()
+        return spec
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The decoder's settings; `match` by default, as in `slipstream serve`."""
+        return DecoderConfig(**{"acceptance": "match"} | dict(self.decoder))
+
+    @property
+    def settings(self) -> ServerSettings:
+        """The server's settings; lists become tuples."""
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()
+        }
+        return ServerSettings(**given)
+
+    def scale(self) -> dict[str, Any]:
+        """The number of replicas as Serve wants it."""
+        if isinstance(self.replicas, int) and not isinstance(self.replicas, bool) and self.replicas >= 1:
+            return {"num_replicas": self.replicas}
+        if isinstance(self.replicas, Mapping) and set(self.replicas) == {"min", "max"}:
+            most = self.config.max_batch_size
+            limits = {"min_replicas": self.replicas["min"], "max_replicas": self.replicas["max"]}
+            return {"autoscaling_config": limits | {"target_ongoing_requests": most}}
+        raise UsageError(f'replicas={self.replicas!r}; allowed: a whole number >= 1, or {{"min": N, "max": N}}')
+
+    def load(self) -> SpeculativeDecoder:
+        """The decoder, in the replica's engine thread."""
+        return SpeculativeDecoder(self.target, self.draft, **vars(self.config))
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """A Serve application. args: see `ServeSpec`."""
+    try:
+        from ray import serve
+        from ray.serve.config import RequestRouterConfig
+    except ImportError as error:
+        raise SlipstreamError(f"Ray Serve needs {error.name}; run: pip install 'slipstream-lm[ray]'") from error
+    spec = ServeSpec.of(args)
+
+    def build() -> FastAPI:
+        """Called in each replica."""
+        return replica_app(spec)
+
+    class Slipstream:
+        """A replica: one engine."""
+
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus},
+        "max_ongoing_requests": spec.config.max_batch_size + spec.settings.max_queued_requests,  # our queue says 429
+        "graceful_shutdown_timeout_s": spec.settings.drain_timeout,
+    }
+    if spec.session_affinity:
+        options["request_router_config"] = RequestRouterConfig(request_router_class=AFFINITY)
+    deployment = serve.deployment(name="Slipstream", **options, **spec.scale())(serve.ingress(build)(Slipstream))
+    return deployment.bind()
+
+
+def replica_app(spec: ServeSpec) -> FastAPI:
+    """The application of a replica. It is ready once its models are loaded; if its engine fails, the replica ends."""
+    ready = asyncio.Event()
+    application = make_app(spec.settings, spec.load, lambda: Service(spec.settings, lambda _: ready.set(), _end))
+    begin = application.router.lifespan_context
+
+    @asynccontextmanager
+    async def loaded(app: FastAPI) -> AsyncIterator[Any]:
+        async with begin(app) as state:
+            await ready.wait()
+            yield state
+
+    application.router.lifespan_context = loaded
+    return application
+
+
+def _end(error: BaseException | None) -> None:
+    """Serve puts another replica in the place of one that has ended."""
+    if error is not None:
+        log.error("the engine has stopped, and this replica with it: %s", error)
+        os._exit(1)
+
+
+def _refuse_unknown(name: str, given: Any, known: list[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{name}={given!r:.80}; allowed: a mapping")
+    if unknown := [key for key in given if key not in known]:
+        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")

@@ -1,0 +1,112 @@
+"""An actor of a job over Ray: one decoder, whose batch is kept full by several blocks of lines at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config import DecoderConfig
+from slipstream.errors import SlipstreamError
+from slipstream.jobs.job_lines import Line
+from slipstream.jobs.line_kinds import Asked, JobOptions, LineReader
+from slipstream.jobs.request_order import ordered
+from slipstream.jobs.request_pool import RequestPool, Work
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How an actor makes its decoder. threads: to compute with on a CPU, 0 leaves PyTorch's own number."""
+
+    target: str
+    draft: str | None
+    config: DecoderConfig
+    options: JobOptions
+    threads: int
+
+
+class RayEngine:
+    """Called with a block of lines by several threads at once; each call returns when its own lines are answered."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+
+        from slipstream.decoder import SpeculativeDecoder
+
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        self._decoder = SpeculativeDecoder(spec.target, spec.draft, **vars(spec.config))
+        self._reader = LineReader(self._decoder, spec.options)
+        self._pool = RequestPool(self._decoder)
+        self._news, self._tokenizer = threading.Condition(), threading.Lock()
+        self._new: list[Asked] = []
+        self._ended: dict[int, Asked] = {}  # by the identity of a request
+        self._told = Work()  # what has been reported
+        self._failure: BaseException | None = None
+        threading.Thread(target=self._run, name="slipstream-engine", daemon=True).start()
+
+    def __call__(self, block: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+        """Answer a block: columns `number` and `line` (JSON). Returns columns with an answer or a refusal each."""
+        found: dict[int, tuple[bool, dict[str, Any]]] = {}
+        requests: list[Asked] = []
+        for number, text in zip(block["number"], block["line"], strict=True):
+            line = Line(int(number), json.loads(text))
+            try:
+                with self._tokenizer:  # which several threads cannot use at once
+                    requests.append(self._reader.asked(line))
+            except Exception as error:  # of this line; the others go on
+                found[line.number] = False, self._reader.refusal(line, error)
+        for request in self._decoded(ordered(requests, self._decoder.shapes.reuse)):
+            try:
+                with self._tokenizer:
+                    found[request.line.number] = True, request.answer()
+            except Exception as error:  # the row's own
+                found[request.line.number] = False, self._reader.refusal(request.line, error)
+        numbers = [int(number) for number in block["number"]]
+        work = self._new_work()
+        return {
+            "number": numbers,
+            "answered": [found[number][0] for number in numbers],
+            "line": [json.dumps(found[number][1]) for number in numbers],
+            "fingerprint": [self._reader.fingerprint] * len(numbers),
+            "work": [json.dumps(vars(work)) if at == 0 else "" for at in range(len(numbers))],
+        }
+
+    def _decoded(self, requests: Sequence[Asked]) -> list[Asked]:
+        """Hand requests to the engine and wait for all of them."""
+        with self._news:
+            self._new += requests
+            self._news.notify_all()
+            while not (self._failure or all(id(request) in self._ended for request in requests)):
+                self._news.wait()
+            if self._failure is not None:
+                raise SlipstreamError(f"the engine has stopped: {self._failure}") from self._failure
+            return [self._ended.pop(id(request)) for request in requests]
+
+    def _new_work(self) -> Work:
+        """What was done since this was last asked."""
+        with self._news:
+            before, now = self._told, Work(**vars(self._pool.work))
+            self._told = now
+        return Work(**{name: value - getattr(before, name) for name, value in vars(now).items()})
+
+    def _run(self) -> None:
+        """The engine's thread: one round after the other, for whichever blocks are there."""
+        try:
+            while True:
+                with self._news:
+                    while not (self._new or self._pool.unfinished):
+                        self._news.wait()
+                    new, self._new = self._new, []
+                self._pool.add(new)
+                ended = self._pool.step()
+                if ended:
+                    with self._news:
+                        self._ended |= {id(request): request for request in ended}
+                        self._news.notify_all()
+        except BaseException as error:  # whoever waits must be told
+            with self._news:
+                self._failure = error
+                self._news.notify_all()

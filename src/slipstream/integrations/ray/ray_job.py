@@ -1,0 +1,151 @@
+"""A job over a Ray cluster: Ray Data hands blocks of lines to actors, this process writes the answers as they come.
+
+The output is that of a job on one machine, so either can go on with what the other has begun. It also makes a job
+survive its driver: Ray keeps nothing, what is not in the output is asked again. Blocks of a node that died are
+given to another by Ray; an answer is written once, as every line is in one block.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import SlipstreamError, first_line
+from slipstream.integrations.ray.ray_engine import EngineSpec, RayEngine
+from slipstream.integrations.ray.ray_options import RayOptions, ray_module
+from slipstream.jobs.job_files import JobFiles
+from slipstream.jobs.job_lines import Line
+from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
+from slipstream.jobs.line_kinds import RequestDigest
+
+REACHED = 10.0  # seconds in which a cluster must answer
+BLOCKS = 3  # blocks of lines that an actor works on at a time, each as large as its batch
+
+
+@dataclass
+class RayJob:
+    """A job whose lines are answered by actors. report: how far it is."""
+
+    files: JobFiles
+    spec: EngineSpec
+    options: RayOptions
+    report: JobReport
+
+    def run(self, on_progress: Progress = lambda report: None) -> JobReport:
+        """Answer what no earlier run has answered. SlipstreamError if the cluster cannot be used or fails."""
+        ray: Any = ray_module()
+        digests = RequestDigest(self.spec.options, self.spec.config.acceptance)
+
+        def work(state: JobState) -> None:
+            lines = {line.number: line for line in state.pending()}
+            if lines:
+                with _connected(ray, self.options.ray):
+                    self._answer(ray, state, lines, on_progress)
+
+        return run_through(self.files, digests, self.report, "", work)
+
+    def _answer(self, ray: Any, state: JobState, lines: dict[int, Line], on_progress: Progress) -> None:
+        try:
+            for block in self._blocks(ray, lines):
+                self._write(state, lines, block)
+                on_progress(state.tick())
+        except ray.exceptions.RayError as error:
+            raise SlipstreamError(f"Ray has failed: {_reason(error)}; what is answered stays in the output") from error
+        if lines:
+            raise SlipstreamError(f"Ray has lost {len(lines)} lines; the same command goes on with them")
+
+    def _blocks(self, ray: Any, lines: Mapping[int, Line]) -> Iterator[Mapping[str, Any]]:
+        """Answers, a block at a time, in the order in which they are there."""
+        size = self.spec.config.max_batch_size
+        items = [{"number": number, "line": json.dumps(dict(line.item))} for number, line in lines.items()]
+        low, high = self.options.actors
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        for name in ("ray", "ray.data"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        dataset = ray.data.from_items(items, override_num_blocks=-(-len(items) // size))
+        answered = dataset.map_batches(
+            RayEngine,
+            fn_constructor_args=(self.spec,),
+            batch_size=None,
+            compute=ray.data.ActorPoolStrategy(
+                min_size=low,
+                max_size=high,
+                max_tasks_in_flight_per_actor=2 * BLOCKS,
+                max_concurrent_calls_per_actor=BLOCKS,
+                enable_true_multi_threading=True,
+            ),
+            num_cpus=self.options.ray_cpus,
+            num_gpus=self.options.ray_gpus or None,
+        )
+        yield from answered.iter_batches(batch_size=None, prefetch_batches=0)
+
+    def _write(self, state: JobState, lines: dict[int, Line], block: Mapping[str, Any]) -> None:
+        answers = []
+        for at, number in enumerate(map(int, block["number"])):
+            line = lines.pop(number, None)
+            if line is None:
+                continue
+            state.expect(str(block["fingerprint"][at]))
+            told = json.loads(block["line"][at])
+            if block["answered"][at]:
+                answers.append(told)
+            else:
+                state.refuse(line, told)
+            if block["work"][at]:
+                work = json.loads(block["work"][at])
+                for name, count in work.items():
+                    setattr(self.report.work, name, getattr(self.report.work, name) + count)
+        state.answer(answers, str(block["fingerprint"][0]) if answers else "")
+
+
+def run_ray_job(
+    files: JobFiles, spec: EngineSpec, options: RayOptions, on_progress: Progress = lambda report: None
+) -> JobReport:
+    """Answer all requests of a job on a cluster."""
+    return RayJob(files, spec, options, JobReport()).run(on_progress)
+
+
+class _connected:
+    """A connection to a cluster; one that was there before is used and left alone."""
+
+    def __init__(self, ray: Any, address: str) -> None:
+        self._ray, self._address, self._ours = ray, address, not ray.is_initialized()
+
+    def __enter__(self) -> None:
+        if not self._ours:
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = None if self._address == "local" else self._address
+        self._check_reachable()
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            why = first_line(error)
+            raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {why}") from error
+
+    def _check_reachable(self) -> None:
+        """Ray ends the whole process, and not in one line, where nobody listens."""
+        host, colon, port = self._address.removeprefix("ray://").rpartition(":")
+        if not colon or not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED).close()
+        except (OSError, OverflowError) as error:
+            raise SlipstreamError(f"--ray {self._address!r}: there is no cluster to connect to: {error}") from error
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            self._ray.shutdown()
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a remote failure that says why."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line for line in str(cause).strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else type(error).__name__

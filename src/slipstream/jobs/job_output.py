@@ -1,0 +1,148 @@
+"""The output of a job: one line per answered request, on the disk before it counts as answered.
+
+Lines are only ever appended. A line that a killed process left unfinished is cut when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from slipstream.errors import SlipstreamError, UsageError
+
+BEGINNINGS = (b'{"id":', b'{"line":')  # of the lines that jobs write
+ROW_PREFIX = "batch_req_"  # of the ids of OpenAI's lines
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a line of the output says of its request. digest: of the request; fingerprint: of the model."""
+
+    number: int
+    digest: str
+    fingerprint: str
+
+
+class JobOutput:
+    """An output file that this process alone may write. answered: what it holds, by id.
+
+    UsageError if it is no output of a job, SlipstreamError if another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answered: dict[str, Answered] = {}
+        try:
+            new = not path.exists()
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by `close`
+        except OSError as error:
+            raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            if new:
+                sync_folder(path.parent)
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines; they are on the disk when this returns."""
+        data = b"".join(line_bytes(line) for line in lines)
+        if not data:
+            return
+        try:
+            while data:  # on a disk that is almost full a write may take a part of the data only
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise SlipstreamError(
+                f"{str(self.path)!r} cannot be written: {error.strerror}; the lines in it stay"
+            ) from error
+
+    def close(self) -> None:
+        """Let other processes write the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+        except BlockingIOError:
+            raise SlipstreamError(f"{str(self.path)!r} is being written by another process") from None
+
+    def _read(self) -> None:
+        """Note the whole lines, and cut what stands behind the last of them if it can be the beginning of one."""
+        end = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    self._note(number, _parsed(self.path, number, line))
+                    end += len(line)
+                elif not any(line.startswith(begin[: len(line)]) for begin in BEGINNINGS):
+                    raise no_output(self.path, number)
+        if end < self._file.seek(0, os.SEEK_END):
+            self._file.truncate(end)
+            os.fsync(self._file.fileno())
+
+    def _note(self, number: int, item: Mapping[str, Any]) -> None:
+        try:
+            openai = "custom_id" in item
+            body = item["response"]["body"] if openai else {}
+            key = str(item["custom_id" if openai else "id"])
+            digest = item["id"].removeprefix(ROW_PREFIX) if openai else item["request"]
+            found = Answered(number, str(digest), str(body["system_fingerprint"] if openai else item["fingerprint"]))
+        except (KeyError, TypeError, AttributeError):
+            raise no_output(self.path, number) from None
+        if key in self.answered:
+            other = self.answered[key].number
+            raise UsageError(f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}")
+        self.answered[key] = found
+
+
+def output_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The lines of a finished output."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            yield _parsed(path, number, line)
+
+
+def line_bytes(line: Mapping[str, Any]) -> bytes:
+    """A line as it is written: the same bytes for the same values."""
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's new names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
+    try:
+        item = json.loads(line)
+    except ValueError:
+        item = None
+    if not isinstance(item, dict):
+        raise no_output(path, number)
+    return item
+
+
+def no_output(path: Path, number: int) -> UsageError:
+    """What is said of a file that no job has written."""
+    return UsageError(
+        f"{str(path)!r}, line {number}: not a line of a job's output; allowed: a new file, or the output of this job"
+    )

@@ -1,0 +1,206 @@
+"""A target over several processes: each holds a part of every layer, by the plan that transformers has for the model.
+
+Rank 0 drafts, decides and says what is to be done; the others do the same to their parts. Started by torchrun, with
+`load_options={"tp_plan": "auto"}`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from slipstream.core.trees import TreeSegment
+from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.loaded import PLAN, LoadOptions
+
+FOREVER = timedelta(days=365)  # how long followers wait for something to do
+STOP = "stop"
+
+
+class TensorParallelBackend(HFBackend):
+    """A part of a model, and on rank 0 the whole backend: every call that forwards or touches the cache is sent first.
+
+    ranks: the group over which calls are sent. A failure ends the job on every rank.
+    """
+
+    def __init__(self, model: Any, ranks: Any) -> None:
+        self._ranks, self._failed, self._leads = ranks, False, False
+        super().__init__(model)
+        self._leads = dist.get_rank() == 0  # from here on calls are sent
+
+    def _do(self, name: str, *args: Any, **options: Any) -> Any:
+        """Do something on every rank; returns what it returned here."""
+        if self._leads:
+            self._send((name, args, options))
+        try:
+            return getattr(self if name.startswith("_") else super(), name)(*args, **options)
+        except (RuntimeError, MemoryError) as error:
+            self._failed = True
+            raise SlipstreamError(f"rank {dist.get_rank()}: {name} failed: {first_line(error)}") from error
+
+    def _send(self, call: Any) -> None:
+        if self._failed:
+            raise SlipstreamError("another rank has failed; allowed: to start the job anew")
+        try:
+            dist.broadcast_object_list([_moved(call, torch.device("cpu"))], src=0, group=self._ranks)
+        except RuntimeError as error:
+            self._failed = True
+            raise SlipstreamError(f"rank 0: another rank has ended: {first_line(error)}") from error
+
+    def reserve(self, rows: int, length: int) -> None:
+        """See `Backend.reserve`."""
+        self._do("reserve", rows, length)
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """See `Backend.forward`."""
+        found: Tensor = self._do("forward", tokens, starts, first_slot=first_slot, logits=logits)
+        return found
+
+    def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
+        """See `PromptLogits.answer`."""
+        found: Tensor = self._do("answer", tokens, start, slot=slot, columns=columns)
+        return found
+
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """See `TreeForwards.forward_tree`."""
+        found: Tensor = self._do("forward_tree", tokens, segments, widths=widths)
+        return found
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """See `TreeForwards.move`."""
+        self._do("move", slot, places, start)
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """See `Backend.copy`."""
+        self._do("copy", source, destination, length)
+
+    def settle(self, slot: int, position: int) -> None:
+        """See `Checkpoints.settle`; models with recurrent layers are refused."""
+
+    @property
+    def attended_unit(self) -> int:
+        """See `Backend`."""
+        return self.cache.attended_unit
+
+    @attended_unit.setter
+    def attended_unit(self, unit: int) -> None:
+        if unit != self.cache.attended_unit:
+            self._do("_set_attended_unit", unit)
+
+    @property
+    def attended_lengths(self) -> tuple[int, ...]:
+        """See `AttendedLengths`."""
+        return self.cache.attended_lengths
+
+    @attended_lengths.setter
+    def attended_lengths(self, lengths: tuple[int, ...]) -> None:
+        if lengths != self.cache.attended_lengths and self.device.type == "cpu":
+            self._do("_set_attended_lengths", lengths)
+
+    def _set_attended_unit(self, unit: int) -> None:
+        self.cache.attended_unit = unit
+
+    def _set_attended_lengths(self, lengths: tuple[int, ...]) -> None:
+        self.cache.attended_lengths = lengths
+
+    def weights_digest(self) -> str:
+        """Of the part that this rank holds."""
+        found = hashlib.sha256(repr(dist.get_world_size()).encode())
+        for name, weight in sorted(self.model.state_dict().items()):
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            found.update(name.encode() + local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """Refused: shapes are measured on the whole model, which every rank runs."""
+        raise UsageError("the layers of a tensor-parallel model are not told apart; allowed: the whole model")
+
+    def layer_subset(self, layers: Sequence[int]) -> HFBackend:
+        """Refused: a part of the layers would run on one rank alone."""
+        raise UsageError("drafter='layer_skip' with a tensor-parallel target; allowed: another drafter")
+
+    def separate_subset(self, layers: Sequence[int]) -> HFBackend:
+        """See `layer_subset`."""
+        return self.layer_subset(layers)
+
+    def follow(self) -> NoReturn:
+        """On every rank but 0: do what rank 0 says until it says that it is over, then end the process."""
+        rank = dist.get_rank()
+        try:
+            while True:
+                box: list[Any] = [None]
+                dist.broadcast_object_list(box, src=0, group=self._ranks)
+                if box[0] == STOP:
+                    dist.destroy_process_group()
+                    sys.exit(0)
+                name, args, options = _moved(box[0], self.device)
+                self._do(name, *args, **options)
+        except (SlipstreamError, RuntimeError) as error:
+            why = first_line(error) if isinstance(error, SlipstreamError) else f"rank {rank}: rank 0 has ended"
+            print(f"error: {why}", file=sys.stderr, flush=True)
+            os._exit(1)  # the group cannot be left in order when a rank is gone
+
+    def stop(self) -> None:
+        """On rank 0: let the others end."""
+        if self._leads and not self._failed:
+            with suppress(SlipstreamError):
+                self._send(STOP)
+                dist.destroy_process_group()
+        self._leads = False
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same with its tensors on a device."""
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device) for one in value)
+    if isinstance(value, dict):
+        return {name: _moved(one, device) for name, one in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def join_ranks() -> Any:
+    """Join the processes that torchrun has started; returns the group over which calls are sent."""
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        raise UsageError(
+            f"load_options {PLAN!r} needs several processes; allowed: torchrun --nproc-per-node N, or no {PLAN}"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return dist.new_group(backend="gloo", timeout=FOREVER)
+
+
+def loading_options(options: LoadOptions) -> LoadOptions:
+    """The same with transformers' own argument for a plan. UsageError for what does not go with one."""
+    from transformers.distributed import DistributedConfig
+
+    if options.fast is True:
+        raise UsageError(f"fast=True with load_options {PLAN!r}, whose layers keep their form; allowed: 'auto', False")
+    if "device_map" in options.extra:
+        raise UsageError(f"load_options device_map beside {PLAN!r}; allowed: one of them")
+    extra = {name: value for name, value in options.extra.items() if name != PLAN}
+    extra["distributed_config"] = DistributedConfig(tp_plan=options.extra[PLAN])
+    return replace(options, fast=False, extra=extra)
+
+
+def lead_or_follow(model: Any, ranks: Any) -> TensorParallelBackend:
+    """The backend on rank 0; the other ranks end here, when rank 0 does."""
+    backend = TensorParallelBackend(model, ranks)
+    if backend.cache.states is not None:
+        raise UsageError(f"{type(model).__name__} has recurrent layers; allowed: tensor parallelism without them")
+    if dist.get_rank() != 0:
+        backend.follow()
+    atexit.register(backend.stop)
+    return backend

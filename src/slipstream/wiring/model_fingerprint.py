@@ -1,0 +1,27 @@
+"""A digest of all that the text of a request with a seed depends on."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+import slipstream
+from slipstream.models.layer_subset import LayerSubsets
+from slipstream.wiring.model_holder import ModelHolder
+
+
+def fingerprint_of(decoder: ModelHolder) -> str:
+    """Equal for decoders that give the same bytes for the same request and seed: weights, shapes and versions."""
+    target = decoder.target
+    backend = target.backend
+    weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
+    parts = (
+        target.fingerprint,
+        weights,
+        decoder.shapes,
+        backend.device.type,
+        torch.__version__,
+        slipstream.__version__,
+    )
+    return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,302 @@
+"""OpenAI's files and batches: the client's own calls, access, refusals, and who goes first."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from job_cases import by_id, chat, write
+from job_cases import toy as job_toy
+from served import Gate, Served, served, toy
+
+from slipstream.apps.server.live_request import Ended, Event, LiveRequest
+
+LINES = [
+    chat(f"c{at}", text, **({"temperature": 0.9} if at % 2 else {"temperature": 0}))
+    for at, text in enumerate(("The heron", "A sparrow", "The river does", "So the heron", "It was", "Then"))
+]
+KEYS = "ann:key-of-ann\nbob:key-of-bob\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
+        yield one
+
+
+def jsonl(lines: list[Any]) -> bytes:
+    return "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines).encode()
+
+
+def begun(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/chat/completions", **more: Any) -> Any:
+    file = client.files.create(file=("in.jsonl", io.BytesIO(jsonl(lines))), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+
+
+def ended(server: Served, client: openai.OpenAI, batch: Any) -> Any:
+    server.wait_until(lambda: not server.service.batches.store.batches[batch.id].unfinished)
+    return client.batches.retrieve(batch.id)
+
+
+def test_a_batch_gives_the_lines_of_the_command(server: Served, tmp_path: Path) -> None:
+    with server.openai() as client:
+        batch = ended(server, client, begun(client, LINES, metadata={"run": "1"}))
+        assert batch.status == "completed" and batch.metadata == {"run": "1"} and batch.error_file_id is None
+        assert batch.request_counts.model_dump() == {"total": 6, "completed": 6, "failed": 0}
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        (tmp_path / "served.jsonl").write_bytes(client.files.content(batch.output_file_id).content)
+        told = client.files.retrieve(batch.output_file_id)
+        assert told.purpose == "batch_output" and told.bytes == (tmp_path / "served.jsonl").stat().st_size
+        assert batch.id in [one.id for one in client.batches.list(limit=1)]
+    job_toy(max_batch_size=8, drafter="none").batch(LINES, tmp_path / "job.jsonl")
+    assert by_id(tmp_path / "served.jsonl") == by_id(tmp_path / "job.jsonl")
+
+
+def test_lines_that_cannot_be_answered_are_in_the_error_file(server: Served) -> None:
+    lines = [
+        LINES[0],
+        chat("m", "x", model="gpt-9"),
+        chat("t", "x", temperature=-1),
+        chat("l", "x", max_tokens=1 << 22),
+    ]
+    with server.openai() as client:
+        batch = ended(server, client, begun(client, lines))
+        assert batch.status == "completed" and (batch.request_counts.completed, batch.request_counts.failed) == (1, 3)
+        errors = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    found = {one["custom_id"]: (one["line"], one["response"]["status_code"], one["error"]["code"]) for one in errors}
+    assert found["m"] == (2, 404, "model_not_found") and found["t"] == (3, 400, "invalid_request_error")
+    assert found["l"] == (4, 400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([LINES[0], "{"], "not JSON: Expecting property name"),
+        ([LINES[0], LINES[0]], "custom_id 'c0' is that of line 1; allowed: one for each line"),
+        ([LINES[0], LINES[1] | {"url": "/v1/completions"}], "url='/v1/completions'; allowed: '/v1/chat/completions'"),
+        ([LINES[0], {"id": "a", "prompt": "x"}], "url=None; allowed: '/v1/chat/completions', and a custom_id"),
+    ],
+)
+def test_a_file_that_is_no_batch_fails_before_anything_is_run(server: Served, lines: list[Any], why: str) -> None:
+    with server.openai() as client:
+        batch = ended(server, client, begun(client, lines))
+    assert batch.status == "failed" and batch.output_file_id is None and batch.request_counts.completed == 0
+    assert batch.errors.data[0].line == 2 and batch.errors.data[0].message.startswith(why)
+
+
+def test_files_are_listed_read_and_deleted(server: Served) -> None:
+    data = jsonl(LINES) + "ü\r\n--x--\n".encode()
+    with server.openai() as client:
+        file = client.files.create(file=("../../x\n.jsonl", data), purpose="batch")
+        assert client.files.content(file.id).content == data and file.bytes == len(data)
+        assert client.files.list().data[0].id == file.id and client.files.list(limit=1).has_more
+        assert client.files.list(after=file.id).data[0].id != file.id
+        assert client.files.delete(file.id).deleted
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(file.id)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "why"),
+    [
+        ("POST", "/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions"}, 404, "no file 'file-x'"),
+        ("POST", "/v1/batches", {"input_file_id": "x", "endpoint": "/v1/embeddings"}, 400, "endpoint: Input should be"),
+        (
+            "POST",
+            "/v1/batches",
+            {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "1h"},
+            400,
+            "c",
+        ),
+        ("GET", "/v1/batches/batch_x", None, 404, "there is no batch 'batch_x'"),
+        ("POST", "/v1/batches/batch_x/cancel", None, 404, "there is no batch"),
+        ("GET", "/v1/batches?limit=0", None, 400, "query.limit: Input should be greater"),
+        ("GET", "/v1/batches?after=x", None, 400, "after='x'; allowed: an id of this list"),
+        ("GET", "/v1/files/..%2f..%2fx/content", None, 404, ""),
+        ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
+    ],
+)
+def test_wrong_calls_are_refused(server: Served, method: str, path: str, body: Any, status: int, why: str) -> None:
+    answer = server.http.request(method, path, json=body)
+    assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}, "purpose='fine-tune'; allowed: 'batch'"),
+        ({"files": {"file": b"x"}}, "purpose=None; allowed: 'batch'"),
+        ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "the file is empty"),
+        ({"files": {"purpose": (None, "batch")}}, "the form has no file"),
+        ({"files": [("file", b"x"), ("file", b"y")]}, "the form has two files; allowed: one"),
+        ({"files": {"file": b"x"}, "data": {"purpose": "b" * 2000}}, "purpose is too long"),
+        ({"content": b"--a\r\n\r\n", "headers": {"content-type": "multipart/form-data; boundary=a"}}, "the form"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "the request body; allowed: a form"),
+        ({"content": b"x" * 9000, "headers": {"content-type": "multipart/form-data; boundary=a"}}, "ends before"),
+    ],
+)  # fmt: skip
+def test_wrong_forms_are_refused_and_leave_nothing(server: Served, form: dict[str, Any], why: str) -> None:
+    answer = server.http.post("/v1/files", **form)
+    assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
+    assert not list((server.service.batches.store.folder / "uploads").iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100_000])
+def test_a_form_may_arrive_in_any_pieces(size: int, tmp_path: Path) -> None:
+    import asyncio
+
+    from slipstream.apps.server.upload_form import UploadForm
+
+    content = b"one\r\n--b\r\n--boundar\r\n\r\n--\n" * 3
+    body = b"preamble\r\n--boundary\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--boundary\r\n"
+    body += b'content-disposition: form-data; name="file"; filename="in.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
+    body += content + b"\r\n--boundary--\r\nepilogue"
+
+    async def pieces() -> Any:
+        for at in range(0, len(body), size):
+            yield body[at : at + size]
+
+    form = UploadForm("multipart/form-data; boundary=boundary", tmp_path / "file")
+    asyncio.run(form.read(pieces()))
+    assert form.fields == {"purpose": "batch"} and form.filename == "in.jsonl" and form.size == len(content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_large_file_is_refused_by_its_own_limit(tmp_path: Path) -> None:
+    with served(batch_folder=str(tmp_path), max_file_bytes=20_000, max_body_bytes=5_000) as server:
+        form = {"data": {"purpose": "batch"}}
+        assert server.http.post("/v1/files", files={"file": b"x" * 12_000}, **form).status_code == 200  # type: ignore[arg-type]
+        assert server.http.post("/v1/files", files={"file": b"x" * 21_000}, **form).status_code == 413  # type: ignore[arg-type]
+        assert server.http.post("/v1/completions", content=b"x" * 6_000).status_code == 413
+
+
+def test_without_a_folder_the_endpoints_are_closed() -> None:
+    with served() as server:
+        answer = server.http.get("/v1/files")
+        assert answer.status_code == 404 and "start it with --batch-folder FOLDER" in answer.text
+
+
+def test_a_key_sees_its_own_files_and_batches_only(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
+        with server.openai("key-of-ann") as ann, server.openai("key-of-bob") as bob:
+            batch = begun(ann, LINES[:1])
+            for call in (lambda: bob.batches.retrieve(batch.id), lambda: bob.files.content(batch.input_file_id)):
+                with pytest.raises(openai.NotFoundError):
+                    call()
+            assert bob.files.list().data == [] and bob.batches.list().data == []
+            assert len(ann.files.list().data) >= 1
+        assert server.http.get("/v1/files").status_code == 401
+
+
+def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
+    gate = Gate()
+    with served(lambda: gate.load(max_batch_size=1), batch_folder=str(tmp_path)) as server:
+        order, shown = list[bool](), server.service.room.event
+
+        def note(live: LiveRequest, event: Event) -> None:
+            order.extend([live.background] * isinstance(event, Ended))
+            shown(live, event)
+
+        server.service.room.event = note
+        with server.openai() as client:
+            begun(client, LINES)
+            assert gate.reached.wait(60)  # one row of the batch is under way, the place is taken
+            from served import in_thread
+
+            with in_thread(lambda: server.text("A heron", max_tokens=4)):
+                server.wait_until(lambda: any(live.jobs for live in server.service.live))
+                gate.opened.set()
+        server.wait_until(lambda: order.count(True) == len(LINES))
+        assert order.index(False) <= 1  # at most the row that was under way ended before
+
+
+def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
+    gate = Gate()
+    with served(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
+        with server.openai() as client:
+            begun(client, LINES)
+            assert gate.reached.wait(60)
+            server.wait_until(lambda: server.service.room.num_running == 3)
+        gate.opened.set()
+
+
+def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
+    gate = Gate()
+    with served(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
+        batch = begun(client, LINES)
+        assert gate.reached.wait(60)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        gate.opened.set()
+        batch = ended(server, client, batch)
+        assert batch.status == "cancelled" and batch.cancelled_at and batch.request_counts.completed == 0
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(batch.id)
+        assert server.text("A heron", max_tokens=4)
+
+
+def test_a_batch_that_takes_too_long_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.apps.server.batch_store.WINDOW_S", 0)
+    with served(batch_folder=str(tmp_path)) as server, server.openai() as client:
+        batch = ended(server, client, begun(client, LINES))
+        assert batch.status == "expired" and batch.expired_at and batch.output_file_id is None
+
+
+def test_a_server_that_shuts_down_leaves_its_batches_to_the_next(tmp_path: Path) -> None:
+    gate = Gate()
+    with served(lambda: gate.load(), batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
+        batch = begun(client, LINES)
+        assert gate.reached.wait(60)
+        server.call(server.server.begin_shutdown)
+        gate.opened.set()
+    with served(batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
+        again = ended(server, client, batch)
+        assert again.status == "completed" and again.request_counts.completed == len(LINES)
+        output = write(tmp_path / "o.jsonl", client.files.content(again.output_file_id).text.splitlines())
+        assert set(by_id(output)) == {line["custom_id"] for line in LINES}
+
+
+def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) -> None:
+    from slipstream import SpeculativeDecoder
+    from slipstream.jobs.job_output import JobOutput
+
+    gate = Gate()
+    with served(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
+        batch = begun(client, LINES)
+        assert gate.reached.wait(60)
+        server.call(server.server.begin_shutdown)
+        gate.opened.set()
+    (record,) = (tmp_path / "batches").glob("*.json")
+    with JobOutput(tmp_path / "files" / f"{json.loads(record.read_text())['output']}.jsonl") as output:
+        line = {"id": "batch_req_x", "custom_id": "c0", "response": {"body": {"system_fingerprint": "slip-0"}}}
+        output.append([line] if "c0" not in output.answered else [])
+    with served(lambda: SpeculativeDecoder("toy:2"), batch_folder=str(tmp_path)) as server, server.openai() as client:
+        failed = ended(server, client, batch)
+        assert failed.status == "failed" and "begun by a model with fingerprint slip-" in failed.errors.data[0].message
+        assert server.text("A heron", max_tokens=4)
+
+
+def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
+    from slipstream import SlipstreamError
+    from slipstream.apps.server.batch_store import BatchStore
+
+    with served(batch_folder=str(tmp_path)), pytest.raises(SlipstreamError, match="is used by another server"):
+        BatchStore(tmp_path)
+    BatchStore(tmp_path).close()
+    assert toy().target.name == "toy"
+
+
+def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    from slipstream import UsageError
+    from slipstream.apps.server.launch import serve
+    from slipstream.apps.server.server_settings import ServerSettings
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"batch_folder='.*file' cannot be used: "):
+        serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)

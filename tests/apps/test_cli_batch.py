@@ -1,0 +1,123 @@
+"""`slipstream batch`: what it prints, where it fails and with which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run
+from job_cases import by_id, chat, read, requests, toy, write
+from rich.console import Console
+
+from slipstream.apps.cli import batch_requests
+
+Capture = pytest.CaptureFixture[str]
+TOY = ("--target", "toy")
+
+
+def test_the_command_is_decoder_batch(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [*requests(8), chat("c", "The heron")]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    code, printed, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert code == 0 and printed == "" and told.startswith("9 of 9 answered in ") and len(told.splitlines()) == 1
+    assert "tokens/s, acceptance " in told
+    toy().batch(source, tmp_path / "python.jsonl")
+    assert by_id(out) == by_id(tmp_path / "python.jsonl")
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--max-batch-size", "4")
+    assert code == 0 and told.startswith("0 of 9 answered, 9 before in ")
+
+
+def test_the_settings_of_a_file_take_the_place_of_flags(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl"
+    (tmp_path / "settings.json").write_text('{"acceptance": "match", "drafter": "none"}')
+    config = ("--config", str(tmp_path / "settings.json"))
+    assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config)[0] == 0
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
+    assert code == 2 and "--config replaces the decoder's flags" in told
+
+
+def test_options_are_those_of_lines_that_bring_none(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"id": 1, "prompt": "The heron"}, {"id": 2, "prompt": "The heron", "max_tokens": 3, "model": "mine"}]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    flags = ("--max-tokens", "5", "--token-ids", "--model-name", "mine", "--json", str(tmp_path / "report.json"))
+    assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *flags)[0] == 0
+    assert {line["id"]: len(line["token_ids"]) for line in read(out)} == {1: 5, 2: 3}
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["target"] == "toy" and report["answered"] == 2 and report["errors"] == []
+
+
+def test_failed_lines_are_told_and_the_exit_code_is_1(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = [{"id": f"b{at}", "prompt": "x", "top_p": 9} for at in range(23)]
+    source, out = write(tmp_path / "in.jsonl", [*requests(2), *bad]), tmp_path / "out.jsonl"
+    errors = tmp_path / "wrong.jsonl"
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, "--errors", str(errors))
+    assert code == 1 and len(by_id(out)) == 2 and len(read(errors)) == 23
+    lines = told.splitlines()
+    assert lines[0] == f"{source}, line 3: top_p=9; allowed: a finite number and > 0 and <= 1" and len(lines) == 22
+    assert lines[20] == f"... and 3 more in {errors}" and lines[21].startswith("2 of 25 answered, 23 failed in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("absent.jsonl", "out.jsonl"), "error: 'absent.jsonl' cannot be read; allowed: a file with one request"),
+        (("in.jsonl", "in.jsonl"), "error: 'in.jsonl' is the output and the input; allowed: two files"),
+        (("in.jsonl", "letter"), "error: 'letter', line 1: not a line of a job's output; allowed: a new file"),
+        (("in.jsonl", "out.jsonl", "--seed", "1"), "error: No such option: --seed"),
+        (("openai.jsonl", "out.jsonl", "--top-k", "3"), "error: line 1 has OpenAI's format, whose requests bring"),
+        (("in.jsonl",), "error: Missing argument 'OUT'."),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], why: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("in.jsonl"), requests(2))
+    write(Path("openai.jsonl"), [chat("a", "x")])
+    Path("letter").write_text("Dear reader,\n")
+    code, _, told = run(capsys, monkeypatch, "batch", *arguments, *TOY)
+    assert code == 2 and told.startswith(why) and len(told.splitlines()) == 1
+
+
+def test_an_interrupted_job_says_how_far_it_is(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.jobs.request_pool import RequestPool
+
+    step, count = RequestPool.step, iter(range(99))
+
+    def interrupted(pool: RequestPool) -> object:
+        if next(count) == 12:
+            raise KeyboardInterrupt
+        return step(pool)
+
+    source, out = write(tmp_path / "in.jsonl", requests(20)), tmp_path / "out.jsonl"
+    monkeypatch.setattr(RequestPool, "step", interrupted)
+    code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)
+    done = len(by_id(out))
+    assert code == 130 and told.startswith(f"interrupted: {done} of 20 answered, {20 - done} left in ")
+    assert "the same command goes on" in told
+    assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY)[0] == 0 and len(by_id(out)) == 20
+
+
+def test_a_terminal_shows_speed_acceptance_and_the_time_left(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(stderr=True, force_terminal=True, width=100, record=True)
+    monkeypatch.setattr(batch_requests, "err", terminal)
+    seen: list[str] = []
+    progress = batch_requests._progress()
+    with progress as show:
+        from slipstream.jobs.job_state import JobReport
+        from slipstream.jobs.request_pool import Work
+
+        show(JobReport(total=40, answered_before=4, answered=16, seconds=8.0, work=Work(800, 100, 62)))
+    seen.append(capsys.readouterr().err)
+    assert "20/40" in seen[0] and "8 s, 100 tokens/s, acceptance 62 %, 0:10 left" in seen[0]

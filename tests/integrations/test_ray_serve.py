@@ -1,0 +1,106 @@
+"""The server behind Ray Serve: the same texts, streams, affinity of sessions; skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.apps.server.ray_serve import ServeSpec
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys, ray
+from ray import serve
+from slipstream.integrations.ray import app
+ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+serve.start(http_options={"host": "127.0.0.1", "port": 0 or int(sys.argv[1])})
+serve.run(app({"target": "toy", "replicas": 2, "session_affinity": True, "decoder": {"drafter": "suffix"}}))
+print("ready", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed (the extra 'ray')")
+    port = free_port()
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(port)], env=env, **pipes) as cluster:
+        assert any(line.strip() == "ready" for line in cluster.stdout)  # type: ignore[union-attr]
+        yield f"http://127.0.0.1:{port}"
+        cluster.stdin.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_replicas_give_the_texts_of_one_decoder(url: str) -> None:
+    wanted = SpeculativeDecoder("toy").generate("The heron", SamplingParams(max_tokens=30)).text
+    body = {"prompt": "The heron", "max_tokens": 30, "temperature": 0}
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        answers = [client.post("/v1/completions", json=body).json() for _ in range(8)]
+        assert {one["choices"][0]["text"] for one in answers} == {wanted}
+        assert len({one["system_fingerprint"] for one in answers}) == 1
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]" and len(events) > 2
+        assert "".join(json.loads(one)["choices"][0]["text"] for one in events[:-1]) == wanted
+        refused = client.post("/v1/completions", json=body | {"temperature": -1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.slow
+def test_a_session_stays_with_the_replica_that_has_its_prompt(url: str) -> None:
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        for at in range(8):
+            body = {"prompt": f"Session {at}: the heron and the sparrow", "max_tokens": 2, "temperature": 0}
+            cached = []
+            for _ in range(3):
+                answer = client.post("/v1/completions", json=body, headers={"x-session-id": f"session-{at}"}).json()
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert min(cached[1:]) >= len(body["prompt"]) - 1, cached  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({}, "target=None; allowed: the name of a model"),
+        ({"target": "toy", "model": "x"}, "unknown argument 'model'; allowed: target, draft, decoder, server,"),
+        ({"target": "toy", "decoder": {"temperature": 1}}, "decoder: unknown setting 'temperature'; allowed: drafter"),
+        ({"target": "toy", "server": {"port": -1}}, "port=-1; allowed: a whole number from 0 to 65535"),
+        ({"target": "toy", "replicas": 0}, "replicas=0; allowed: a whole number >= 1, or"),
+        ({"target": "toy", "replicas": 2, "server": {"batch_folder": "x"}}, "batch_folder with several replicas"),
+    ],
+)
+def test_wrong_arguments_are_refused(args: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError) as told:
+        ServeSpec.of(args)
+    assert str(told.value).startswith(why)
+
+
+def test_the_ready_configuration_is_one() -> None:
+    yaml = pytest.importorskip("yaml")
+    (application,) = yaml.safe_load((ROOT / "examples" / "ray_serve.yaml").read_text())["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert (module, name) == ("slipstream.integrations.ray", "app")
+    spec = ServeSpec.of(application["args"])
+    assert spec.config.acceptance == "match" and spec.scale()["autoscaling_config"]["max_replicas"] == 4

@@ -1,0 +1,206 @@
+"""A job answers every line once, with the text that `generate` gives, and what it refuses stops nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from job_cases import by_id, chat, counts, read, requests, toy, write
+
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream.jobs import batch_job
+from slipstream.jobs.line_kinds import seed_of
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return toy()
+
+
+def test_every_text_is_that_of_the_request_alone_and_of_plain_decoding(
+    decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_job, "WINDOW", 8)  # several windows
+    lines, plain = requests(30), toy(drafter="none", max_batch_size=1)
+    report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", SamplingParams(top_k=9))
+    assert counts(report) == (30, 0, 30, 0) and report.work.accepted_tokens > 0
+    found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
+    assert set(found) == {line["id"] for line in lines}
+    for line in lines:
+        wanted = {name: value for name, value in line.items() if name not in ("id", "prompt")}
+        params = SamplingParams(**{"seed": seed_of(line["id"]), "top_k": 9} | wanted)
+        alone = plain.generate(line["prompt"], params)
+        texts = [found[line["id"]], *found[line["id"]].get("alternatives", [])]
+        assert [one["text"] for one in texts] == [alone.text, *(other.text for other in alone.alternatives)]
+        assert [one["seed"] for one in texts] == [alone.seed, *(other.seed for other in alone.alternatives)]
+        assert texts[0]["output_tokens"] == len(alone.token_ids)
+        assert texts[0]["finish_reason"] == alone.finish_reason
+
+
+def test_another_order_another_batch_and_another_drafter_give_the_same_bytes(tmp_path: Path) -> None:
+    lines = [*requests(14), chat("c", "The heron", temperature=0.9), chat("d", "A sparrow", logprobs=True)]
+    toy().batch(lines, tmp_path / "one.jsonl")
+    random.Random(1).shuffle(lines)
+    toy(drafter="none", max_batch_size=2).batch(lines, tmp_path / "two.jsonl")
+    assert by_id(tmp_path / "one.jsonl") == by_id(tmp_path / "two.jsonl")
+    for line in lines:  # the negative control: other ids are other seeds
+        line.pop("seed", None)
+        line["custom_id" if "body" in line else "id"] += "'"
+    toy().batch(lines, tmp_path / "three.jsonl")
+    texts = [[line["text"] for line in read(tmp_path / f"{name}.jsonl") if "text" in line] for name in ("one", "three")]
+    assert sorted(texts[0]) != sorted(texts[1])
+
+
+def test_an_answer_of_openais_format_is_the_servers_without_what_differs_from_run_to_run(
+    decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    lines = [
+        chat("a", "The heron", temperature=0),
+        {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": ["The h", "A s"], "temperature": 0, "n": 1}},
+        {
+            "custom_id": "c",
+            "url": "/v1/completions",
+            "body": {"prompt": "The", "max_tokens": 0, "echo": True, "logprobs": 1},
+        },
+    ]
+    assert counts(decoder.batch(lines, tmp_path / "out.jsonl")) == (3, 0, 3, 0)
+    found = {line["custom_id"]: line["response"] for line in read(tmp_path / "out.jsonl")}
+    assert {one["status_code"] for one in found.values()} == {200}
+    body = found["a"]["body"]
+    alone = decoder.generate("The heron", SamplingParams(max_tokens=12))
+    assert body["choices"][0]["message"]["content"] == alone.text and body["object"] == "chat.completion"
+    assert body["created"] == 0 and not {"timings", "metrics"} & set(body)
+    assert set(body["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert [one["index"] for one in found["b"]["body"]["choices"]] == [0, 1]
+    scored = found["c"]["body"]["choices"][0]
+    assert scored["text"] == "The" and scored["logprobs"]["token_logprobs"][0] is None
+    assert len(scored["logprobs"]["token_logprobs"]) == 3
+
+
+REFUSED = [
+    ("{", "not JSON: Expecting property name enclosed in double quotes at character 2; allowed: one JSON object"),
+    ("[1]", "a JSON list; allowed: one JSON object"),
+    ('{"id": "n", "prompt": "x", "temperature": NaN}', "not JSON: NaN is no JSON number"),
+    ({"id": "r1", "prompt": "again"}, "id 'r1' is that of line 1; allowed: an id for each line"),
+    ({"prompt": "x"}, "id=None; allowed: a text of 1 to 512 characters, or a whole number"),
+    ({"id": True, "prompt": "x"}, "id=True; allowed:"),
+    ({"id": "p"}, "no prompt; allowed: a text, token ids or a list of chat messages"),
+    ({"id": "e", "prompt": ""}, "prompt 0 is empty; allowed: at least one token"),
+    ({"id": "i", "prompt": [999]}, "prompt 0: token id 999; allowed: 0 to 256"),
+    ({"id": "t", "prompt": "x", "temperature": -1}, "temperature=-1; allowed: a finite number"),
+    ({"id": "u", "prompt": "x", "temprature": 1}, "unknown option 'temprature'; allowed: temperature,"),
+    ({"id": "m", "prompt": "x", "model": "gpt-9"}, "model='gpt-9'; allowed: 'toy', which is loaded, or no model"),
+    ({"id": "h", "prompt": "x", "chat": 1}, "chat=1; allowed: true, false"),
+    ({"id": "b", "prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: 'a'; allowed: token ids"),
+    ({"id": "k", "prompt": "x", "constraint": {"rule": 1}}, "constraint={'rule': 1}; allowed: one of json_schema"),
+    ({"id": "l", "prompt": "x", "logits_processors": []}, "logits_processors are code, which is not read from files"),
+    (chat("o1", "x", model="gpt-9"), "model 'gpt-9' is not served here; allowed: 'toy'"),
+    (chat("o2", "x", temperature=-1), "temperature: Input should be greater than or equal to 0"),
+    (chat("o3", "x", stream=True), "stream=true in a batch; allowed: false"),
+    (chat("o4", "x") | {"url": "/v1/embeddings"}, "url='/v1/embeddings'; allowed: /v1/chat/completions, /v1/c"),
+    (chat("o5", "x") | {"method": "GET"}, "method='GET'; allowed: 'POST'"),
+    (chat("o6", "x") | {"prompt": "x"}, "unknown field 'prompt'; allowed: custom_id, method, url, body"),
+    ({"custom_id": "o7", "url": "/v1/completions"}, "body; allowed: a JSON object, the request"),
+    (chat("o8", "x", slipstream={"rounds": True}), "slipstream: rounds are not reported in a batch"),
+]  # fmt: skip
+
+
+def test_a_bad_line_is_told_with_its_number_and_the_others_are_answered(
+    decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    good = {"id": "r1", "prompt": "The heron", "max_tokens": 4}
+    source = write(tmp_path / "in.jsonl", [good, *(line for line, _ in REFUSED), "", {**good, "id": 7}])
+    report = decoder.batch(source, tmp_path / "out.jsonl")
+    assert counts(report) == (len(REFUSED) + 2, 0, 2, len(REFUSED)) and report.remaining == 0
+    assert set(by_id(tmp_path / "out.jsonl")) == {"r1", "7"}
+    told = {line["line"]: line for line in read(tmp_path / "out.errors.jsonl")}
+    assert sorted(told) == list(range(2, len(REFUSED) + 2))
+    for number, (line, why) in enumerate(REFUSED, 2):
+        error = told[number]["error"]
+        if isinstance(line, dict) and "custom_id" in line:
+            assert told[number]["custom_id"] == line["custom_id"] and told[number]["response"]["status_code"] >= 400
+            error = error["message"]
+        assert error.startswith(why), error
+    assert report.errors[0] == f"{source}, line 2: {REFUSED[0][1]}"
+
+
+def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
+    decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    banned = {str(token): -1e9 for token in range(257)}
+    lines = [{"id": "good", "prompt": "The", "max_tokens": 3}, {"id": "bad", "prompt": "x", "logit_bias": banned}]
+    lines[1]["logit_bias"] = {name: float("-inf") for name in banned}
+    first = decoder.batch(lines, tmp_path / "out.jsonl")
+    second = decoder.batch(lines, tmp_path / "out.jsonl")
+    assert (counts(first), counts(second)) == ((2, 0, 1, 1), (2, 1, 0, 1))
+    assert [line["id"] for line in read(tmp_path / "out.errors.jsonl")] == ["bad"]
+    del lines[1]
+    with pytest.raises(UsageError, match="allowed"):
+        decoder.batch(lines[:0], tmp_path / "out.jsonl")
+    assert decoder.batch(lines, tmp_path / "out.jsonl").failed == 0
+    assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
+    report = decoder.batch(lines, tmp_path / "out.jsonl")
+    assert counts(report) == (3, 0, 1, 2)
+    assert report.errors[0].startswith("the list of requests, line 1: not JSON: Object of type object is not JSON")
+    assert report.errors[1] == "the list of requests, line 3: list; allowed: a dictionary"
+
+
+def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="seed=3 for all requests of a job; allowed: a seed in a line"):
+        decoder.batch(requests(2), out, SamplingParams(seed=3))
+    with pytest.raises(UsageError, match="unknown option 'token_id'; allowed: errors, chat, model_name, token_ids"):
+        decoder.batch(requests(2), out, token_id=True)
+    with pytest.raises(UsageError, match="line 1 has OpenAI's format, whose requests bring their own"):
+        decoder.batch([chat("a", "x")], out, SamplingParams(top_k=3))
+    with pytest.raises(UsageError, match=r"absent.jsonl' cannot be read; allowed: a file with one request per line"):
+        decoder.batch(tmp_path / "absent.jsonl", out)
+
+
+def test_token_ids_and_logprobs_are_reported_where_they_are_asked_for(
+    decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    line = {"id": "a", "prompt": "The heron", "max_tokens": 5, "logprobs": 1}
+    decoder.batch([line], tmp_path / "out.jsonl", token_ids=True)
+    (found,) = read(tmp_path / "out.jsonl")
+    alone = decoder.generate("The heron", SamplingParams(max_tokens=5, logprobs=1))
+    assert found["token_ids"] == alone.token_ids
+    assert [one["logprob"] for one in found["logprobs"]] == [one.logprob for one in alone.logprobs or ()]
+
+
+def test_requests_may_have_constraints_and_predictions(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    lines = [
+        {"id": "a", "prompt": "The", "constraint": {"choice": ["stone", "fish"]}},
+        {"id": "b", "prompt": "The heron", "prediction": " was slow and never wrong", "max_tokens": 20},
+    ]
+    assert decoder.batch(lines, tmp_path / "out.jsonl").answered == 2
+    found = {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")}
+    assert found["a"] in ("stone", "fish")
+    assert found["b"] == decoder.generate("The heron", SamplingParams(max_tokens=20)).text
+
+
+def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first(
+    decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    from slipstream.jobs.job_lines import Line
+    from slipstream.jobs.line_kinds import JobOptions, LineReader
+    from slipstream.jobs.request_order import ordered
+
+    shared = "a common beginning of many characters: "
+    prompts = ["long " * 30, shared + "one", "short", shared + "two and more", "long " * 20, shared + "three" * 9]
+    reader = LineReader(decoder, JobOptions())
+    asked = [reader.asked(Line(at, {"id": at, "prompt": prompt})) for at, prompt in enumerate(prompts)]
+    assert [one.line.number for one in ordered(asked, 1)] == [0, 4, 5, 3, 1, 2]
+    assert [one.line.number for one in ordered(asked, 4096)] == [0, 4, 5, 3, 1, 2]
+
+
+def test_the_report_can_be_written_as_json(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    told = json.loads(json.dumps(decoder.batch(requests(3), tmp_path / "out.jsonl").to_dict()))
+    assert told["answered"] == 3 and told["remaining"] == 0 and told["work"]["output_tokens"] > 0

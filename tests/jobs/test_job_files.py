@@ -1,0 +1,151 @@
+"""What a job finds in its files: torn lines, other jobs, other processes; and Parquet beside JSON lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_cases import by_id, counts, read, requests, toy, write
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.jobs.job_output import JobOutput
+
+LINES = requests(9)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return toy()
+
+
+@pytest.fixture(scope="module")
+def whole(decoder: SpeculativeDecoder, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("job") / "out.jsonl"
+    decoder.batch(LINES, path)
+    return path.read_bytes()
+
+
+def test_wherever_an_output_is_cut_the_job_goes_on_to_the_same_lines(
+    decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "reference.jsonl").write_bytes(whole)
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in [0, 1, 5, ends[0] - 1, ends[0], ends[0] + 1, ends[3] + 9, ends[-1] - 1, ends[-1]]:
+        out.write_bytes(whole[:cut])
+        report = decoder.batch(LINES, out)
+        kept = sum(end <= cut for end in ends)
+        assert counts(report) == (9, kept, 9 - kept, 0)
+        assert out.read_bytes().startswith(whole[: ends[kept - 1] if kept else 0])
+        assert by_id(out) == by_id(tmp_path / "reference.jsonl")
+
+
+@pytest.mark.parametrize("content", ["a letter to somebody", "a letter\n", '{"name": 1}\n', '{"id": "r0"}\n', "[]\n"])
+def test_a_file_that_no_job_has_written_is_left_alone(
+    content: str, decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    for name in ("out.jsonl", "out.errors.jsonl"):
+        file = tmp_path / name
+        file.write_text(content)
+        if name == "out.jsonl" or not content.startswith("a letter to"):
+            with pytest.raises(UsageError, match="line 1: not a line of a job's output; allowed: a new file, or"):
+                decoder.batch(LINES, tmp_path / "out.jsonl")
+            assert file.read_text() == content
+        file.unlink()
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+
+
+def test_the_output_of_another_job_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(whole)
+    with pytest.raises(
+        UsageError, match=r"line \d: id 'r\d' is not in 'the list of requests'; allowed: a new file, or"
+    ):
+        decoder.batch(LINES[:5], out)
+    changed = [line | {"prompt": "another"} if line["id"] == "r4" else line for line in LINES]
+    with pytest.raises(UsageError, match=r"line \d: id 'r4' has been answered to another request, or under other"):
+        decoder.batch(changed, out)
+    with pytest.raises(UsageError, match="has been answered to another request, or under other options"):
+        decoder.batch(LINES, out, SamplingParams(top_k=3))
+    with pytest.raises(
+        UsageError, match=r"line \d: the answer is a model's with fingerprint slip-\w+, loaded is slip-"
+    ):
+        SpeculativeDecoder("toy:2", acceptance="match").batch(LINES, out)
+    assert out.read_bytes() == whole
+    assert counts(decoder.batch([*LINES, {"id": "new", "prompt": "x", "max_tokens": 2}], out)) == (10, 9, 1, 0)
+
+
+def test_an_output_that_has_an_id_twice_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(whole + whole.splitlines(keepends=True)[0])
+    with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1"):
+        decoder.batch(LINES, out)
+
+
+def test_two_processes_cannot_write_one_output(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    hold = (
+        f"import fcntl, sys; f = open({str(out)!r}, 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as other:  # type: ignore[call-overload]
+        assert other.stdout.readline()
+        with pytest.raises(SlipstreamError, match=r"out.jsonl' is being written by another process"):
+            decoder.batch(LINES, out)
+        other.kill()
+    assert decoder.batch(LINES, out).answered == 9
+
+
+def test_names_of_files_are_checked_first(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", LINES)
+    for output, errors, why in (
+        (source, None, "is the output and the input; allowed: two files"),
+        (tmp_path / "out.jsonl", source, "is the error file and the input"),
+        (tmp_path / "out.jsonl", tmp_path / "out.jsonl", "is the error file and the output"),
+        (tmp_path, None, "cannot be written: it is a folder"),
+        (tmp_path / "absent" / "out.jsonl", None, "cannot be written: the folder"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            decoder.batch(source, output, errors=errors)
+    with pytest.raises(UsageError, match=r"absent.jsonl' cannot be read; allowed: a file with one request per line"):
+        decoder.batch(tmp_path / "absent.jsonl", tmp_path / "out.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_an_answer_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append((tmp_path / "out.jsonl").stat().st_size))
+    with JobOutput(tmp_path / "out.jsonl") as output:
+        output.append([{"id": "a"}, {"id": "b"}])
+        output.append([])
+        output.append([{"id": "c"}])
+    assert synced == [0, 22, 33]
+
+
+def test_parquet_in_and_out(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    pyarrow = pytest.importorskip("pyarrow")
+    columns = dict.fromkeys(name for line in LINES for name in line)  # of a row without a value: null
+    parquet.write_table(pyarrow.Table.from_pylist([columns | line for line in LINES]), tmp_path / "in.parquet")
+    report = decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")
+    assert counts(report) == (9, 0, 9, 0)
+    decoder.batch(LINES, tmp_path / "out.jsonl")
+    found = {row["id"]: row for row in parquet.read_table(tmp_path / "out.parquet").to_pylist()}
+    for line in read(tmp_path / "out.jsonl"):
+        flat = {name: json.dumps(value) if isinstance(value, list) else value for name, value in line.items()}
+        told = {name: value for name, value in found[line["id"]].items() if value is not None}
+        assert told == flat
+    assert counts(decoder.batch(tmp_path / "in.parquet", tmp_path / "out.parquet")) == (9, 9, 0, 0)
+
+
+def test_parquet_without_pyarrow_is_told_first(
+    decoder: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        SlipstreamError, match=r"Parquet files need pyarrow; run: pip install 'slipstream-lm\[parquet\]'"
+    ):
+        decoder.batch(LINES, tmp_path / "out.parquet")

@@ -1,0 +1,74 @@
+"""A job that is killed at random moments answers every id once, with the texts of a run that was left in peace."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_cases import by_id, chat, requests, toy
+
+pytestmark = pytest.mark.slow
+
+LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0.5) for at in range(20))]
+SERVER = """
+import os, sys
+from test_job_kill import go_on
+for folder in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        go_on(folder.strip())
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def go_on(folder: str) -> None:
+    torch.set_num_threads(1)
+    toy().batch(LINES, Path(folder) / "out.jsonl")
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    rng, kept, kills = random.Random(3), b"", 0
+    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": places}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as server:  # type: ignore[call-overload]
+        while kills < 6 and kept.count(b"\n") < len(LINES) // 2:
+            kept, kills = killed(server, tmp_path, kept, rng.uniform(0.0, 0.02)), kills + 1
+            if kills % 2:  # as if it had been killed amid a write
+                with open(tmp_path / "out.jsonl", "ab") as file:
+                    file.write(b'{"id":"r59","text":"half')
+        server.stdin.close()
+    assert kills >= 2 and kills <= kept.count(b"\n")
+    go_on(str(tmp_path))
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(kept)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    go_on(str(whole))
+    assert by_id(tmp_path / "out.jsonl") == by_id(whole / "out.jsonl") and len(by_id(whole / "out.jsonl")) == len(LINES)
+
+
+def killed(server: Any, folder: Path, kept: bytes, delay: float) -> bytes:
+    """Start the job, kill it `delay` seconds after the first new answer; the whole lines it left."""
+    server.stdin.write(f"{folder}\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    file, end = folder / "out.jsonl", time.monotonic() + 60
+    while not file.exists() or file.read_bytes().count(b"\n") <= kept.count(b"\n"):
+        assert time.monotonic() < end, "the job answered nothing in a minute"
+        time.sleep(0.001)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    assert int(server.stdout.readline()) == -signal.SIGKILL
+    data = file.read_bytes()
+    assert data.startswith(kept)
+    return data[: data.rfind(b"\n") + 1]

@@ -1,0 +1,114 @@
+"""Tensor parallelism under torchrun: the texts of plain decoding over the same ranks; a failing rank ends the job.
+
+Sums of floats are made in another order over several ranks, so bits are compared within one number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import fresh
+
+from slipstream import SpeculativeDecoder, UsageError
+from slipstream.errors import SlipstreamError
+
+pytestmark = pytest.mark.slow
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir"]
+TEXTS = """
+import json, sys, torch
+torch.set_num_threads(1)
+from slipstream import SamplingParams, SpeculativeDecoder
+options = {"dtype": "float32", "load_options": {"tp_plan": "auto"}, "acceptance": "match"}
+decoder = SpeculativeDecoder(sys.argv[1], sys.argv[2], **options)
+prompts = [list(range(3, 3 + n)) for n in (4, 40, 9)]
+params = [SamplingParams(max_tokens=40),
+  SamplingParams(max_tokens=30, temperature=1.0, seed=3),
+  SamplingParams(max_tokens=50)]
+plain = decoder.using("none")
+found = {"plain": [plain.generate(*one).token_ids for one in zip(prompts, params)]}
+for name in ("suffix", "model@4"):
+    drafter, _, length = name.partition("@")
+    other = decoder.using(drafter, num_draft_tokens=int(length or 5))
+    results = other.generate(prompts, params)
+    found[name] = [one.token_ids for one in results]
+    found[name + " accepted"] = sum(one.stats.num_accepted_tokens for one in results)
+print(json.dumps(found))
+"""
+FAILS = """
+import os, sys
+from slipstream.apps.cli import main
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.tensor_parallel import TensorParallelBackend
+if os.environ["RANK"] == sys.argv.pop(1):
+    forward, left = HFBackend.forward, [6]
+    def failing(self, *args, **options):
+        left[0] -= isinstance(self, TensorParallelBackend)
+        if left[0] < 0:
+            raise RuntimeError("no memory is left")
+        return forward(self, *args, **options)
+    HFBackend.forward = failing
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    found = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp(f"llama{seed}")
+        fresh("llama", seed).save_pretrained(folder)
+        found.append(folder)
+    return found[0], found[1]
+
+
+def torchrun(tmp_path: Path, script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(script)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, str(tmp_path), str(tmp_path / "script.py"), *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any, tmp_path: Path) -> None:
+    done = torchrun(tmp_path, TEXTS, *folders)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [len(text) for text in found["plain"]] == [40, 30, 50]
+    for name in ("suffix", "model@4"):
+        assert found[name] == found["plain"], name
+    assert found["suffix accepted"] + found["model@4 accepted"] > 0
+    one = SpeculativeDecoder(str(folders[0]), dtype="float32", fast=False, acceptance="match")
+    texts = [one.generate([3, 4, 5, 6]).token_ids[:40], one.generate(list(range(3, 12))).token_ids[:50]]
+    print(f"same as one process: {[texts[0] == found['plain'][0], texts[1] == found['plain'][2]]}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, rank: int, tmp_path: Path) -> None:
+    line = {"id": "a", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    options = ["--target", folders[0], "--drafter", "none", "--load-options", '{"tp_plan": "auto"}']
+    done = torchrun(tmp_path, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    assert done.returncode != 0
+    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert sorted(text.split(":")[1] for text in errors) == [" rank 0", " rank 1"], done.stderr
+    assert f"error: rank {rank}: forward failed: no memory is left" in errors
+
+
+def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.models.hf.tensor_parallel import loading_options
+    from slipstream.models.loaded import LoadOptions
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match="load_options 'tp_plan' needs several processes; allowed: torchrun"):
+        SpeculativeDecoder(str(folders[0]), load_options={"tp_plan": "auto"})
+    for options, why in (
+        (LoadOptions(fast=True, extra={"tp_plan": "auto"}), "fast=True with load_options 'tp_plan'"),
+        (LoadOptions(extra={"tp_plan": "auto", "device_map": "auto"}), "device_map beside 'tp_plan'; allowed: one"),
+    ):
+        with pytest.raises(SlipstreamError, match=why):
+            loading_options(options)
