@@ -55,6 +55,7 @@ class SpeculativeDecoder(ModelHolder):
         acceptance: str = DecoderConfig.acceptance,
         dtype: str = DecoderConfig.dtype,
         draft_dtype: str = DecoderConfig.draft_dtype,
+        activations: str = DecoderConfig.activations,
         draft_vocabulary: int | str = DecoderConfig.draft_vocabulary,
         device: str = DecoderConfig.device,
         fast: bool | str = DecoderConfig.fast,
@@ -68,6 +69,7 @@ class SpeculativeDecoder(ModelHolder):
             acceptance=acceptance,
             dtype=dtype,
             draft_dtype=draft_dtype,
+            activations=activations,
             draft_vocabulary=draft_vocabulary,
             device=device,
             fast=fast,
@@ -150,7 +152,8 @@ class SpeculativeDecoder(ModelHolder):
         length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
         settings = f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}"
         models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
-        return f"{models}, {settings}, device={str(self.target.backend.device)!r})"
+        arithmetic = f", arithmetic={self.target.arithmetic!r}" if self.target.arithmetic else ""
+        return f"{models}, {settings}, device={str(self.target.backend.device)!r}{arithmetic})"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

@@ -15,7 +15,15 @@ from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.block_structs import BLOCK_CONSTANTS, BLOCK_MIRRORS
 from slipstream.models.cpu.c_structs import check_layout
-from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SOURCES, NoKernelsError, Recipe, built, switched_on
+from slipstream.models.cpu.kernel_build import (
+    COMMON_FLAGS,
+    SOURCES,
+    NoKernelsError,
+    Recipe,
+    built,
+    switched_on,
+    version,
+)
 from slipstream.models.cpu.processor import Processor, processor
 
 ISA = "SLIPSTREAM_ISA"
@@ -72,3 +80,8 @@ def library_for(isa: str) -> ctypes.CDLL:
     for function in (library.panel_bytes, library.activation_bytes, library.float_scratch):
         function.restype = ctypes.c_int64
     return library
+
+
+def block_version() -> str:
+    """A name for the kernels in use: a digest of their source and of the way they are compiled."""
+    return version(recipe=recipe_for(chosen_isa()))

@@ -145,6 +145,18 @@ class BlockEmbedding(nn.Module):
         return torch.func.functional_call(inner, {"weight": rows}, (places,))
 
 
+def block_linears(model: nn.Module) -> list[BlockLinear]:
+    """The layers of a model that compute with a file's blocks."""
+    return [module for module in model.modules() if isinstance(module, BlockLinear)]
+
+
+def arithmetic_of(model: nn.Module) -> str:
+    """Which blocks and activations a model computes with, for people; empty if with none."""
+    linears = block_linears(model)
+    formats = sorted({part.block.name for linear in linears for part in linear.parts})
+    return f"{'+'.join(formats)} blocks, {linears[0].activations} activations" if linears else ""
+
+
 def fits_blocks(inputs: int, block: BlockFormat) -> bool:
     """Whether rows of so many numbers are whole blocks."""
     return inputs % block.size == 0 and inputs % INPUTS == 0

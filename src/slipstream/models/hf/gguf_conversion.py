@@ -65,7 +65,7 @@ def _convert(file: Path, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
     with partial as made, _bar(file.name) as progress:
-        plain, tokenizer = _read(file, progress)
+        plain, tokenizer = _read(file, progress, torch.bfloat16)
         with writable(file.name, folder.parent):
             plain.save_pretrained(made)
             tokenizer.save_pretrained(made)
@@ -75,7 +75,13 @@ def _convert(file: Path, folder: Path) -> None:
                 item.replace(folder / item.name)
 
 
-def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
+def dequantised(file: Path, dtype: torch.dtype) -> Any:
+    """The model of a GGUF file with its weights unpacked to this precision."""
+    with _bar(file.name) as progress:
+        return _read(file, progress, dtype)[0]
+
+
+def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]:
     """The dequantised model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,12 +90,12 @@ def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
-                dtype=torch.bfloat16,
+                dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         check_weights(str(file), report)
-        return _plain_copy(model), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return _plain_copy(model, dtype), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except READER_ERRORS as error:
         raise unreadable_gguf(file, error) from error
 
@@ -164,7 +170,7 @@ def _is_truncated(file: Path) -> bool:
     return False
 
 
-def _plain_copy(model: Any) -> Any:
+def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     """The dequantised weights in an ordinary model of the same configuration, which can be saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -173,7 +179,7 @@ def _plain_copy(model: Any) -> Any:
     config.tie_word_embeddings = torch.equal(inputs, outputs)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
     plain.generation_config = model.generation_config
