@@ -1,14 +1,11 @@
 """A model that computes with the blocks of its GGUF file: nothing is unpacked, and no second file is written.
 
 The model is transformers' own, in float32. Its linear layers and its embedding are replaced by those of the kernels;
-norms and biases are the file's float32 numbers. Only the configuration and the tokenizer, which take transformers half a
-minute to read, are saved in the cache folder.
+norms and biases are the file's float32 numbers. `gguf_description.py` has the configuration and the tokenizer.
 """
 
 from __future__ import annotations
 
-import logging
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,45 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from slipstream.models.cpu.kernel_build import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.hf.gguf_conversion import unreadable_gguf, writable
+from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader
 from slipstream.models.hf.gguf_tensors import GGUFTensors, NotInBlocksError
-from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.hf.weights import READER_ERRORS, quietly
-
-log = logging.getLogger("slipstream")
-
-
-def described(header: GGUFHeader) -> Path:
-    """A folder with the configuration and the tokenizer of a file, made once."""
-    folder = cache_folder() / "gguf" / f"{header.file.stem}-{header.digest}"
-    if (folder / "config.json").exists():
-        return folder
-    from transformers import AutoConfig, AutoTokenizer
-
-    log.info(f"reading the tokenizer of {header.file.name} (once) ...")
-    place = {"pretrained_model_name_or_path": header.file.parent, "gguf_file": header.file.name}
-    try:
-        with quietly():
-            config, tokenizer = AutoConfig.from_pretrained(**place), AutoTokenizer.from_pretrained(**place)
-    except READER_ERRORS as error:
-        raise unreadable_gguf(header.file, error) from error
-    with writable(header.file.name, folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            tokenizer.save_pretrained(made)
-            config.save_pretrained(made)
-            folder.mkdir(exist_ok=True)
-            # config.json last: its presence marks the folder as complete
-            for item in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
-                item.replace(folder / item.name)
-    return folder
-
 
 def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
     """The model of a file, from its configuration in `folder`.

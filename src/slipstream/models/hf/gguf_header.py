@@ -51,12 +51,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """architecture: as the file has it; digest: of all that stands before the tensors' data; data: where that begins."""
+    """architecture: as the file has it; digest, size: of all that stands before the tensors' data, in bytes."""
 
     file: Path
     architecture: str
     tensors: dict[str, TensorEntry]
     digest: str
+    size: int
 
     def check(self) -> None:
         """Refuse tensors that the file does not hold whole, and rows that are not whole blocks."""
@@ -157,4 +158,4 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     data = -(-reader.at // alignment) * alignment
     digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
     tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, kind, shape, offset in found}
-    return GGUFHeader(file, str(values.get("general.architecture", "")), tensors, digest)
+    return GGUFHeader(file, str(values.get("general.architecture", "")), tensors, digest, reader.at)

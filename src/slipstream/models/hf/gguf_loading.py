@@ -9,7 +9,8 @@ import torch
 
 from slipstream.errors import UsageError
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.gguf_blocks import described, model_of_blocks
+from slipstream.models.hf.gguf_blocks import model_of_blocks
+from slipstream.models.hf.gguf_description import described
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_tensors import NotInBlocksError
 from slipstream.models.loaded import LoadOptions

@@ -64,8 +64,8 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
 
 def _dequantised(source: str, device: str) -> tuple[str, Any]:
     """The numbers of a GGUF file in float32: all of them as the file means them, which bfloat16 would round."""
-    from slipstream.models.hf.gguf_blocks import described
     from slipstream.models.hf.gguf_conversion import dequantised
+    from slipstream.models.hf.gguf_description import described
     from slipstream.models.hf.gguf_header import read_header
 
     header = read_header(Path(source).expanduser())

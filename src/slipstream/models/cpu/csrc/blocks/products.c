@@ -40,11 +40,12 @@ ALWAYS void load_codes(const int format, const uint8_t *codes, const int v, byte
 }
 
 /* What one vector of codes adds to a tile's sums. */
-ALWAYS void add_vector(const int rows, const int planes, bytes codes, const uint8_t *x, ints sum[2][TILE]) {
+ALWAYS void add_vector(const int bits, const int rows, const int planes, bytes codes, const uint8_t *x,
+                       ints sum[2][TILE]) {
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
-        sum[0][i] = add_dot(sum[0][i], codes, x + i * 4);
-        if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes, x + (rows + i) * 4);
+        sum[0][i] = add_dot(sum[0][i], codes, x + i * 4, bits);
+        if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes, x + (rows + i) * 4, bits);
     }
 }
 
@@ -73,7 +74,7 @@ ALWAYS void finish(const int rows, const int planes, const uint8_t *marks, float
 ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
                       int64_t g, const uint8_t *x, floats whole[TILE]) {
     const uint8_t *marks = x + 32 * planes * rows;
-    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K;
+    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = format == Q8_0 ? 8 : 6;
     ints sum[2][TILE];
     floats d = load_halves(scales), minimum = d;
     if (format == Q6_K) {
@@ -83,13 +84,13 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
         for (int v = 0; v < 4; v++) {
             bytes early;
             load_codes(format, codes, v, &early, &late[v]);
-            add_vector(rows, planes, early, x + v * stride, sum);
+            add_vector(bits, rows, planes, early, x + v * stride, sum);
         }
         const uint8_t *own = scales + 32 + 2 * g * LANES;
         finish(rows, planes, marks, multiply_floats(d, load_signed(own)), sum, whole);
         begin(rows, planes, marks, BEGIN_HIGH, sum);
         #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) add_vector(rows, planes, late[v], x + (v + 4) * stride, sum);
+        for (int v = 0; v < 4; v++) add_vector(bits, rows, planes, late[v], x + (v + 4) * stride, sum);
         finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
         return;
     }
@@ -98,8 +99,8 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
     for (int v = 0; v < 4; v++) {
         bytes one, other;
         load_codes(format, codes, v, &one, &other);
-        add_vector(rows, planes, one, x + v * stride, sum);
-        add_vector(rows, planes, other, x + (v + 4) * stride, sum);
+        add_vector(bits, rows, planes, one, x + v * stride, sum);
+        add_vector(bits, rows, planes, other, x + (v + 4) * stride, sum);
     }
     if (is_super) d = multiply_floats(d, load_unsigned(scales + 64 + g * LANES));
     finish(rows, planes, marks, d, sum, whole);

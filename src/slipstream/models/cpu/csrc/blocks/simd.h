@@ -9,7 +9,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX2__)
 #define ALWAYS static inline __attribute__((always_inline))
+#else
+#define ALWAYS static __attribute__((noinline, unused)) /* plain C inlined as often takes minutes to compile */
+#endif
 
 /* A float16 number. */
 ALWAYS float half_to_float(uint16_t half) {

@@ -67,8 +67,9 @@ ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
     return _mm512_ternarylogic_epi32(x, moved, _mm512_set1_epi8((char)(((1 << count) - 1) << 4)), 0xF8); /* x | m & c */
 }
 
-/* Adds to each integer the products of its 4 bytes of codes with the 4 signed bytes at x. */
-ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x) {
+/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. */
+ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+    (void)bits;
     int32_t four;
     memcpy(&four, x, 4);
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));

@@ -81,7 +81,8 @@ ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
     for (int i = 0; i < 64; i++) x.v[i] |= (uint8_t)((y.v[i] >> at & ((1 << count) - 1)) << 4);
     return x;
 }
-ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x) {
+ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+    (void)bits;
     EACH for (int j = 0; j < 4; j++) sum.v[i] += codes.v[4 * i + j] * (int8_t)x[j];
     return sum;
 }
