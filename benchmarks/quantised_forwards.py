@@ -58,8 +58,8 @@ def main(
         peak = watch.stop()
         found[name] = {"peak": peak / size, "stays": stays / size}
         console.print(
-            f"{target}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes {peak / MEGA:.0f} MB at most "
-            f"({peak / size:.2f} of the file), {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
+            f"{target}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes {peak / MEGA:.0f} MB "
+            f"({peak / size:.2f} of the file) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
         )
     if beside is not None:
         models[beside] = load(beside, LoadOptions())

@@ -109,9 +109,8 @@ class SpeculativeDecoder(ModelHolder):
     @property
     def lossless(self) -> bool:
         """Whether the output keeps the target's distribution exactly."""
-        if self.rule is not None:
-            return self.rule.lossless
-        return self.config.acceptance == "auto" or load_rule(self.config.acceptance).lossless
+        automatic = self.rule is None and self.config.acceptance == "auto"
+        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
 
     def using(
         self,
@@ -148,12 +147,11 @@ class SpeculativeDecoder(ModelHolder):
     def __repr__(self) -> str:
         if self._closed:
             return f"{type(self).__name__}(closed)"
-        draft = None if self.draft is None else self.draft.name
+        draft = self.draft and self.draft.name
         length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
         settings = f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}"
         models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
-        arithmetic = f", arithmetic={self.target.arithmetic!r}" if self.target.arithmetic else ""
-        return f"{models}, {settings}, device={str(self.target.backend.device)!r}{arithmetic})"
+        return f"{models}, {settings}, device={str(self.target.backend.device)!r}{self.target.precision})"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -223,9 +221,8 @@ class SpeculativeDecoder(ModelHolder):
 
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
-        row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]
         with self._use:
-            return self._models.next_logits(row)
+            return self._models.next_logits(self.rows([token_ids], SamplingParams(max_tokens=1))[0])
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """The token ids a prompt stands for."""

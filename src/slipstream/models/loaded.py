@@ -34,6 +34,11 @@ class Loaded:
     restricted: RestrictedHead | None = None
     arithmetic: str = ""
 
+    @property
+    def precision(self) -> str:
+        """The arithmetic as it stands in a decoder's `repr`."""
+        return f", arithmetic={self.arithmetic!r}" if self.arithmetic else ""
+
 
 @dataclass(frozen=True)
 class LoadOptions:

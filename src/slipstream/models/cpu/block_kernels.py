@@ -1,7 +1,7 @@
 """The kernels of `csrc/blocks/` for quantised files, compiled for the best instructions of this processor.
 
-They are independent of those for bfloat16 weights: VNNI or AVX2 is enough. SLIPSTREAM_ISA in the environment names a set
-of instructions instead of the best; all give the same bits.
+They are independent of those for bfloat16 weights: VNNI or AVX2 is enough. SLIPSTREAM_ISA in the environment names a
+set of instructions instead of the best; all give the same bits.
 """
 
 from __future__ import annotations

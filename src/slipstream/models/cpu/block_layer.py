@@ -20,7 +20,6 @@ from slipstream.models.cpu.block_structs import (
     FloatLayerStruct,
     FloatNormStruct,
 )
-from slipstream.models.cpu.c_structs import LANES
 from slipstream.models.cpu.compiled_layer import Activation, recognise
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.fast_path_warnings import warn_slower

@@ -1,8 +1,8 @@
 """Linear layers and embeddings that compute with the blocks of a GGUF file, whose weights do not change.
 
-`csrc/blocks/products.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or 15
-(int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on the
-tokens beside it nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32,
+`csrc/blocks/products.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
+15 (int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on
+the tokens beside it nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32,
 after the same rounding of the activations.
 """
 
@@ -59,8 +59,10 @@ class BlockPart:
     def rows(self, outputs: Tensor) -> Tensor:
         """[N, inputs] float32: the weights of some outputs [N], exactly those of the file."""
         wanted = outputs.to(torch.int64).contiguous()
-        if wanted.numel() and not (0 <= int(wanted.min()) and int(wanted.max()) < self.outputs):
-            raise IndexError(f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}")
+        if wanted.numel() and not (int(wanted.min()) >= 0 and int(wanted.max()) < self.outputs):
+            raise IndexError(
+                f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}"
+            )
         out = torch.empty(len(wanted), self.inputs)
         self.library.unpack_rows(
             ctypes.byref(self.struct),
@@ -126,7 +128,7 @@ class BlockEmbedding(nn.Module):
     """An embedding that unpacks the rows that it is asked for. weight: its first rows, which tell models apart."""
 
     def __init__(self, part: BlockPart, embedding: nn.Embedding) -> None:
-        """embedding: the model's own, on no device; it computes what it computes, from a table of the rows asked for."""
+        """embedding: the model's own, without its weight; it is given a table of the rows that are asked for."""
         super().__init__()
         inner = copy(embedding)
         inner.padding_idx = None  # a row of the whole table; it matters in training only

@@ -111,8 +111,8 @@ def check_layout(
     for name in [*compiled, *mirrored]:
         if compiled.get(name) != mirrored.get(name):
             raise SlipstreamError(
-                f"the compiled kernels and their mirror in Python disagree: {name} is {compiled.get(name, 'unknown')} in C "
-                f"and {mirrored.get(name, 'unknown')} in Python"
+                f"the compiled kernels and their mirror in Python disagree: {name} is "
+                f"{compiled.get(name, 'unknown')} in C and {mirrored.get(name, 'unknown')} in Python"
             )
 
 

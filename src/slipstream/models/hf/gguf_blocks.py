@@ -23,6 +23,7 @@ from slipstream.models.hf.gguf_header import GGUFHeader
 from slipstream.models.hf.gguf_tensors import GGUFTensors, NotInBlocksError
 from slipstream.models.hf.weights import READER_ERRORS, quietly
 
+
 def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
     """The model of a file, from its configuration in `folder`.
 

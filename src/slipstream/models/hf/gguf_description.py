@@ -1,6 +1,6 @@
-"""The configuration and the tokenizer of a GGUF file, which transformers takes half a minute to read, in the cache folder.
+"""The configuration and the tokenizer of a GGUF file, kept in the cache folder.
 
-The reader also takes a gigabyte for a large vocabulary, so it runs in a process of its own then.
+For a large vocabulary transformers' reader takes half a minute and a gigabyte, so it runs in a process of its own then.
 
     python -m slipstream.models.hf.gguf_description FILE FOLDER
 """

@@ -30,7 +30,10 @@ class NamedTensor:
 
 
 class GGUFTensors:
-    """What a model's parameters are in a file. transformers' readers say which tensor a parameter is and how it differs."""
+    """What a model's parameters are in a file.
+
+    transformers' readers say which tensor a parameter is and how it differs.
+    """
 
     def __init__(self, header: GGUFHeader, model: Any) -> None:
         """model: the model of this file's configuration, on any device."""
