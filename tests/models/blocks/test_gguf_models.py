@@ -141,8 +141,8 @@ def test_types_that_have_no_kernel_are_unpacked_with_one_warning(
     assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16
     said = [record.message for record in caplog.records if "unpacked" in record.message]
     assert said == [
-        "two.gguf is unpacked to bfloat16: tensor 'blk.1.ffn_down.weight' is of type Q2_K; computed with: "
-        "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
+        "slower than it could be: two.gguf is unpacked to bfloat16: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
+        "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
     ]
 
 

@@ -20,21 +20,28 @@ from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader
-from slipstream.models.hf.gguf_tensors import GGUFTensors, NotInBlocksError
+from slipstream.models.hf.gguf_tensors import GGUFTensors, NotInBlocksError, check_kind
 from slipstream.models.hf.weights import READER_ERRORS, quietly
+
+
+def check_blocks(header: GGUFHeader) -> None:
+    """Raise `NotInBlocksError` where the kernels are missing or a matrix is of a type that they do not take."""
+    try:
+        block_kernels()
+    except NoKernelsError as error:
+        raise NotInBlocksError(str(error)) from error
+    for entry in header.tensors.values():
+        if len(entry.shape) > 1:
+            check_kind(entry)
 
 
 def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
     """The model of a file, from its configuration in `folder`.
 
-    activations: "int8" or "int15". Raises `NotInBlocksError` where the file's weights must be unpacked, and
-    `SlipstreamError` where the file is damaged.
+    header: one that both checks passed. activations: "int8" or "int15". Raises `NotInBlocksError` where the file's
+    weights must be unpacked, and `SlipstreamError` where the file is damaged.
     """
-    header.check()
-    try:
-        library = block_kernels()
-    except NoKernelsError as error:
-        raise NotInBlocksError(str(error)) from error
+    library = block_kernels()
     model = _empty_model(header, folder)
     builder = _Builder(GGUFTensors(header, model), model, activations, library)
     builder.fill_the_rest()

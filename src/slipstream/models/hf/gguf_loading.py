@@ -9,7 +9,7 @@ import torch
 
 from slipstream.errors import UsageError
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.gguf_blocks import model_of_blocks
+from slipstream.models.hf.gguf_blocks import check_blocks, model_of_blocks
 from slipstream.models.hf.gguf_description import described
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_tensors import NotInBlocksError
@@ -26,7 +26,9 @@ def load_blocks(source: str, options: LoadOptions) -> tuple[str, Any] | None:
     reason = "it is no GGUF file" if not source.endswith(".gguf") else _otherwise(options)
     if reason is None:
         header = read_header(Path(source).expanduser())
+        header.check()
         try:
+            check_blocks(header)
             folder = described(header)
             return str(folder), model_of_blocks(header, folder, options.activations if asked else "int8")
         except NotInBlocksError as error:

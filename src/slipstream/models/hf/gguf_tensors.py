@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, fits_blocks
-from slipstream.models.cpu.block_structs import FORMATS
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
 
 SUPPORTED = ", ".join(block.name for block in FORMATS)
@@ -27,6 +27,13 @@ class NamedTensor:
 
     entry: TensorEntry
     order: Any = None
+
+
+def check_kind(entry: TensorEntry) -> BlockFormat:
+    """The block type of a matrix. Raises `NotInBlocksError` for one that the kernels do not compute with."""
+    if entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
+        raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
+    return entry.block
 
 
 class GGUFTensors:
@@ -111,9 +118,7 @@ class GGUFTensors:
             raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
         entry = named.entry
         self.check_shape(entry, shape)
-        block = entry.block
-        if block is None or not fits_blocks(shape[1], block):
-            raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
+        block = check_kind(entry)
         row_bytes = cast(int, entry.row_bytes)
         if named.order is not None:
             whole = self._rows(replace(named, order=None), 0, shape[0], row_bytes)
