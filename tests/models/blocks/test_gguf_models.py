@@ -141,7 +141,7 @@ def test_types_that_have_no_kernel_are_unpacked_with_one_warning(
     assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16
     said = [record.message for record in caplog.records if "unpacked" in record.message]
     assert said == [
-        "slower than it could be: two.gguf is unpacked to bfloat16: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
+        "two.gguf is unpacked to bfloat16, which rounds its weights: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
         "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
     ]
 
@@ -158,7 +158,7 @@ def test_a_truncated_file_is_refused_with_the_tensor_it_lacks(
         load(str(cut), LoadOptions())
     for length in (4, 20, 300, read_header(files["llama", False]).size - 3):
         cut.write_bytes(whole[:length])
-        with pytest.raises(SlipstreamError, match="could not be read as GGUF: the file ends in its header"):
+        with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
             load(str(cut), LoadOptions())
     cut.write_bytes(b"GGML" + whole[4:])
     with pytest.raises(UsageError, match="is not a GGUF file"):

@@ -100,10 +100,13 @@ class _Entry(ctypes.Structure):
 def check_layout(
     library: ctypes.CDLL,
     mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS,
-    constants: Mapping[str, int] = CONSTANTS,
+    constants: Mapping[str, int] | None = None,
 ) -> None:
-    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference."""
-    compiled, mirrored = _compiled(library), dict(constants)
+    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference.
+
+    constants: by default `CONSTANTS`.
+    """
+    compiled, mirrored = _compiled(library), dict(CONSTANTS if constants is None else constants)
     for name, mirror in mirrors.items():
         mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
         for field in mirror._fields_:

@@ -133,15 +133,18 @@ def read_header(file: Path) -> GGUFHeader:
             try:
                 return _parse(file, _Reader(data))
             except (struct.error, EOFError, KeyError, RecursionError) as error:
-                reason = "the file ends in its header" if isinstance(error, struct.error | EOFError) else str(error)
-                raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {reason}") from error
+                if isinstance(error, KeyError | RecursionError):
+                    reason = f"could not be read as GGUF: a value of unknown type {error}"
+                else:
+                    reason = "is truncated: the file ends before its last tensor: it ends in its header"
+                raise SlipstreamError(f"model {str(file)!r} {reason}") from error
 
 
 def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     reader.at = 4
     version = reader.number("I")
     if version not in (2, 3):
-        raise SlipstreamError(f"model {str(file)!r} is GGUF version {version}; allowed: 2 or 3, little endian")
+        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: version {version}; allowed: 2, 3")
     num_tensors, num_values = reader.number("Q"), reader.number("Q")
     values = dict[str, Any]()
     for _ in range(num_values):
@@ -155,6 +158,10 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
         found.append((name, reader.number("I"), shape, reader.number("Q")))
     alignment = values.get("general.alignment") or 32
+    if not isinstance(alignment, int) or alignment < 1:
+        raise SlipstreamError(
+            f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
+        )
     data = -(-reader.at // alignment) * alignment
     digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
     tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, kind, shape, offset in found}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.gguf_blocks import check_blocks, model_of_blocks
 from slipstream.models.hf.gguf_description import described
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_tensors import NotInBlocksError
 from slipstream.models.loaded import LoadOptions
+
+log = logging.getLogger("slipstream")
 
 
 def load_blocks(source: str, options: LoadOptions) -> tuple[str, Any] | None:
@@ -34,7 +36,7 @@ def load_blocks(source: str, options: LoadOptions) -> tuple[str, Any] | None:
         except NotInBlocksError as error:
             reason = str(error)
             if not asked:
-                warn_slower(f"{header.file.name} is unpacked to bfloat16: {reason}")
+                log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", header.file.name, reason)
     if asked:
         raise UsageError(
             f"activations={options.activations!r}, but model {source!r} is not computed in its own blocks: {reason}; "
