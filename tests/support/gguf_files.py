@@ -59,7 +59,7 @@ def dequantised(block: BlockFormat, raw: Any) -> Tensor:
 
 
 def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str = "Q8_0", **changes: Any) -> Any:
-    """Write a tiny random model; returns its configuration.
+    """Write a tiny random model; returns it, with the numbers of the file where no rows are reordered.
 
     kinds: the type of matrices whose name holds a key; "" is that of the others. Types that the gguf package cannot
     make of numbers (Q4_K and the like) get random blocks.
@@ -82,8 +82,7 @@ def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str 
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer)
-    arch = gguf.MODEL_ARCH.LLAMA if name == "llama" else gguf.MODEL_ARCH.QWEN2
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -91,21 +90,26 @@ def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str 
         numbers = tensor.float().numpy()
         if name == "llama" and (".attn_q." in theirs or ".attn_k." in theirs):
             numbers = _interleaved(numbers, config.num_attention_heads if "attn_q" in theirs else 2)
-        _add(writer, theirs, numbers, next(kind for part, kind in reversed(wanted.items()) if part in theirs))
+        if name == "gemma3" and "norm" in theirs:
+            numbers = numbers + 1
+        written = _add(writer, theirs, numbers, next(kind for part, kind in reversed(wanted.items()) if part in theirs))
+        if name != "llama" and numbers.ndim == 2:
+            tensor.copy_(written)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return config
+    return model
 
 
-def _add(writer: Any, name: str, numbers: Any, kind: str) -> None:
+def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
+    """Write a tensor; returns its numbers."""
     import gguf
-    from gguf.quants import quantize
+    from gguf.quants import dequantize, quantize
 
     if numbers.ndim == 1:
         writer.add_tensor(name, numbers.astype(numpy.float32))
-        return
+        return torch.from_numpy(numbers)
     number = gguf.GGMLQuantizationType[kind]
     if kind in ("Q4_K", "Q5_K", "Q6_K"):
         size = 0.001 if kind == "Q6_K" else 0.0005
@@ -115,6 +119,7 @@ def _add(writer: Any, name: str, numbers: Any, kind: str) -> None:
     else:
         raw = quantize(numbers, number)
     writer.add_tensor(name, raw, raw_dtype=number)
+    return torch.from_numpy(dequantize(raw, number).astype(numpy.float32))
 
 
 def _interleaved(weight: Any, heads: int) -> Any:

@@ -108,6 +108,22 @@ def test_a_token_gets_the_same_bits_at_every_width(activations: str) -> None:
     assert not torch.equal(whole[0], whole[1])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_with_its_token(number: float) -> None:
+    linear, x = mixed(HERE[0], "int8"), TOKENS[:6].clone()
+    x[2, 100] = number
+    found = linear(x)
+    assert found[2].isnan().all() and torch.equal(found[[0, 1, 3, 4, 5]], linear(TOKENS[:6])[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("activations", ["int8", "int15"])
+def test_tiny_and_large_activations(activations: str) -> None:
+    linear = mixed(HERE[0], activations)
+    whole = linear(TOKENS)
+    assert torch.allclose(linear(TOKENS * 2.0**80) * 2.0**-80, whole, rtol=1e-6)
+    assert not linear(TOKENS * 1e-38).isnan().any() and not linear(torch.zeros(2, 512)).any()
+
+
 @pytest.mark.slow  # the others are compiled first
 @pytest.mark.parametrize("activations", ["int8", "int15"])
 def test_all_instructions_give_the_same_bits(activations: str) -> None:

@@ -17,6 +17,7 @@ from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.processor import processor
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
+from slipstream.models.hf import gguf_loading
 from slipstream.models.hf.fused_layer import FusedLayer
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.weights import load_model
@@ -76,6 +77,20 @@ def test_logits_are_those_of_the_files_own_numbers(form: tuple[str, bool], files
     assert kl(expected, expected.roll(1, 1)) > 0.01  # a control: other tokens' logits are far
 
 
+def test_norms_of_heads_windows_and_scaled_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3; its own tokenizer is not needed."""
+    kinds = {"": "Q8_0", "ffn_down": "Q5_1", "attn_k": "Q4_1"}
+    reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, tie_word_embeddings=True, num_hidden_layers=3)
+    reference.config.save_pretrained(tmp_path / "description")
+    monkeypatch.setattr(gguf_loading, "described", lambda header: tmp_path / "description")
+    loaded = load(str(tmp_path / "gemma.gguf"), LoadOptions(activations="int15"))
+    assert loaded.backend.shape_independent  # whole layers are compiled
+    ids = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    assert kl(expected, logits(loaded, ids)) < 1e-6 < kl(expected, expected.roll(1, 1))
+
+
 def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple[str, bool], Path]) -> None:
     loaded = load(str(files["llama", True]), LoadOptions())
     layers = [module.__dict__["forward"] for module in loaded.model.modules() if "forward" in module.__dict__]
@@ -107,6 +122,8 @@ def test_a_draft_model_from_its_own_file_with_a_restricted_output_layer(files: d
     target, draft = str(files["llama", False]), str(files["llama", True])
     plain = SpeculativeDecoder(target, drafter="none").generate(PROMPTS[0], SamplingParams(max_tokens=30))
     decoder = SpeculativeDecoder(target, draft, drafter="model", num_draft_tokens=3, draft_vocabulary=64)
+    tree = decoder.using(num_draft_tokens="3x2").generate(PROMPTS[0], SamplingParams(max_tokens=30))
+    assert tree.token_ids == plain.token_ids and tree.stats.num_draft_tokens > 0
     assert decoder.draft is not None and decoder.draft.arithmetic.endswith("int8 activations")
     head = decoder.draft.restricted
     assert isinstance(head, RestrictedHead) and isinstance(head.first, BlockLinear) and head.first.out_features == 64

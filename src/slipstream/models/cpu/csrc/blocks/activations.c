@@ -7,6 +7,8 @@
  */
 #include "blocks.h"
 
+static const float SMALLEST = 1e-30f; /* of a magnitude that is not taken for 0, whose inverse would be infinite */
+
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes) {
     int64_t whole = tokens / TILE * TILE, rest = tokens - whole;
     return inputs / GROUP * (group_bytes(planes, whole) + group_bytes(planes, rest ? places(rest) : 0));
@@ -15,9 +17,9 @@ int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes) {
 /* 32 inputs of a token at its place in a tile of `count`. */
 static void quantise_group(const float *x, int64_t planes, int place, int count, uint8_t *to) {
     floats parts[2] = {load_floats(x), load_floats(x + LANES)};
-    float most = largest(max_floats(magnitude(parts[0]), magnitude(parts[1])));
-    float top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
-    floats times = all_floats(most > 0 ? top / most : 0);
+    float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
+    if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* what it is part of is no number */
+    floats times = all_floats(most > SMALLEST ? top / most : 0);
     int32_t sums[2];
     for (int half = 0; half < 2; half++) {
         ints whole = to_ints(multiply_floats(parts[half], times)), first = whole;

@@ -20,9 +20,17 @@ ALWAYS floats multiply_floats(floats x, floats y) { return FLOATS(_mm256_mul_ps(
 ALWAYS floats divide_floats(floats x, floats y) { return FLOATS(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
 ALWAYS floats max_floats(floats x, floats y) { return FLOATS(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
 ALWAYS floats min_floats(floats x, floats y) { return FLOATS(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
-ALWAYS floats magnitude(floats x) {
-    __m256 sign = _mm256_set1_ps(-0.0f);
-    return FLOATS(_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b));
+/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+ALWAYS float largest_magnitude(floats x, floats y) {
+    __m256i sign = _mm256_set1_epi32(0x7fffffff), most = _mm256_setzero_si256();
+    __m256 all[4] = {x.a, x.b, y.a, y.b};
+    for (int i = 0; i < 4; i++) most = _mm256_max_epi32(most, _mm256_and_si256(sign, _mm256_castps_si256(all[i])));
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    int32_t bits = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
 }
 ALWAYS floats add_product(floats sum, floats x, floats y) {
     return FLOATS(_mm256_fmadd_ps(x.a, y.a, sum.a), _mm256_fmadd_ps(x.b, y.b, sum.b));

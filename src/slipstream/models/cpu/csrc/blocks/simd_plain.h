@@ -16,7 +16,17 @@ ALWAYS floats multiply_floats(floats a, floats b) { EACH a.v[i] *= b.v[i]; retur
 ALWAYS floats divide_floats(floats a, floats b) { EACH a.v[i] /= b.v[i]; return a; }
 ALWAYS floats max_floats(floats a, floats b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 ALWAYS floats min_floats(floats a, floats b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-ALWAYS floats magnitude(floats x) { EACH x.v[i] = fabsf(x.v[i]); return x; }
+/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+ALWAYS float largest_magnitude(floats x, floats y) {
+    uint32_t most = 0, bits[2];
+    EACH {
+        memcpy(bits, &x.v[i], 4), memcpy(bits + 1, &y.v[i], 4);
+        for (int j = 0; j < 2; j++) most = (bits[j] & 0x7fffffff) > most ? bits[j] & 0x7fffffff : most;
+    }
+    float value;
+    memcpy(&value, &most, 4);
+    return value;
+}
 ALWAYS floats add_product(floats sum, floats a, floats b) { EACH sum.v[i] = fmaf(a.v[i], b.v[i], sum.v[i]); return sum; }
 ALWAYS floats take_product(floats sum, floats a, floats b) {
     EACH sum.v[i] = fmaf(-a.v[i], b.v[i], sum.v[i]);
