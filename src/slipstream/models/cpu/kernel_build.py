@@ -96,8 +96,8 @@ def check_processor(processor: Processor) -> None:
 class Recipe:
     """What is compiled to one library, and how. sources: the folder of its C files."""
 
-    sources: Path = SOURCES
-    flags: tuple[str, ...] = FLAGS
+    sources: Path
+    flags: tuple[str, ...]
 
 
 def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = None) -> Path:
@@ -105,7 +105,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = 
 
     recipe: by default that of the kernels for bfloat16.
     """
-    recipe = Recipe() if recipe is None else recipe
+    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
     candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
     compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
@@ -126,7 +126,7 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = 
 
 def version(*compiler: str, recipe: Recipe | None = None) -> str:
     """A name for these kernels: a digest of their source and of the way they are compiled."""
-    recipe = Recipe() if recipe is None else recipe
+    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
     texts = [path.read_text() for path in sorted(recipe.sources.glob("*.[ch]"))]
     return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *recipe.flags)).encode()).hexdigest()[:16]
 
