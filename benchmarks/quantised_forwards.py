@@ -63,7 +63,8 @@ def main(
         )
     if beside is not None:
         models[beside] = load(beside, LoadOptions())
-    tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
+    most = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))
+    tokens = torch.randint(1, most, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for name, loaded in models.items():
         loaded.backend.attended_unit = EXACT_FIT.attended_unit
         loaded.backend.reserve(1, context + max(32, *sizes))
@@ -119,7 +120,7 @@ def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, 
     tokenizer = next(iter(models.values())).tokenizer
     if tokenizer is None:
         raise UsageError("--kl needs a file with a tokenizer")
-    ids = torch.tensor([tokenizer.encode("\n".join(prompt.text for prompt in builtin_prompts()))[:count]])
+    ids = torch.tensor([tokenizer.encode("\n".join(prompt.prompt for prompt in builtin_prompts()))[:count]])
     _, reference = load_model(target, LoadOptions("float32", "cpu", False))
     with torch.inference_mode():
         expected = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0].double(), -1)
