@@ -54,14 +54,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("activations", ["int8", "int15"])
-def test_texts_are_the_same_with_speculation_and_in_batches(
-    activations: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_the_same_with_speculation_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shapes of forwards: none is kept to."""
     monkeypatch.setattr(gguf_loading, "described", lambda header: embedded_model())
-    decoder = SpeculativeDecoder(str(file), activations=activations, max_batch_size=2)
-    assert decoder.target.arithmetic == f"Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, {activations} activations"
-    params, found = SamplingParams(max_tokens=40), dict[Any, list[list[int]]]()
+    decoder = SpeculativeDecoder(str(file), reproducible=False, max_batch_size=2)
+    assert decoder.target.arithmetic == "Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, int8 activations"
+    params, found = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()
     for drafter in ("none", "suffix"):
         other = decoder.using(drafter)
         found[drafter, 1] = [other.generate(prompt, params).token_ids for prompt in PROMPTS]
