@@ -13,6 +13,7 @@ from slipstream.errors import UsageError
 
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+ACTIVATIONS = ("auto", "int8", "int15")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
@@ -41,6 +42,10 @@ class DecoderConfig:
     draft_dtype: str = setting(
         "auto", "the draft model's: auto (int4 on CPU) | int4 | int8 | bfloat16 | float16 | float32"
     )
+    activations: str = setting(
+        "auto",
+        "of a GGUF target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to rounding)",
+    )
     draft_vocabulary: int | str = setting(
         "auto",
         "tokens the draft model chooses from: auto (frequent ones and the text's, where that is faster) | full | "
@@ -57,7 +62,7 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
-        for name, allowed in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES)):
+        for name, allowed in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in ("fast", "reproducible"):

@@ -58,6 +58,7 @@ class SpeculativeDecoder(ModelHolder):
         acceptance: str = DecoderConfig.acceptance,
         dtype: str = DecoderConfig.dtype,
         draft_dtype: str = DecoderConfig.draft_dtype,
+        activations: str = DecoderConfig.activations,
         draft_vocabulary: int | str = DecoderConfig.draft_vocabulary,
         device: str = DecoderConfig.device,
         fast: bool | str = DecoderConfig.fast,
@@ -71,6 +72,7 @@ class SpeculativeDecoder(ModelHolder):
             acceptance=acceptance,
             dtype=dtype,
             draft_dtype=draft_dtype,
+            activations=activations,
             draft_vocabulary=draft_vocabulary,
             device=device,
             fast=fast,
@@ -110,9 +112,8 @@ class SpeculativeDecoder(ModelHolder):
     @property
     def lossless(self) -> bool:
         """Whether the output keeps the target's distribution exactly."""
-        if self.rule is not None:
-            return self.rule.lossless
-        return self.config.acceptance == "auto" or load_rule(self.config.acceptance).lossless
+        automatic = self.rule is None and self.config.acceptance == "auto"
+        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
 
     def using(
         self,
@@ -149,11 +150,11 @@ class SpeculativeDecoder(ModelHolder):
     def __repr__(self) -> str:
         if self._closed:
             return f"{type(self).__name__}(closed)"
-        draft = None if self.draft is None else self.draft.name
+        draft = self.draft and self.draft.name
         length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
         settings = f"num_draft_tokens={length!r}, acceptance={rule!r}, reproducible={self.reproducible}"
         models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
-        return f"{models}, {settings}, device={str(self.target.backend.device)!r})"
+        return f"{models}, {settings}, device={str(self.target.backend.device)!r}{self.target.precision})"
 
     def scheduler(self) -> Scheduler:
         """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
@@ -225,9 +226,8 @@ class SpeculativeDecoder(ModelHolder):
 
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
-        row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]
         with self._use:
-            return self._models.next_logits(row)
+            return self._models.next_logits(self.rows([token_ids], SamplingParams(max_tokens=1))[0])
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""

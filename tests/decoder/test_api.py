@@ -40,6 +40,7 @@ def test_the_constructor_takes_what_the_design_says() -> None:
         "acceptance": "auto",
         "dtype": "auto",
         "draft_dtype": "auto",
+        "activations": "auto",
         "draft_vocabulary": "auto",
         "device": "auto",
         "fast": "auto",

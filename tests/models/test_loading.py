@@ -209,16 +209,21 @@ def test_a_broken_gguf_file_is_refused_and_leaves_nothing_behind(
     assert not cache.exists() or not list(cache.iterdir())
 
 
-@pytest.mark.slow
-def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
-    whole = GGUFWriter(tmp_path / "whole.gguf", "llama")
+def little_gguf(file: Path) -> None:
+    """A file with one tensor."""
+    whole = GGUFWriter(file, "llama")
     whole.add_block_count(1)
     whole.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
     whole.write_header_to_file()
     whole.write_kv_data_to_file()
     whole.write_tensors_to_file()
     whole.close()
+
+
+@pytest.mark.slow
+def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    little_gguf(tmp_path / "whole.gguf")
     content = (tmp_path / "whole.gguf").read_bytes()
     for size in (len(content) - 100, 40):
         (tmp_path / "cut.gguf").write_bytes(content[:size])
@@ -254,7 +259,7 @@ def test_a_conversion_says_that_it_needs_the_cache_folder(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    little_gguf(tmp_path / "some.gguf")
     cache = str(tmp_path / place)
     monkeypatch.setenv("SLIPSTREAM_MODELS", cache)
     for name in (str(tmp_path / "some.gguf"), "smollm2"):

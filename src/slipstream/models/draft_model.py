@@ -13,7 +13,7 @@ from slipstream.models.loading import load
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
     """How the target is loaded."""
-    return LoadOptions(config.dtype, config.device, config.fast, config.load_options)
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, activations=config.activations)
 
 
 def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Loaded | None:

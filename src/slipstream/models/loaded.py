@@ -24,7 +24,7 @@ class Loaded:
 
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
     and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
-    vocabulary.
+    vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype.
     """
 
     backend: Backend
@@ -35,6 +35,12 @@ class Loaded:
     packed: bool = False
     fingerprint: str = ""
     restricted: RestrictedHead | None = None
+    arithmetic: str = ""
+
+    @property
+    def precision(self) -> str:
+        """The arithmetic as it stands in a decoder's `repr`."""
+        return f", arithmetic={self.arithmetic!r}" if self.arithmetic else ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class LoadOptions:
     quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
+    activations: of products with a GGUF file's blocks, see `DecoderConfig.activations`.
     """
 
     dtype: str = "auto"
@@ -54,12 +61,13 @@ class LoadOptions:
     extra: dict[str, Any] = field(default_factory=dict)
     quantise: str | None = None
     vocabulary: int | str = "full"
+    activations: str = "auto"
 
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
         """The same for the draft model, whose precision and vocabulary are its own matter."""
         if dtype in ("auto", "int4", "int8"):
-            return replace(self, quantise=dtype, vocabulary=vocabulary)
-        return replace(self, dtype=dtype, vocabulary=vocabulary)
+            return replace(self, quantise=dtype, vocabulary=vocabulary, activations="auto")
+        return replace(self, dtype=dtype, vocabulary=vocabulary, activations="auto")
 
 
 def is_toy(source: Any) -> bool:
@@ -83,6 +91,7 @@ def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
         ("dtype", options.dtype, ["auto"]),
         ("device", options.device, ["auto", "cpu"] if toys else ["auto"]),
         ("load_options", options.extra, [{}]),
+        ("activations", options.activations, ["auto"]),
     ]
     for name, value, allowed in checks:
         if value not in allowed:

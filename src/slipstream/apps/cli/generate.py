@@ -197,4 +197,6 @@ def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bo
 def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
     from slipstream.text.figures_as_text import statistics_line
 
-    err.print(f"{statistics_line(stats, decoder.drafter_name)}, {end}", style="dim", markup=False, soft_wrap=True)
+    arithmetic = f", {decoder.target.arithmetic}" if decoder.target.arithmetic else ""
+    line = f"{statistics_line(stats, decoder.drafter_name)}{arithmetic}, {end}"
+    err.print(line, style="dim", markup=False, soft_wrap=True)

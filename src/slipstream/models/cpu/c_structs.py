@@ -97,9 +97,16 @@ class _Entry(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_long)]
 
 
-def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS) -> None:
-    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference."""
-    compiled, mirrored = _compiled(library), dict(CONSTANTS)
+def check_layout(
+    library: ctypes.CDLL,
+    mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS,
+    constants: Mapping[str, int] | None = None,
+) -> None:
+    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference.
+
+    constants: by default `CONSTANTS`.
+    """
+    compiled, mirrored = _compiled(library), dict(CONSTANTS if constants is None else constants)
     for name, mirror in mirrors.items():
         mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
         for field in mirror._fields_:
@@ -107,8 +114,8 @@ def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structu
     for name in [*compiled, *mirrored]:
         if compiled.get(name) != mirrored.get(name):
             raise SlipstreamError(
-                f"the compiled kernels and c_structs.py disagree: {name} is {compiled.get(name, 'unknown')} in C "
-                f"and {mirrored.get(name, 'unknown')} in Python"
+                f"the compiled kernels and their mirror in Python disagree: {name} is "
+                f"{compiled.get(name, 'unknown')} in C and {mirrored.get(name, 'unknown')} in Python"
             )
 
 

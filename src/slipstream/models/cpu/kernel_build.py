@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,12 +33,9 @@ log = logging.getLogger("slipstream")
 SOURCES = Path(__file__).with_name("csrc")
 INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 # no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
+COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 FLAGS = (
-    "-O3",
-    "-std=gnu11",
-    "-ffp-contract=off",
-    "-fPIC",
-    "-fopenmp",
+    *COMMON_FLAGS,
     *("-m" + name.replace("_", "") for name in INSTRUCTIONS),
 )
 SWITCH = "SLIPSTREAM_KERNELS"
@@ -51,12 +49,17 @@ class NoKernelsError(Exception):
         self.slower = slower
 
 
-def kernels() -> ctypes.CDLL | None:
-    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
+def switched_on() -> bool:
+    """Whether the environment lets Slipstream use its own kernels."""
     switch = os.environ.get(SWITCH) or "on"
     if switch not in ("on", "off"):
         raise UsageError(f"{SWITCH}={switch!r}; allowed: 'on' or 'off'")
-    return _library() if switch == "on" else None
+    return switch == "on"
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
+    return _library() if switched_on() else None
 
 
 @cache
@@ -89,30 +92,43 @@ def check_processor(processor: Processor) -> None:
         raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN uses", slower=False)
 
 
-def built(folder: Path, environment: Mapping[str, str]) -> Path:
-    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
+@dataclass(frozen=True)
+class Recipe:
+    """What is compiled to one library, and how. sources: the folder of its C files."""
+
+    sources: Path
+    flags: tuple[str, ...]
+
+
+def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = None) -> Path:
+    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc.
+
+    recipe: by default that of the kernels for bfloat16.
+    """
+    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
     candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
     compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
         raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
-    sources = sorted(SOURCES.glob("*.c"))
-    library = folder / f"{version(*compiler)}.so"
+    sources = sorted(recipe.sources.glob("*.c"))
+    library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             linked = Path(scratch) / "library.so"
             for source in sources:
-                _run([*compiler, *FLAGS, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
+                _run([*compiler, *recipe.flags, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
             objects = [f"{scratch}/{source.stem}.o" for source in sources]
             _run([*compiler, "-shared", *objects, "-o", str(linked)])  # OpenMP is PyTorch's
             linked.rename(library)
     return library
 
 
-def version(*compiler: str) -> str:
+def version(*compiler: str, recipe: Recipe | None = None) -> str:
     """A name for these kernels: a digest of their source and of the way they are compiled."""
-    texts = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-    return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *FLAGS)).encode()).hexdigest()[:16]
+    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
+    texts = [path.read_text() for path in sorted(recipe.sources.glob("*.[ch]"))]
+    return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *recipe.flags)).encode()).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:

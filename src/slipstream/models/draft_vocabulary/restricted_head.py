@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
+from slipstream.models.cpu.block_linear import BlockLinear
 from slipstream.models.cpu.compressed_linear import KernelLinear
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
@@ -66,7 +67,7 @@ class RestrictedHead(nn.Module):
 
 
 def restricted_head(
-    whole: Any, linear: nn.Linear, num_first: int, convert: Callable[[nn.Linear], nn.Module] | None
+    whole: Any, linear: Any, num_first: int, convert: Callable[[nn.Linear], nn.Module] | None
 ) -> RestrictedHead:
     """The restricted form of an output layer `linear` and of what took its place, `whole`. convert: what made that.
 
@@ -74,6 +75,8 @@ def restricted_head(
     stay for the others; where they are the embeddings' as well that takes no memory.
     """
     few = whole.few if isinstance(whole, QuantisedLinear) else whole
+    if isinstance(few, BlockLinear):
+        return RestrictedHead(whole, few.first(num_first), num_first, few.rows)
     weight = linear.weight.detach()
     first: nn.Module
     if isinstance(few, KernelLinear):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead, restricted_head
@@ -36,15 +37,18 @@ class Restriction:
         linear, wanted = self._linear, self._wanted
         if wanted == "full":
             return None
-        if type(linear) is not nn.Linear:
+        is_block = isinstance(linear, BlockLinear)
+        if type(linear) is not nn.Linear and not is_block:
             self._refuse(f"its output layer is a {type(linear).__name__}")
             return None
         if wanted != "auto":
             size = -(-int(wanted) // UNIT) * UNIT
             return size if size < linear.out_features else None
-        if self._convert is None or linear.weight.device.type != "cpu" or linear.out_features < FEWER * COMMON:
+        converted = is_block or (self._convert is not None and linear.weight.device.type == "cpu")
+        if not converted or linear.out_features < FEWER * COMMON:
             return None
-        read = sum(module.weight.numel() for module in self._model.modules() if type(module) is nn.Linear)
+        read = sum(block.in_features * block.out_features for block in block_linears(self._model))
+        read += sum(module.weight.numel() for module in self._model.modules() if type(module) is nn.Linear)
         return COMMON if (linear.out_features - COMMON) * linear.in_features >= SHARE * read else None
 
     def _refuse(self, reason: str) -> None:
@@ -66,10 +70,15 @@ class Restriction:
             self._refuse("its forwards are captured, or run on caches of its own")
             return None
         whole = self._model.get_output_embeddings()
-        tied = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()
-        int4 = isinstance(whole, QuantisedLinear) and isinstance(whole.few, Int4Linear)
-        if self._wanted == "auto" and not (tied or int4):
+        if self._wanted == "auto" and not self._takes_no_memory(whole):
             return None  # the original weights would have to be kept
         head = restricted_head(whole, self._linear, self._num_first, self._convert)
         self._model.set_output_embeddings(head)
         return head
+
+    def _takes_no_memory(self, whole: Any) -> bool:
+        """Whether the weights of all tokens are there anyway."""
+        if isinstance(whole, BlockLinear) or (isinstance(whole, QuantisedLinear) and isinstance(whole.few, Int4Linear)):
+            return True
+        tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()
+        return tied

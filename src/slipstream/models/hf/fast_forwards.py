@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is_of_blocks
+from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
 from slipstream.models.cpu.compressed_linear import CompressedLinear
 from slipstream.models.cpu.packed_linear import PackedLinear
@@ -16,16 +18,17 @@ from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import FusedLayer, UnknownLayerError, fused_layers
+from slipstream.models.hf.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
 
 START = 6  # tokens of the first of two forwards that a model is tried with
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
+ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
 
 
 class Trial:
     """A layer's forward that also computes what other ops would give, and notes the largest difference."""
 
-    def __init__(self, forward: FusedLayer, ops: CompiledOps) -> None:
+    def __init__(self, forward: FusedLayer, ops: CompiledOps | BlockLayerOps) -> None:
         self._forward, self.ops = forward, ops
         self.error = 0.0  # relative to the largest of the layer's outputs
 
@@ -105,7 +108,7 @@ def fuse_layers(backend: HFBackend, expected: Tensor | None = None) -> None:
 
 def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
-    compiled = [compiled_ops(forward.plain) for _, forward in layers]
+    compiled = [_compiled(forward.plain) for _, forward in layers]
     trials = [Trial(forward, ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
     if len(trials) < len(layers):
         return
@@ -116,7 +119,7 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
     finally:
         for layer, forward in layers:
             layer.forward = forward
-    if max(trial.error for trial in trials) > TOLERANCE[backend.model.dtype]:
+    if max(trial.error for trial in trials) > tolerance(backend.model):
         warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
         return
     for (_, forward), trial in zip(layers, trials, strict=True):
@@ -125,10 +128,20 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
     backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
 
 
+def _compiled(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
+    return block_layer_ops(ops) if is_of_blocks(ops) else compiled_ops(ops)
+
+
 def _multiplies_as_if_alone(model: Any) -> bool:
-    """Whether nothing outside the decoder layers multiplies by other weights than compressed ones."""
+    """Whether nothing outside the decoder layers multiplies by other weights than compressed ones or blocks."""
     others = [module for module in model.modules() if isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)]
-    return not others and isinstance(model.get_output_embeddings(), CompressedLinear)
+    return not others and isinstance(model.get_output_embeddings(), CompressedLinear | BlockLinear)
+
+
+def tolerance(model: Any) -> float:
+    """The largest difference of a faster forward's logits, relative to the largest of them."""
+    linears = block_linears(model)
+    return ROUNDED[linears[0].activations] if linears else TOLERANCE[model.dtype]
 
 
 def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
@@ -147,4 +160,4 @@ def a_few_logits(backend: HFBackend) -> Tensor:
 def _differs(backend: HFBackend, expected: Tensor) -> bool:
     """Whether the logits are no longer these; NaN differs from everything."""
     error = (a_few_logits(backend) - expected).abs().max()
-    return not bool(error <= TOLERANCE[backend.model.dtype] * expected.abs().max())
+    return not bool(error <= tolerance(backend.model) * expected.abs().max())

@@ -19,13 +19,10 @@ from slipstream.models.fast_path_warnings import warn_slower
 class FusedLinear(nn.Module):
     """Several `nn.Linear`s of one input as one, computed when the first of them is called with a new input."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, whole: Any, sizes: list[int]) -> None:
+        """whole: the layer of all outputs; sizes: how many of them are each layer's."""
         super().__init__()
-        self.sizes = [linear.out_features for linear in linears]
-        self.whole: Any = nn.Linear(linears[0].in_features, sum(self.sizes), linears[0].bias is not None, device="meta")
-        self.whole.weight = _joined([linear.weight for linear in linears])
-        if linears[0].bias is not None:
-            self.whole.bias = _joined([linear.bias for linear in linears])
+        self.whole, self.sizes = whole, sizes
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def output(self, x: Tensor, index: int) -> Tensor:
@@ -59,23 +56,40 @@ class FusedOutput(nn.Module):
 Calls = Sequence[tuple[nn.Linear, Tensor]]  # linear layers in the order in which they ran, each with its input
 
 
-def fuse(model: Any, convert: Callable[[nn.Linear], nn.Module] | None = None, calls: Calls | None = None) -> int:
+def fuse(
+    model: Any,
+    convert: Callable[[Any], nn.Module] | None = None,
+    calls: Calls | None = None,
+    join: Callable[[list[nn.Linear]], nn.Module] | None = None,
+) -> int:
     """Fuse layers of a model in place; their weights are freed. Returns how many groups there were.
 
     convert: makes the module that computes a group's product, at once, so that there are never two copies of all
-    weights. calls: `linear_calls` of the model.
+    weights. calls: `linear_calls` of the model. join: makes one layer of several, by default an `nn.Linear`.
     """
     groups = _same_input(model, linear_calls(model) if calls is None else calls)
     for parent, names in groups:
-        fused = FusedLinear([getattr(parent, name) for name in names])
+        linears: list[nn.Linear] = [getattr(parent, name) for name in names]
+        whole: nn.Module = joined(linears) if join is None else join(linears)
         if convert is not None:
-            fused.whole = convert(fused.whole)
+            whole = convert(whole)
+        fused = FusedLinear(whole, [linear.out_features for linear in linears])
         for index, name in enumerate(names):
             setattr(parent, name, FusedOutput(fused, index))
     return len(groups)
 
 
-def _joined(parts: list[Any]) -> nn.Parameter:
+def joined(linears: list[nn.Linear]) -> nn.Linear:
+    """The layer of all outputs of some layers of one input."""
+    outputs, biased = sum(linear.out_features for linear in linears), linears[0].bias is not None
+    whole = nn.Linear(linears[0].in_features, outputs, biased, device="meta")
+    whole.weight = _concatenated([linear.weight for linear in linears])
+    if biased:
+        whole.bias = _concatenated([linear.bias for linear in linears])
+    return whole
+
+
+def _concatenated(parts: list[Any]) -> nn.Parameter:
     return nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
 
 

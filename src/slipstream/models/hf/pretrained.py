@@ -11,6 +11,8 @@ from weakref import WeakSet
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.block_kernels import block_version
+from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.kernel_build import version
 from slipstream.models.cpu.packed_linear import pack, unsupported
@@ -66,13 +68,13 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 
 
 def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBackend:
-    """A model ready to run. convert: makes what takes the place of its linear layers.
+    """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
 
     With fast=True on CUDA its forwards are captured as graphs, which leave the model as it is. A model whose state
     cannot be written by position runs on caches of its own.
     """
     captured = _is_captured(model, fast)
-    reason = not_by_position(model)
+    reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
         check_causal(HFBackend(model), model)
     if convert is not None:
@@ -85,7 +87,7 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBacken
         logits = a_few_logits(backend)
         if not differ(model, logits):
             _TRIED.add(model)
-            if convert is not None:
+            if faster:
                 make_faster(backend, logits)
             return graphed or backend
         reason = "its attention takes neither positions nor masks as they are given"
@@ -157,21 +159,25 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     """Load a folder, a .gguf file, the embedded model or a hub id."""
+    from slipstream.models.hf.gguf_loading import load_blocks
     from slipstream.models.hf.weights import load_model
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
-    folder, model = load_model(source, options)
+    blocks = load_blocks(source, options)
+    folder, model = load_model(source, options) if blocks is None else blocks
     if model.device.type == "cpu":
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
-    convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
+    convert = None
+    if blocks is None:
+        convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast, convert)
-    ends, packed = end_ids(model, backend.vocab_size), convert is not None
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None or blocks is not None
     made_of = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
-    return Loaded(backend, source, ends, wrapped, model, packed, made_of, head)
+    return Loaded(backend, source, ends, wrapped, model, packed, made_of, head, arithmetic_of(model))
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
@@ -194,6 +200,8 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    if arithmetic := arithmetic_of(model):
+        exact = f"{block_version()} {arithmetic} "
     fused = "fused " if any(is_fused(module) for module in model.modules()) else ""
     states = backend.cache.states if isinstance(backend, HFBackend) else None
     recurrent = "" if states is None else "compiled states " if states.compiled else "states "

@@ -12,6 +12,7 @@ from transformers import GenerationMixin
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
+from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fast_forwards import START, a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
@@ -21,7 +22,9 @@ log = logging.getLogger("slipstream")
 SWITCHES = ("is_decoder", "causal")  # fields of configurations that make an encoder a decoder
 TOKENS, FIRST = 11, 6  # of a trial, and how many of them are read before the state is kept
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # difference of logits, relative to how they vary; both as RMS
-CLOSE_ELSE = 0.3  # in half precision; forwards of SmolLM2 that are cut in two differ by up to 0.08, a wrong mask by 1
+# in half precision, and where activations are rounded to integers; forwards of SmolLM2 that are cut in two differ by up
+# to 0.08, a wrong mask by 1
+CLOSE_ELSE = 0.3
 # what a model's own code raises on inputs that it does not take
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
 
@@ -83,9 +86,9 @@ def differ(model: Any, logits: Tensor) -> bool:
     """
     tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
-    given = logits.nan_to_num()
+    given, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
     own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    if _agree(own.nan_to_num(), given.to(own.dtype)):
+    if _agree(own.nan_to_num(), given.to(own.dtype), close):
         return False
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
@@ -95,7 +98,7 @@ def differ(model: Any, logits: Tensor) -> bool:
         log.info("%s does not go on from its own cache: %s", type(model).__name__, error)
         return True
     own = torch.cat([begun.logits, rest.logits], 1)
-    return not _agree(own.nan_to_num(), given.to(own.dtype))
+    return not _agree(own.nan_to_num(), given.to(own.dtype), close)
 
 
 def _ids(backend: Backend) -> Tensor:
@@ -133,8 +136,9 @@ def _steps(backend: OwnCacheBackend, ids: Tensor) -> Tensor:
     )
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    """Whether logits are equal but for rounding; NaN differs from everything."""
-    dtype, one, other = one.dtype, one.float(), other.float()
+def _agree(one: Tensor, other: Tensor, close: float | None = None) -> bool:
+    """Whether logits are equal but for rounding; NaN differs from everything. close: by default that of their type."""
+    close = CLOSE.get(one.dtype, CLOSE_ELSE) if close is None else close
+    one, other = one.float(), other.float()
     varies = (one - one.mean(-1, keepdim=True)).square().mean().sqrt()
-    return bool((one - other).square().mean().sqrt() <= CLOSE.get(dtype, CLOSE_ELSE) * varies)
+    return bool((one - other).square().mean().sqrt() <= close * varies)

@@ -44,6 +44,8 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """The folder or hub id to take the tokenizer from, and the loaded model."""
     if PLAN in options.extra:
         raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
+    if source.endswith(".gguf") and options.dtype == "float32" and not options.extra:
+        return _dequantised(source, options.device)
     folder = resolve(source)
     _read_ahead(Path(folder))
     from transformers import AutoModelForCausalLM  # takes seconds
@@ -60,6 +62,17 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
         model = model.to(_device(options.device))
     return folder, model
+
+
+def _dequantised(source: str, device: str) -> tuple[str, Any]:
+    """The numbers of a GGUF file in float32: all of them as the file means them, which bfloat16 would round."""
+    from slipstream.models.hf.gguf_conversion import dequantised
+    from slipstream.models.hf.gguf_description import described
+    from slipstream.models.hf.gguf_header import read_header
+
+    header = read_header(Path(source).expanduser())
+    header.check()
+    return str(described(header)), dequantised(header.file, torch.float32).to(_device(device))
 
 
 def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = False) -> None:

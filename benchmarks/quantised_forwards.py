@@ -1,0 +1,137 @@
+"""Forwards of a GGUF file computed in its own blocks: time by width, memory, bits and distance from the file's numbers.
+
+    python benchmarks/quantised_forwards.py MODEL.gguf
+    python benchmarks/quantised_forwards.py MODEL.gguf --beside FOLDER --kl 160
+
+Widths take turns; medians count. beside: another model to time, such as the same one unpacked to bfloat16. kl:
+so many tokens of the package's own prompts through the float32 dequantisation (4 bytes a weight) and both activations.
+Memory is the process's anonymous memory (Linux) on top of what it was before the model and its tokenizer were loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated
+
+import torch
+import typer
+from load_memory import Watch, _anonymous
+from terminal import JsonFile, console, run
+from torch import Tensor
+
+from slipstream.core.cache_state import EXACT_FIT
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.hf.weights import load_model
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loading import load
+from slipstream.text.prompts import builtin_prompts
+
+MEGA = 1e6
+
+
+def main(
+    target: str,
+    widths: str = "1,4,8,16",
+    turns: int = 15,
+    context: int = 200,
+    activations: str = "int8,int15",
+    beside: Annotated[str | None, typer.Option()] = None,
+    kl: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Print milliseconds and ratios per width, memory over the size of the file, and whether bits are the same."""
+    quiet()
+    if not target.endswith(".gguf"):
+        raise UsageError(f"target {target!r}; allowed: a .gguf file")
+    sizes, size = [int(width) for width in widths.split(",")], Path(target).stat().st_size
+    _warm_up()
+    models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
+    for name in activations.split(","):
+        watch = Watch()
+        watch.start()
+        models[name] = load(target, LoadOptions(activations=name))
+        stays = _anonymous() - watch.before
+        peak = watch.stop()
+        found[name] = {"peak": peak / size, "stays": stays / size}
+        console.print(
+            f"{target}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes {peak / MEGA:.0f} MB "
+            f"({peak / size:.2f} of the file) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
+        )
+    if beside is not None:
+        models[beside] = load(beside, LoadOptions())
+    most = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))
+    tokens = torch.randint(1, most, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
+    for name, loaded in models.items():
+        loaded.backend.attended_unit = EXACT_FIT.attended_unit
+        loaded.backend.reserve(1, context + max(32, *sizes))
+        _logits(loaded, tokens[:, :context], 0)
+        same = all(_same_bits(loaded, tokens, context, width) for width in (*sizes, 3, 5, 32))
+        found.setdefault(name, {})["same_bits"] = same
+        console.print(f"{name}: the same bits at every width: {same}")
+    for name, by_width in _timed(models, tokens, context, sizes, turns).items():
+        first = by_width[sizes[0]]
+        shown = ", ".join(f"{width}: {ms:.1f} ms ({ms / first:.2f})" for width, ms in by_width.items())
+        found[name]["milliseconds"] = by_width
+        console.print(f"{name}: {shown}")
+    if kl:
+        for name, distance in _distances(target, models, kl).items():
+            found[name]["kl"], found[name]["same_choice"] = distance
+            console.print(f"{name}: KL {distance[0]:.2g}, the likeliest token is the same at {distance[1]:.1%}")
+    if json_file is not None:
+        json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n")
+
+
+def _warm_up() -> None:
+    """Load what is not the model's: modules, and what the first product needs."""
+    torch.ones(1) @ torch.ones(1)
+    load("smollm2", LoadOptions(fast=False))
+
+
+def _logits(loaded: Loaded, tokens: Tensor, start: int) -> Tensor:
+    return loaded.backend.forward(tokens, [start], first_slot=0, logits=True)[0].float()
+
+
+def _same_bits(loaded: Loaded, tokens: Tensor, context: int, width: int) -> bool:
+    together = _logits(loaded, tokens[:, context : context + width], context)
+    alone = [_logits(loaded, tokens[:, at : at + 1], at) for at in range(context, context + width)]
+    return torch.equal(together, torch.cat(alone))
+
+
+def _timed(
+    models: dict[str, Loaded], tokens: Tensor, context: int, widths: list[int], turns: int
+) -> dict[str, dict[int, float]]:
+    """Median milliseconds; models and widths take turns."""
+    taken: dict[tuple[str, int], list[float]] = {(name, width): [] for name in models for width in widths}
+    for turn in range(turns + 1):
+        for (name, width), seconds in taken.items():
+            started = perf_counter()
+            _logits(models[name], tokens[:, context : context + width], context).argmax(-1).tolist()
+            if turn:  # the first warms up
+                seconds.append(perf_counter() - started)
+    return {name: {width: 1e3 * median(taken[name, width]) for width in widths} for name in models}
+
+
+def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, tuple[float, float]]:
+    """Mean KL from the float32 dequantisation of the file, and how often the likeliest token is the same."""
+    tokenizer = next(iter(models.values())).tokenizer
+    if tokenizer is None:
+        raise UsageError("--kl needs a file with a tokenizer")
+    ids = torch.tensor([tokenizer.encode("\n".join(prompt.prompt for prompt in builtin_prompts()))[:count]])
+    _, reference = load_model(target, LoadOptions("float32", "cpu", False))
+    with torch.inference_mode():
+        expected = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0].double(), -1)
+    found = {}
+    for name, loaded in models.items():
+        loaded.backend.reserve(1, ids.shape[1])
+        got = torch.log_softmax(_logits(loaded, ids, 0).double(), -1)
+        distance = float((expected.exp() * (expected - got)).sum(-1).mean())
+        found[name] = distance, float((expected.argmax(-1) == got.argmax(-1)).float().mean())
+    return found
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,164 @@
+"""Linear layers and embeddings that compute with the blocks of a GGUF file, whose weights do not change.
+
+`csrc/blocks/products.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
+15 (int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on
+the tokens beside it nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32,
+after the same rounding of the activations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cpu.block_structs import INPUTS, BlockFormat, BlockLinearStruct, PartStruct
+from slipstream.models.cpu.c_structs import LANES
+from slipstream.models.cpu.kernel_build import address
+
+ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
+ALIGNED = 64  # bytes
+PACKED_AT_A_TIME = 1 << 24  # bytes of a file
+
+ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
+
+
+class BlockPart:
+    """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
+
+    def __init__(self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any) -> None:
+        """shape: outputs and inputs; read: called for a few rows at a time, in order."""
+        self.block, self.library = block, library
+        self.outputs, self.inputs = shape
+        each = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
+        panels = -(-self.outputs // LANES)
+        memory = torch.zeros(panels * each + ALIGNED, dtype=torch.uint8)
+        start = -memory.data_ptr() % ALIGNED
+        self.data = memory[start : start + panels * each]
+        row_bytes = self.inputs // block.size * block.bytes
+        step = max(PACKED_AT_A_TIME // row_bytes // LANES, 1) * LANES
+        for row in range(0, self.outputs, step):
+            rows = read(row, min(row + step, self.outputs))
+            library.pack_panels(
+                ctypes.c_int64(block.code),
+                ctypes.c_void_p(rows.ctypes.data),
+                ctypes.c_int64(len(rows)),
+                ctypes.c_int64(self.inputs),
+                ctypes.c_void_p(self.data.data_ptr() + row // LANES * each),
+            )
+
+    @property
+    def struct(self) -> PartStruct:
+        """`struct block_part`; valid as long as this object."""
+        return PartStruct(self.block.code, self.outputs, address(self.data))
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """[N, inputs] float32: the weights of some outputs [N], exactly those of the file."""
+        wanted = outputs.to(torch.int64).contiguous()
+        if wanted.numel() and not (int(wanted.min()) >= 0 and int(wanted.max()) < self.outputs):
+            raise IndexError(
+                f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}"
+            )
+        out = torch.empty(len(wanted), self.inputs)
+        self.library.unpack_rows(
+            ctypes.byref(self.struct),
+            ctypes.c_int64(self.inputs),
+            ctypes.c_void_p(wanted.data_ptr()),
+            ctypes.c_int64(len(wanted)),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out
+
+
+class BlockLinear(nn.Module):
+    """A linear layer over one or more matrices of a file, one after the other. Its results are float32."""
+
+    def __init__(self, parts: Sequence[BlockPart], bias: Tensor | None, activations: str) -> None:
+        """bias: float32 or None; activations: a key of `ACTIVATIONS`."""
+        super().__init__()
+        self.parts, self.planes, self.activations = tuple(parts), ACTIVATIONS[activations], activations
+        self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
+        self.bias = None if bias is None else nn.Parameter(bias.float().contiguous(), requires_grad=False)
+        self._library = parts[0].library
+        self._set([part.struct for part in parts])
+
+    def _set(self, structs: list[PartStruct]) -> None:
+        self._structs = (PartStruct * len(structs))(*structs)  # what the struct points to must live as long
+        outputs = sum(int(struct.outputs) for struct in structs)
+        where = ctypes.addressof(self._structs)
+        self.weights = BlockLinearStruct(self.in_features, outputs, len(structs), where, address(self.bias))
+
+    def first(self, outputs: int) -> BlockLinear:
+        """The layer of the first `outputs` outputs, over the same weights; of a layer of one part."""
+        (part,) = self.parts
+        made = BlockLinear([part], None, self.activations)
+        made.bias, made.out_features = self.bias, outputs
+        made._set([PartStruct(part.block.code, outputs, address(part.data))])
+        return made
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """See `BlockPart.rows`; of a layer of one part."""
+        (part,) = self.parts
+        return part.rows(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] float32 -> [..., out_features]."""
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x: {x.dtype} [..., {x.shape[-1]}]; allowed: float32 [..., {self.in_features}]")
+        rows = x.contiguous()
+        out = rows.new_empty(*x.shape[:-1], self.out_features)
+        tokens, planes = ctypes.c_int64(rows.numel() // self.in_features), ctypes.c_int64(self.planes)
+        size = self._library.activation_bytes(ctypes.c_int64(self.in_features), tokens, planes)
+        space = torch.empty(size, dtype=torch.uint8)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, out, space)]
+        self._library.multiply_blocks(ctypes.byref(self.weights), pointers[0], tokens, planes, *pointers[1:])
+        return out
+
+    def extra_repr(self) -> str:
+        """Sizes, formats and activations."""
+        formats = "+".join(dict.fromkeys(part.block.name for part in self.parts))
+        return f"in_features={self.in_features}, out_features={self.out_features}, {formats}, {self.activations}"
+
+
+class BlockEmbedding(nn.Module):
+    """An embedding that unpacks the rows that it is asked for. weight: its first rows, which tell models apart."""
+
+    def __init__(self, part: BlockPart, embedding: nn.Embedding) -> None:
+        """embedding: the model's own, without its weight; it is given a table of the rows that are asked for."""
+        super().__init__()
+        inner = copy(embedding)
+        inner.padding_idx = None  # a row of the whole table; it matters in training only
+        self.part, self._inner = part, (inner,)  # not a submodule: its weight is nowhere
+        self.num_embeddings, self.embedding_dim = part.outputs, part.inputs
+        shown = part.rows(torch.arange(min(LANES * 4, part.outputs)))
+        self.weight = nn.Parameter(shown, requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [...] -> [..., embedding_dim]."""
+        rows = self.part.rows(ids.flatten())
+        (inner,) = self._inner
+        if type(inner) is nn.Embedding:
+            return rows.view(*ids.shape, self.embedding_dim)
+        places = torch.arange(len(rows)).view(ids.shape)
+        return torch.func.functional_call(inner, {"weight": rows}, (places,))
+
+
+def block_linears(model: nn.Module) -> list[BlockLinear]:
+    """The layers of a model that compute with a file's blocks."""
+    return [module for module in model.modules() if isinstance(module, BlockLinear)]
+
+
+def arithmetic_of(model: nn.Module) -> str:
+    """Which blocks and activations a model computes with, for people; empty if with none."""
+    linears = block_linears(model)
+    formats = sorted({part.block.name for linear in linears for part in linear.parts})
+    return f"{'+'.join(formats)} blocks, {linears[0].activations} activations" if linears else ""
+
+
+def fits_blocks(inputs: int, block: BlockFormat) -> bool:
+    """Whether rows of so many numbers are whole blocks."""
+    return inputs % block.size == 0 and inputs % INPUTS == 0

@@ -1,0 +1,64 @@
+/* Structs and constants of the kernels for quantised files, which Python mirrors (block_structs.py). Plain C.
+ *
+ * A panel is 16 outputs of a part of a linear layer: first the codes of all inputs, 32 inputs at a time, then the
+ * scales. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
+ * number; vector v of the codes has those of v in the low four bits and those of v + 4 in the high ones. Further bits of
+ * a code follow: the fifth bits of vector v are bit v of one more vector; the fifth and sixth of vectors 0 to 3 are bits
+ * 2 * v and 2 * v + 1 of a first and those of 4 to 7 of a second. Codes of 8 bits fill 8 vectors, shifted by 128.
+ *
+ * Scales of blocks of 32 inputs: 16 float16 scales and, where the format has them, 16 minima. Of blocks of 256: 16
+ * float16 scales (and 16 of minima), then per 32 inputs 16 bytes of scales and at the end the same of minima (Q4_K,
+ * Q5_K), or 16 signed bytes of scales per 16 inputs (Q6_K).
+ */
+#pragma once
+
+#include <stdint.h>
+
+enum {
+    LANES = 16,             /* outputs of a panel, numbers of a vector */
+    GROUP = 32,             /* inputs that share an activation's scale */
+    SUPER = 256,            /* inputs of a block of a format of blocks in blocks */
+    TILE = 8,               /* tokens multiplied at a time */
+    SMALLEST_CODE = 32,     /* what is subtracted from the codes of Q6_K */
+    MAX_HEAD = 256,         /* numbers in an attention head */
+    MAX_REPEATS = 64,       /* query heads of a key head */
+    LARGEST_INT8 = 127, LARGEST_INT15 = 16319 /* of an activation: 127 * 128 + 63, in two planes of a signed byte */
+};
+
+enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+
+/* Outputs of one format. data: panels, see above. */
+struct block_part {
+    int64_t format, outputs;
+    const uint8_t *data;
+};
+
+/* A linear layer of parts, one after the other. bias: [outputs] or NULL. */
+struct block_linear {
+    int64_t inputs, outputs, num_parts;
+    const struct block_part *parts;
+    const float *bias;
+};
+
+/* Root mean square norm. weight: [size], NULL where there is no norm. */
+struct float_norm {
+    const float *weight;
+    float eps;
+};
+
+/* heads: query heads; key_heads each of keys and values follow them. The gate's activation is
+ * x / (1 + exp(-(slope * x + cubic * x^3))). planes: of activations, 1 (int8) or 2 (int15). */
+struct float_layer {
+    struct block_linear qkv, out, gate_up, down;
+    struct float_norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    int64_t hidden, inner, heads, key_heads, size, planes;
+    float slope, cubic;
+};
+
+/* Keys and values [slots][key_heads][length][size] of a layer, and where its new tokens stand; as `struct kv_cache`. */
+struct float_cache {
+    float *keys, *values;
+    int64_t length, window;
+    float scaling;
+    const int64_t *slots, *positions, *places, *forks, *begins, *paths;
+};

@@ -1,0 +1,46 @@
+/* What the kernels for quantised files share. */
+#pragma once
+
+#include <stddef.h>
+#include <string.h>
+
+#include "block_structs.h"
+#include "simd.h"
+
+/* A format. size, bytes: values and bytes of a block of the file; codes, scales: bytes of 32 inputs and of a block of a
+ * panel. */
+struct shape {
+    int64_t size, bytes, codes, scales;
+};
+static const struct shape SHAPES[FORMATS] = {
+    [Q4_0] = {32, 18, 256, 32},    [Q4_1] = {32, 20, 256, 64},    [Q5_0] = {32, 22, 320, 32},
+    [Q5_1] = {32, 24, 320, 64},    [Q8_0] = {32, 34, 512, 32},    [Q4_K] = {256, 144, 256, 320},
+    [Q5_K] = {256, 176, 320, 320}, [Q6_K] = {256, 210, 384, 288},
+};
+
+static inline int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Bytes of a panel: a multiple of 64. */
+int64_t panel_bytes(int64_t format, int64_t inputs);
+
+/* Bytes that `quantise` fills for so many tokens, and those before the tile that begins with a token. */
+int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
+
+/* x [tokens][inputs] as integers in tiles of 8 tokens; see activations.c. To be called by all threads of a team. */
+void quantise(const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to);
+
+/* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
+void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
+                     uint8_t *space);
+
+void attend_float(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
+                  float *out, int64_t *groups);
+
+/* How many tokens' places a tile of this many tokens has: those that the products are compiled for. */
+static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }
+
+/* A tile's bytes of 32 inputs: codes [8 vectors][planes][places][4], then per place the scale, the scaled sum, and the
+ * five sums that products begin with. */
+enum { MARKS = 7 };
+static inline int64_t group_bytes(int64_t planes, int64_t count) { return (32 * planes + 4 * MARKS) * count; }

@@ -1,0 +1,139 @@
+/* The file's blocks as panels and back; no number changes. The blocks' layout is that of ggml-common.h. */
+#include "blocks.h"
+
+int64_t panel_bytes(int64_t format, int64_t inputs) {
+    const struct shape *of = &SHAPES[format];
+    return up(inputs / GROUP * of->codes + inputs / of->size * of->scales, 64);
+}
+
+/* The 6-bit scale and minimum of 32 values of Q4_K and Q5_K. */
+static void super_scale(const uint8_t *s, int j, uint8_t *scale, uint8_t *minimum) {
+    *scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+    *minimum = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4;
+}
+
+/* The codes of a block of the file, none negative. */
+static void read_codes(int64_t format, const uint8_t *block, uint8_t *codes) {
+    int has_minimum = format == Q4_1 || format == Q5_1;
+    switch (format) {
+        case Q4_0: case Q4_1:
+            for (int j = 0; j < 16; j++) {
+                uint8_t both = block[2 + 2 * has_minimum + j];
+                codes[j] = both & 15, codes[j + 16] = both >> 4;
+            }
+            break;
+        case Q5_0: case Q5_1: {
+            uint32_t high;
+            memcpy(&high, block + 2 + 2 * has_minimum, sizeof high);
+            for (int j = 0; j < 16; j++) {
+                uint8_t both = block[6 + 2 * has_minimum + j];
+                codes[j] = (both & 15) | (high >> j & 1) << 4, codes[j + 16] = both >> 4 | (high >> (j + 16) & 1) << 4;
+            }
+            break;
+        }
+        case Q8_0:
+            for (int j = 0; j < 32; j++) codes[j] = block[2 + j] ^ 0x80;
+            break;
+        case Q4_K: case Q5_K:
+            for (int j = 0; j < SUPER; j++) {
+                int run = j / 32, l = j % 32;
+                uint8_t both = block[(format == Q4_K ? 16 : 48) + run / 2 * 32 + l], code = run % 2 ? both >> 4 : both & 15;
+                codes[j] = format == Q4_K ? code : (uint8_t)(code | (block[16 + l] >> run & 1) << 4);
+            }
+            break;
+        default:
+            for (int j = 0; j < SUPER; j++) {
+                int half = j / 128, run = j / 32 % 4, l = j % 32;
+                uint8_t both = block[half * 64 + run % 2 * 32 + l], low = run < 2 ? both & 15 : both >> 4;
+                codes[j] = (uint8_t)(low | (block[128 + half * 32 + l] >> (2 * run) & 3) << 4);
+            }
+    }
+}
+
+/* Puts the codes of 32 inputs of output `lane` into their vectors. */
+static void place_codes(int64_t format, const uint8_t *codes, int lane, uint8_t *to) {
+    for (int j = 0; j < GROUP; j++) {
+        int v = j / 4, at = lane * 4 + j % 4;
+        uint8_t code = codes[j];
+        if (format == Q8_0) {
+            to[v * 64 + at] = code;
+            continue;
+        }
+        to[v % 4 * 64 + at] |= (uint8_t)((code & 15) << (v < 4 ? 0 : 4));
+        if (SHAPES[format].codes == 320) to[256 + at] |= (uint8_t)((code >> 4) << v);
+        if (format == Q6_K) to[256 + v / 4 * 64 + at] |= (uint8_t)((code >> 4) << 2 * (v % 4));
+    }
+}
+
+static int take_codes(int64_t format, const uint8_t *from, int lane, int j) {
+    int v = j / 4, at = lane * 4 + j % 4;
+    if (format == Q8_0) return from[v * 64 + at];
+    int code = from[v % 4 * 64 + at] >> (v < 4 ? 0 : 4) & 15;
+    if (SHAPES[format].codes == 320) code |= (from[256 + at] >> v & 1) << 4;
+    if (format == Q6_K) code |= (from[256 + v / 4 * 64 + at] >> 2 * (v % 4) & 3) << 4;
+    return code;
+}
+
+static void place_scales(int64_t format, const uint8_t *block, int lane, uint8_t *to) {
+    memcpy(to + lane * 2, block + (format == Q6_K ? 208 : 0), 2);
+    if (SHAPES[format].scales != 32 && format != Q6_K) memcpy(to + 32 + lane * 2, block + 2, 2);
+    if (format == Q4_K || format == Q5_K)
+        for (int j = 0; j < 8; j++) super_scale(block + 4, j, to + 64 + j * LANES + lane, to + 192 + j * LANES + lane);
+    if (format == Q6_K)
+        for (int j = 0; j < 16; j++) to[32 + j * LANES + lane] = block[192 + j];
+}
+
+/* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
+ * counts 0. to: the panels of these rows, zeroed. */
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
+    const struct shape *of = &SHAPES[format];
+    int64_t blocks = inputs / of->size, each = panel_bytes(format, inputs), all = inputs / GROUP * of->codes;
+    #pragma omp parallel for
+    for (int64_t panel = 0; panel < (count + LANES - 1) / LANES; panel++)
+        for (int lane = 0; lane < LANES && panel * LANES + lane < count; lane++)
+            for (int64_t b = 0; b < blocks; b++) {
+                const uint8_t *block = rows + ((panel * LANES + lane) * blocks + b) * of->bytes;
+                uint8_t codes[SUPER], *own = to + panel * each;
+                read_codes(format, block, codes);
+                for (int64_t g = 0; g < of->size / GROUP; g++)
+                    place_codes(format, codes + g * GROUP, lane, own + (b * (of->size / GROUP) + g) * of->codes);
+                place_scales(format, block, lane, own + all + b * of->scales);
+            }
+}
+
+static float half_at(const uint8_t *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return half_to_float(bits);
+}
+
+/* The weight of input j of a block: what the format defines, rounded at most once. */
+static float weight(int64_t format, int code, const uint8_t *scales, int lane, int j) {
+    float d = half_at(scales + lane * 2);
+    switch (format) {
+        case Q4_0: return d * (float)(code - 8);
+        case Q5_0: return d * (float)(code - 16);
+        case Q8_0: return d * (float)(code - 128);
+        case Q4_1: case Q5_1: return d * (float)code + half_at(scales + 32 + lane * 2);
+        case Q6_K: return d * (float)(int8_t)scales[32 + j / 16 * LANES + lane] * (float)(code - SMALLEST_CODE);
+        default: {
+            float scale = d * scales[64 + j / 32 * LANES + lane];
+            return scale * (float)code - half_at(scales + 32 + lane * 2) * scales[192 + j / 32 * LANES + lane];
+        }
+    }
+}
+
+/* Weights [count][inputs] of some outputs of a part. */
+void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to) {
+    const struct shape *of = &SHAPES[part->format];
+    int64_t each = panel_bytes(part->format, inputs), all = inputs / GROUP * of->codes;
+    for (int64_t row = 0; row < count; row++) {
+        const uint8_t *own = part->data + outputs[row] / LANES * each;
+        int lane = (int)(outputs[row] % LANES);
+        for (int64_t i = 0; i < inputs; i++) {
+            int code = take_codes(part->format, own + i / GROUP * of->codes, lane, (int)(i % GROUP));
+            const uint8_t *scales = own + all + i / of->size * of->scales;
+            to[row * inputs + i] = weight(part->format, code, scales, lane, (int)(i % of->size));
+        }
+    }
+}

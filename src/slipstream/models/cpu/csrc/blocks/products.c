@@ -1,0 +1,189 @@
+/* Products of panels with tiles of quantised activations.
+ *
+ * The products of 32 inputs are summed as integers, without rounding, and scaled once; scaled sums are added in the
+ * order of the inputs. A token's result therefore does not depend on the tokens beside it, nor on the instructions used.
+ * A panel is unpacked once for all tokens of a tile, so a few tokens take as long as one while memory is the limit.
+ */
+#include "blocks.h"
+
+enum { AHEAD = 4096, HANDED_OUT = 65536 /* bytes prefetched; of panels that a thread takes at a time */ };
+
+/* Where the marks of a place stand in a tile's 32 inputs. */
+enum mark { SCALE, TOTAL, BEGIN_8, BEGIN_16, BEGIN_128, BEGIN_LOW, BEGIN_HIGH };
+
+ALWAYS float float_at(const uint8_t *from) {
+    float x;
+    memcpy(&x, from, 4);
+    return x;
+}
+ALWAYS int32_t int_at(const uint8_t *from) {
+    int32_t x;
+    memcpy(&x, from, 4);
+    return x;
+}
+
+/* Vectors v and v + 4 of 32 inputs' codes, or only v where codes have 8 bits. */
+ALWAYS void load_codes(const int format, const uint8_t *codes, const int v, bytes *one, bytes *other) {
+    bytes both = load_bytes(codes + v * 64);
+    if (format == Q8_0) {
+        *one = both, *other = load_bytes(codes + (v + 4) * 64);
+        return;
+    }
+    *one = low_bits(both), *other = high_bits(both);
+    if (format == Q5_0 || format == Q5_1 || format == Q5_K) {
+        bytes fifth = load_bytes(codes + 256);
+        *one = with_bits(*one, fifth, v, 1), *other = with_bits(*other, fifth, v + 4, 1);
+    } else if (format == Q6_K) {
+        *one = with_bits(*one, load_bytes(codes + 256), 2 * v, 2);
+        *other = with_bits(*other, load_bytes(codes + 320), 2 * v, 2);
+    }
+}
+
+/* What one vector of codes adds to a tile's sums. */
+ALWAYS void add_vector(const int bits, const int rows, const int planes, bytes codes, const uint8_t *x,
+                       ints sum[2][TILE]) {
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        sum[0][i] = add_dot(sum[0][i], codes, x + i * 4, bits);
+        if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes, x + (rows + i) * 4, bits);
+    }
+}
+
+/* Begins a tile's integer sums with a mark; of two planes the second. */
+ALWAYS void begin(const int rows, const int planes, const uint8_t *marks, const int mark, ints sum[2][TILE]) {
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        ints from = mark < 0 ? all_ints(0) : all_ints(int_at(marks + (mark * rows + i) * 4));
+        sum[planes - 1][i] = from;
+        if (planes == 2) sum[0][i] = all_ints(0);
+    }
+}
+
+/* Scales the integer sums and adds them to the whole. */
+ALWAYS void finish(const int rows, const int planes, const uint8_t *marks, floats scale, ints sum[2][TILE],
+                   floats whole[TILE]) {
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        ints exact = planes == 1 ? sum[0][i] : add_ints(times_128(sum[0][i]), sum[1][i]);
+        floats scaled = multiply_floats(to_floats(exact), all_floats(float_at(marks + (SCALE * rows + i) * 4)));
+        whole[i] = add_product(whole[i], scaled, scale);
+    }
+}
+
+/* 32 inputs. scales: the scales of the block that they belong to; g: which 32 of the block. */
+ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
+                      int64_t g, const uint8_t *x, floats whole[TILE]) {
+    const uint8_t *marks = x + 32 * planes * rows;
+    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = format == Q8_0 ? 8 : 6;
+    ints sum[2][TILE];
+    floats d = load_halves(scales), minimum = d;
+    if (format == Q6_K) {
+        bytes late[4];
+        begin(rows, planes, marks, BEGIN_LOW, sum);
+        #pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            bytes early;
+            load_codes(format, codes, v, &early, &late[v]);
+            add_vector(bits, rows, planes, early, x + v * stride, sum);
+        }
+        const uint8_t *own = scales + 32 + 2 * g * LANES;
+        finish(rows, planes, marks, multiply_floats(d, load_signed(own)), sum, whole);
+        begin(rows, planes, marks, BEGIN_HIGH, sum);
+        #pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) add_vector(bits, rows, planes, late[v], x + (v + 4) * stride, sum);
+        finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
+        return;
+    }
+    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 ? BEGIN_128 : -1, sum);
+    #pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+        bytes one, other;
+        load_codes(format, codes, v, &one, &other);
+        add_vector(bits, rows, planes, one, x + v * stride, sum);
+        add_vector(bits, rows, planes, other, x + (v + 4) * stride, sum);
+    }
+    if (is_super) d = multiply_floats(d, load_unsigned(scales + 64 + g * LANES));
+    finish(rows, planes, marks, d, sum, whole);
+    if (format == Q4_0 || format == Q5_0 || format == Q8_0) return;
+    minimum = load_halves(scales + 32);
+    if (is_super) minimum = multiply_floats(minimum, load_unsigned(scales + 192 + g * LANES));
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) {
+        floats total = all_floats(float_at(marks + (TOTAL * rows + i) * 4));
+        whole[i] = is_super ? take_product(whole[i], total, minimum) : add_product(whole[i], total, minimum);
+    }
+}
+
+/* A panel times a tile: sums [rows][LANES]. */
+ALWAYS void add_panel(const int format, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
+                      const uint8_t *x, float *sums) {
+    const int64_t size = format >= Q4_K ? SUPER : GROUP, bytes_of = SHAPES[format].codes, step = SHAPES[format].scales;
+    const uint8_t *scales = panel + inputs / GROUP * bytes_of;
+    floats whole[TILE];
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
+    for (int64_t at = 0; at < inputs; at += size, scales += step)
+        for (int64_t g = 0; g < size / GROUP; g++) {
+            for (int line = 0; line < bytes_of; line += 64) prefetch(panel + line + AHEAD);
+            add_group(format, rows, planes, panel, scales, g, x, whole);
+            panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
+        }
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
+}
+
+typedef void panel_function(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums);
+
+#define ONE(format, rows, planes)                                                                                \
+    static void format##_##rows##_##planes(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums) { \
+        add_panel(format, rows, planes, panel, inputs, x, sums);                                                  \
+    }
+#define ALL_ROWS(format, planes) \
+    ONE(format, 1, planes) ONE(format, 2, planes) ONE(format, 3, planes) ONE(format, 4, planes) ONE(format, 6, planes) ONE(format, 8, planes)
+#define BOTH(format) ALL_ROWS(format, 1) ALL_ROWS(format, 2)
+BOTH(Q4_0) BOTH(Q4_1) BOTH(Q5_0) BOTH(Q5_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K)
+
+#define ROWS_OF(format, planes)                                                                          \
+    {                                                                                                    \
+        [1] = format##_1_##planes, [2] = format##_2_##planes, [3] = format##_3_##planes,                 \
+        [4] = format##_4_##planes, [6] = format##_6_##planes, [8] = format##_8_##planes                  \
+    }
+#define TABLE(format) [format] = {ROWS_OF(format, 1), ROWS_OF(format, 2)}
+static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
+    TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0), TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K),
+};
+
+/* One panel of a part times all tokens. first: the layer's output that the panel begins with. */
+static void multiply_panel(const struct block_linear *w, const struct block_part *part, int64_t panel, int64_t first,
+                           int64_t tokens, int64_t planes, const uint8_t *x, float *out) {
+    float sums[TILE * LANES];
+    const uint8_t *data = part->data + panel * panel_bytes(part->format, w->inputs);
+    int64_t each = w->inputs / GROUP * group_bytes(planes, 1), there = least(LANES, part->outputs - panel * LANES);
+    first += panel * LANES;
+    for (int64_t done = 0; done < tokens; done += TILE) {
+        int64_t rows = least(TILE, tokens - done);
+        FUNCTIONS[part->format][planes - 1][places(rows)](data, w->inputs, x + done * each, sums);
+        for (int64_t i = 0; i < rows; i++) {
+            float *to = out + (done + i) * w->outputs + first;
+            for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
+        }
+    }
+}
+
+void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
+                     uint8_t *space) {
+    #pragma omp parallel
+    {
+        quantise(x, w->inputs, tokens, planes, space);
+        int64_t first = 0;
+        for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
+            const struct block_part *part = w->parts + p;
+            int64_t count = up(part->outputs, LANES) / LANES;
+            int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = count / 16;
+            if (chunk > fair) chunk = fair;
+            #pragma omp for schedule(dynamic, chunk > 0 ? chunk : 1) nowait
+            for (int64_t panel = 0; panel < count; panel++)
+                multiply_panel(w, part, panel, first, tokens, planes, space, out);
+        }
+    }
+}

@@ -1,0 +1,155 @@
+/* AVX2 with FMA and F16C, and VNNI of 256 bits where there is: each vector is two registers. */
+#pragma once
+
+#include <immintrin.h>
+
+typedef struct { __m256 a, b; } floats;
+typedef struct { __m256i a, b; } ints;
+typedef struct { __m256i a, b; } bytes;
+
+#define FLOATS(one, other) ((floats){one, other})
+#define INTS(one, other) ((ints){one, other})
+#define BYTES(one, other) ((bytes){one, other})
+
+ALWAYS floats load_floats(const float *from) { return FLOATS(_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)); }
+ALWAYS void store_floats(float *to, floats x) { _mm256_storeu_ps(to, x.a), _mm256_storeu_ps(to + 8, x.b); }
+ALWAYS floats all_floats(float x) { return FLOATS(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+ALWAYS floats add_floats(floats x, floats y) { return FLOATS(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+ALWAYS floats subtract_floats(floats x, floats y) { return FLOATS(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+ALWAYS floats multiply_floats(floats x, floats y) { return FLOATS(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+ALWAYS floats divide_floats(floats x, floats y) { return FLOATS(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+ALWAYS floats max_floats(floats x, floats y) { return FLOATS(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+ALWAYS floats min_floats(floats x, floats y) { return FLOATS(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+/* Of all numbers of both; of what is no number, no number: bits without the sign have the order of the numbers. */
+ALWAYS float largest_magnitude(floats x, floats y) {
+    __m256i sign = _mm256_set1_epi32(0x7fffffff), most = _mm256_setzero_si256();
+    __m256 all[4] = {x.a, x.b, y.a, y.b};
+    for (int i = 0; i < 4; i++) most = _mm256_max_epi32(most, _mm256_and_si256(sign, _mm256_castps_si256(all[i])));
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    int32_t bits = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+ALWAYS floats add_product(floats sum, floats x, floats y) {
+    return FLOATS(_mm256_fmadd_ps(x.a, y.a, sum.a), _mm256_fmadd_ps(x.b, y.b, sum.b));
+}
+ALWAYS floats take_product(floats sum, floats x, floats y) {
+    return FLOATS(_mm256_fnmadd_ps(x.a, y.a, sum.a), _mm256_fnmadd_ps(x.b, y.b, sum.b));
+}
+
+/* x where first <= lane <= last, else y. */
+ALWAYS __m256 only_eight(__m256 x, __m256i lane, int first, int last, __m256 y) {
+    __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
+    __m256i out = _mm256_or_si256(before, _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(last)));
+    return _mm256_blendv_ps(x, y, _mm256_castsi256_ps(out));
+}
+ALWAYS floats only_lanes(floats x, int first, int last, floats y) {
+    __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return FLOATS(only_eight(x.a, lane, first, last, y.a), only_eight(x.b, lane, first - 8, last - 8, y.b));
+}
+ALWAYS floats nearest(floats x) {
+    return FLOATS(_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                  _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+ALWAYS float largest(floats x) {
+    __m256 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+ALWAYS float sum_of(floats x) {
+    __m256 eight = _mm256_add_ps(x.a, x.b);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+ALWAYS __m256 eight_powers(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+ALWAYS floats power_of_two(floats n) { return FLOATS(eight_powers(n.a), eight_powers(n.b)); }
+
+ALWAYS ints all_ints(int32_t x) { return INTS(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+ALWAYS void store_ints(int32_t *to, ints x) {
+    _mm256_storeu_si256((void *)to, x.a), _mm256_storeu_si256((void *)(to + 8), x.b);
+}
+ALWAYS ints to_ints(floats x) { return INTS(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); }
+ALWAYS floats to_floats(ints x) { return FLOATS(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+ALWAYS ints add_ints(ints x, ints y) { return INTS(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)); }
+ALWAYS ints subtract_ints(ints x, ints y) { return INTS(_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)); }
+ALWAYS ints over_128(ints x) { return INTS(_mm256_srai_epi32(x.a, 7), _mm256_srai_epi32(x.b, 7)); }
+ALWAYS ints times_128(ints x) { return INTS(_mm256_slli_epi32(x.a, 7), _mm256_slli_epi32(x.b, 7)); }
+ALWAYS int32_t int_sum(ints x) {
+    int32_t each[16], sum = 0;
+    store_ints(each, x);
+    for (int i = 0; i < 16; i++) sum += each[i];
+    return sum;
+}
+ALWAYS void store_narrow(uint8_t *to, ints x) {
+    int32_t each[16];
+    store_ints(each, x);
+    for (int i = 0; i < 16; i++) to[i] = (uint8_t)each[i];
+}
+
+/* 16 float16 numbers, bytes and signed bytes. */
+ALWAYS floats load_halves(const uint8_t *from) {
+    return FLOATS(_mm256_cvtph_ps(_mm_loadu_si128((const void *)from)),
+                  _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16))));
+}
+ALWAYS floats load_unsigned(const uint8_t *from) {
+    return FLOATS(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from))),
+                  _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(from + 8)))));
+}
+ALWAYS floats load_signed(const uint8_t *from) {
+    return FLOATS(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from))),
+                  _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + 8)))));
+}
+
+ALWAYS bytes load_bytes(const uint8_t *from) {
+    return BYTES(_mm256_loadu_si256((const void *)from), _mm256_loadu_si256((const void *)(from + 32)));
+}
+ALWAYS bytes low_bits(bytes x) {
+    __m256i four = _mm256_set1_epi8(15);
+    return BYTES(_mm256_and_si256(x.a, four), _mm256_and_si256(x.b, four));
+}
+ALWAYS bytes high_bits(bytes x) { return low_bits(BYTES(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
+
+/* Adds to x, as bits 4 and up, the `count` bits of y from bit `at` on. */
+ALWAYS __m256i with_some_bits(__m256i x, __m256i y, const int at, const int count) {
+    __m256i moved = at < 4 ? _mm256_slli_epi16(y, 4 - at) : _mm256_srli_epi16(y, at - 4);
+    return _mm256_or_si256(x, _mm256_and_si256(moved, _mm256_set1_epi8((char)(((1 << count) - 1) << 4))));
+}
+ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
+    return BYTES(with_some_bits(x.a, y.a, at, count), with_some_bits(x.b, y.b, at, count));
+}
+
+/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. Without
+ * VNNI products are summed in 16 bits, where 8 bits of code are too large: the highest goes by itself. */
+ALWAYS __m256i add_eight_dots(__m256i sum, __m256i codes, __m256i four, const int bits) {
+#ifdef __AVXVNNI__
+    (void)bits;
+    return _mm256_dpbusd_avx_epi32(sum, codes, four);
+#else
+    __m256i one = _mm256_set1_epi16(1);
+    if (bits < 8) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, four), one));
+    __m256i top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
+    __m256i low = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(codes, _mm256_set1_epi8(127)), four), one);
+    __m256i high = _mm256_madd_epi16(_mm256_maddubs_epi16(top, four), one);
+    return _mm256_add_epi32(sum, _mm256_add_epi32(low, _mm256_slli_epi32(high, 7)));
+#endif
+}
+ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+    int32_t all;
+    memcpy(&all, x, 4);
+    __m256i four = _mm256_set1_epi32(all);
+    return INTS(add_eight_dots(sum.a, codes.a, four, bits), add_eight_dots(sum.b, codes.b, four, bits));
+}
+
+ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
+
+/* 16 rows of 16 numbers, `stride` apart, to columns `step` apart. */
+ALWAYS void transpose(const float *from, int64_t stride, float *to, int64_t step) {
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j * step + i] = from[i * stride + j];
+}

@@ -1,0 +1,168 @@
+"""What the beginning of a GGUF file says: its architecture, and where which tensor is. Nothing of it is trusted.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
+BLOCKS = {block.number: block for block in FORMATS}
+MOST_DIMENSIONS, MOST_STRING = 4, 1 << 26
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the file. kind: its type's number; shape: rows first; start: its first byte in the file."""
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def block(self) -> BlockFormat | None:
+        """Its block type, if the kernels compute with it."""
+        return BLOCKS.get(self.kind)
+
+    @property
+    def kind_name(self) -> str:
+        """The type as people write it."""
+        return self.block.name if self.block else FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
+
+    @property
+    def row_bytes(self) -> int | None:
+        """Bytes of a row; None where the type is not known here."""
+        if self.block is not None:
+            return self.shape[-1] // self.block.size * self.block.bytes
+        return self.shape[-1] * FLOATS[self.kind][1] if self.kind in FLOATS else None
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """architecture: as the file has it; digest, size: of all that stands before the tensors' data, in bytes."""
+
+    file: Path
+    architecture: str
+    tensors: dict[str, TensorEntry]
+    digest: str
+    size: int
+
+    def check(self) -> None:
+        """Refuse tensors that the file does not hold whole, and rows that are not whole blocks."""
+        size = self.file.stat().st_size
+        for entry in self.tensors.values():
+            if entry.block is not None and entry.shape[-1] % entry.block.size:
+                raise SlipstreamError(
+                    f"model {str(self.file)!r}: tensor {entry.name!r} has rows of {entry.shape[-1]} numbers in "
+                    f"{entry.block.name}; allowed: multiples of {entry.block.size}"
+                )
+            if entry.row_bytes is None:
+                continue
+            rows = 1
+            for count in entry.shape[:-1]:
+                rows *= count
+            if (end := entry.start + rows * entry.row_bytes) > size:
+                raise SlipstreamError(
+                    f"model {str(self.file)!r} is truncated: the file ends before its last tensor: tensor "
+                    f"{entry.name!r} ends at byte {end:,}, the file at {size:,}"
+                )
+
+
+def type_name(number: int) -> str:
+    """What the gguf package calls a tensor's type."""
+    try:
+        from gguf import GGMLQuantizationType
+    except ImportError:
+        return f"type {number}"
+    return next((kind.name for kind in GGMLQuantizationType if kind.value == number), f"type {number}")
+
+
+class _Reader:
+    """Reads numbers and strings in order; raises struct.error or EOFError past the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return value
+
+    def string(self) -> str:
+        length = self.number("Q")
+        if length > MOST_STRING or self.at + length > len(self.data):
+            raise EOFError(f"a text of {length} bytes")
+        self.at += length
+        return self.data[self.at - length : self.at].decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A value of the metadata; of an array only that it is there."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.number(SCALARS[kind])
+        inner, count = self.number("I"), self.number("Q")
+        if inner in SCALARS:
+            self.at += count * struct.calcsize(f"<{SCALARS[inner]}")
+        else:
+            for _ in range(count):
+                self.value(inner)
+        return None
+
+
+def read_header(file: Path) -> GGUFHeader:
+    """The header of a file. Raises `UsageError` for what is no GGUF file, `SlipstreamError` for one that is damaged."""
+    if not file.is_file():
+        raise UsageError(f"model {str(file)!r} does not exist; allowed: a readable .gguf file")
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _parse(file, _Reader(data))
+            except (struct.error, EOFError, KeyError, RecursionError) as error:
+                if isinstance(error, KeyError | RecursionError):
+                    reason = f"could not be read as GGUF: a value of unknown type {error}"
+                else:
+                    reason = "is truncated: the file ends before its last tensor: it ends in its header"
+                raise SlipstreamError(f"model {str(file)!r} {reason}") from error
+
+
+def _parse(file: Path, reader: _Reader) -> GGUFHeader:
+    reader.at = 4
+    version = reader.number("I")
+    if version not in (2, 3):
+        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: version {version}; allowed: 2, 3")
+    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    values = dict[str, Any]()
+    for _ in range(num_values):
+        name = reader.string()
+        values[name] = reader.value(reader.number("I"))
+    found = list[tuple[str, int, tuple[int, ...], int]]()
+    for _ in range(num_tensors):
+        name, dimensions = reader.string(), reader.number("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
+        shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
+        found.append((name, reader.number("I"), shape, reader.number("Q")))
+    alignment = values.get("general.alignment") or 32
+    if not isinstance(alignment, int) or alignment < 1:
+        raise SlipstreamError(
+            f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
+        )
+    data = -(-reader.at // alignment) * alignment
+    digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
+    tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, kind, shape, offset in found}
+    return GGUFHeader(file, str(values.get("general.architecture", "")), tensors, digest, reader.at)

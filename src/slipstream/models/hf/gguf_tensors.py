@@ -1,0 +1,133 @@
+"""The tensors of a GGUF file under the names, and in the order of rows, that a Hugging Face model has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_linear import BlockPart, fits_blocks
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
+
+SUPPORTED = ", ".join(block.name for block in FORMATS)
+
+
+class NotInBlocksError(Exception):
+    """Why a file's weights must be unpacked instead of computed with as they are."""
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the file. order: the file's row of each of the model's rows; None: the same order."""
+
+    entry: TensorEntry
+    order: Any = None
+
+
+def check_kind(entry: TensorEntry) -> BlockFormat:
+    """The block type of a matrix. Raises `NotInBlocksError` for one that the kernels do not compute with."""
+    if entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
+        raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
+    return entry.block
+
+
+class GGUFTensors:
+    """What a model's parameters are in a file.
+
+    transformers' readers say which tensor a parameter is and how it differs.
+    """
+
+    def __init__(self, header: GGUFHeader, model: Any) -> None:
+        """model: the model of this file's configuration, on any device."""
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        self.header, architecture = header, header.architecture
+        self._settings = model.config.to_dict()
+        kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
+        self._processor = kind(config=self._settings)
+        try:
+            names = reader.get_gguf_hf_weights_map(model, self._processor)
+        except NotImplementedError as error:
+            raise NotInBlocksError(str(error)) from error
+        self._names: dict[str, str] = {theirs: ours for ours, theirs in names.items()}
+
+    def of(self, parameter: str) -> NamedTensor | None:
+        """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
+        the order of its rows."""
+        entry = self.header.tensors.get(self._names.get(parameter, ""))
+        if entry is None:
+            return None
+        shape = (entry.shape[0], 2) if len(entry.shape) == 2 else (entry.shape[0],)
+        if len(entry.shape) > 2:
+            raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions")
+        numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
+        changed = self._processed(entry, numbers.copy())
+        if changed.shape != shape:
+            raise NotInBlocksError(f"tensor {entry.name!r} has another shape in the model")
+        if (changed == numbers).all():
+            return NamedTensor(entry)
+        if len(shape) == 1:
+            return NamedTensor(entry)  # `values` processes what it reads
+        order = (changed[:, 0] / 2).astype(numpy.int64)
+        if sorted(order) != list(range(shape[0])) or (changed != numbers[order]).any():
+            raise NotInBlocksError(f"tensor {entry.name!r} has other numbers in the model")
+        return NamedTensor(entry, order)
+
+    def _processed(self, entry: TensorEntry, numbers: Any) -> Any:
+        """What transformers makes of a tensor."""
+        given = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
+        result = self._processor.process(weights=numbers, name=entry.name, **given)
+        if result.name != entry.name or result.weights is None:
+            raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's")
+        return result.weights
+
+    def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter [shape] in float32, from a tensor of floating point numbers or of blocks."""
+        named = self.of(parameter)
+        if named is None:
+            raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
+        entry = named.entry
+        self.check_shape(entry, shape)
+        if entry.kind not in FLOATS:
+            raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}, a vector or a table")
+        count = int(numpy.prod(entry.shape))
+        with self.header.file.open("rb") as stream:
+            stream.seek(entry.start)
+            raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
+        numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
+        return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
+
+    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of another shape than the configuration says."""
+        if entry.shape != shape:
+            raise SlipstreamError(
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(entry.shape)}; "
+                f"allowed: {list(shape)}, by the file's own configuration"
+            )
+
+    def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """A matrix of the file [shape] for the kernels."""
+        named = self.of(parameter)
+        if named is None:
+            raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
+        entry = named.entry
+        self.check_shape(entry, shape)
+        block = check_kind(entry)
+        row_bytes = cast(int, entry.row_bytes)
+        if named.order is not None:
+            whole = self._rows(replace(named, order=None), 0, shape[0], row_bytes)
+            ordered = whole[named.order]
+            return BlockPart(block, shape, lambda first, last: ordered[first:last], library)
+        return BlockPart(block, shape, lambda first, last: self._rows(named, first, last, row_bytes), library)
+
+    def _rows(self, named: NamedTensor, first: int, last: int, row_bytes: int) -> Any:
+        """[last - first, row_bytes] bytes of the file."""
+        return numpy.fromfile(
+            self.header.file, numpy.uint8, (last - first) * row_bytes, offset=named.entry.start + first * row_bytes
+        ).reshape(last - first, row_bytes)

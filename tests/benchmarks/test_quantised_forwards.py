@@ -1,0 +1,35 @@
+"""The benchmark of GGUF files, end to end on a tiny one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import quantised_forwards
+from gguf_files import write_model
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.processor import processor
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+
+
+def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
+    write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0", "ffn_down": "Q6_K"})
+    out = tmp_path / "out.json"
+    quantised_forwards.main(str(tmp_path / "tiny.gguf"), "1,3", turns=1, context=20, beside=None, kl=24, json_file=out)
+    found = json.loads(out.read_text())
+    assert found["int15"]["kl"] < found["int8"]["kl"] and found["int8"]["same_bits"] is True
+    assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file"):
+        quantised_forwards.main("smollm2")

@@ -1,0 +1,112 @@
+/* Calls every kernel on buffers of exactly the size it needs, for a build with sanitizers: ends with 0 if none complains.
+ */
+#include "blocks.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to);
+void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
+void whole_float_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
+                       int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
+int64_t float_scratch(const struct float_layer *layer, int64_t tokens);
+
+static uint32_t state = 7;
+static uint8_t next_byte(void) { return (uint8_t)((state = state * 1664525 + 1013904223) >> 24); }
+
+static float *numbers(int64_t count, float scale) {
+    float *made = malloc(count * sizeof *made);
+    for (int64_t i = 0; i < count; i++) made[i] = scale * ((float)next_byte() - 127) / 127;
+    return made;
+}
+
+/* A part of random blocks, whose float16 numbers have small exponents. */
+static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs) {
+    const struct shape *of = &SHAPES[format];
+    int64_t size = outputs * inputs / of->size * of->bytes, blocks = size / of->bytes;
+    uint8_t *rows = malloc(size);
+    for (int64_t i = 0; i < size; i++) rows[i] = next_byte();
+    for (int64_t b = 0; b < blocks; b++) {
+        uint8_t *block = rows + b * of->bytes;
+        block[format == Q6_K ? 209 : 1] = 0x24;
+        if (of->scales != 32 && format != Q6_K) block[3] = 0x20;
+    }
+    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
+    uint8_t *data = aligned_alloc(64, panels);
+    memset(data, 0, panels);
+    pack_panels(format, rows, outputs, inputs, data);
+    free(rows);
+    return (struct block_part){format, outputs, data};
+}
+
+static int wrong = 0;
+
+static void exercise_linear(const struct block_linear *w, int64_t planes) {
+    for (int64_t tokens = 1; tokens <= 19; tokens++) {
+        float *x = numbers(tokens * w->inputs, 3), *out = malloc(tokens * w->outputs * sizeof *out);
+        float *alone = malloc(w->outputs * sizeof *alone);
+        uint8_t *space = malloc(activation_bytes(w->inputs, tokens, planes));
+        multiply_blocks(w, x, tokens, planes, out, space);
+        uint8_t *one = malloc(activation_bytes(w->inputs, 1, planes));
+        multiply_blocks(w, x + (tokens - 1) * w->inputs, 1, planes, alone, one);
+        if (memcmp(alone, out + (tokens - 1) * w->outputs, w->outputs * sizeof *out)) wrong++;
+        free(x), free(out), free(alone), free(space), free(one);
+    }
+}
+
+static void exercise_rows(const struct block_part *part, int64_t inputs) {
+    int64_t outputs[] = {0, part->outputs - 1};
+    float *to = malloc(2 * inputs * sizeof *to);
+    unpack_rows(part, inputs, outputs, 2, to);
+    free(to);
+}
+
+static struct block_linear linear_of(struct block_part *part, int64_t format, int64_t outputs, int64_t inputs) {
+    *part = part_of(format, outputs, inputs);
+    return (struct block_linear){inputs, outputs, 1, part, NULL};
+}
+
+static void exercise_layer(int64_t size, int64_t window, int64_t planes) {
+    int64_t hidden = 256, inner = 64, heads = 4, shared = 2, tokens = 11, length = 64;
+    struct block_part parts[4];
+    float *norm = numbers(hidden, 1);
+    struct float_norm is = {norm, 1e-6f}, none = {NULL, 0};
+    struct float_layer layer = {
+        linear_of(parts, Q4_K, (heads + 2 * shared) * size, hidden), linear_of(parts + 1, Q8_0, hidden, heads * size),
+        linear_of(parts + 2, Q6_K, 2 * inner, hidden), linear_of(parts + 3, Q5_1, hidden, inner),
+        is, none, is, is, is, none, hidden, inner, heads, shared, size, planes, 1, 0,
+    };
+    int64_t slots[11], positions[11];
+    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? 40 + t : 20 + t - 6;
+    float *keys = numbers(2 * shared * length * size, 1), *values = numbers(2 * shared * length * size, 1);
+    struct float_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    float *x = numbers(tokens * hidden, 1), *out = malloc(tokens * hidden * sizeof *out);
+    float *angles = numbers(tokens * size, 1), *space = malloc(float_scratch(&layer, tokens) * sizeof *space);
+    whole_float_layer(&layer, &m, x, tokens, angles, angles, out, space);
+    for (int64_t i = 0; i < tokens * hidden; i++) wrong += !isfinite(out[i]);
+    free(norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
+    for (int i = 0; i < 4; i++) free((void *)parts[i].data);
+}
+
+int main(void) {
+    float *bias = numbers(64, 1);
+    for (int64_t format = 0; format < FORMATS; format++)
+        for (int64_t planes = 1; planes <= 2; planes++) {
+            struct block_part parts[2] = {part_of(format, 37, 512), part_of((format + 3) % FORMATS, 16, 512)};
+            struct block_linear w = {512, 53, 2, parts, planes == 1 ? bias : NULL};
+            exercise_linear(&w, planes);
+            exercise_rows(parts, 512);
+            if (SHAPES[format].size == GROUP) {
+                struct block_part odd = part_of(format, 3, 96);
+                struct block_linear narrow = {96, 3, 1, &odd, NULL};
+                exercise_linear(&narrow, planes);
+                free((void *)odd.data);
+            }
+            free((void *)parts[0].data), free((void *)parts[1].data);
+        }
+    for (int64_t size = 32; size <= 256; size *= 2)
+        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window, 1 + (size > 64));
+    free(bias);
+    if (wrong) printf("%d results are wrong\n", wrong);
+    return wrong > 0;
+}

@@ -1,0 +1,175 @@
+"""The blocks of GGUF files: formats against the gguf package, products against float64, bits against all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu.block_kernels import FORCED_ONLY, NEEDED, isa_of, library_for, recipe_for
+from slipstream.models.cpu.block_linear import BlockLinear
+from slipstream.models.cpu.block_structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, FORMATS, BlockFormat
+from slipstream.models.cpu.c_structs import check_layout
+from slipstream.models.cpu.kernel_build import SOURCES, NoKernelsError
+from slipstream.models.cpu.processor import Processor, processor
+
+pytest.importorskip("gguf")
+HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None or HERE == ["plain"], reason="needs a C compiler and AVX2")
+LIBRARY = library_for(HERE[0]) if shutil.which("cc") and HERE != ["plain"] else None
+over_formats = pytest.mark.parametrize("block", FORMATS, ids=lambda block: block.name)
+
+
+def inputs_of(block: BlockFormat) -> int:
+    return 3 * block.size if block.size > 32 else 160
+
+
+@over_formats
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 40), scale=st.sampled_from([1e-7, 0.01, 900.0]))
+def test_weights_are_the_files_to_the_bit(block: BlockFormat, seed: int, rows: int, scale: float) -> None:
+    raw = random_blocks(block, rows, inputs_of(block), seed, scale)
+    found = part_of(block, raw, inputs_of(block), LIBRARY).rows(torch.arange(rows))
+    assert torch.equal(found, dequantised(block, raw))
+
+
+@over_formats
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
+@pytest.mark.parametrize("half", [0.0, -0.0, 65504.0, -65504.0, 6e-8])
+def test_extreme_blocks_too(block: BlockFormat, byte: int, half: float) -> None:
+    raw = numpy.full((17, 2, block.bytes), byte, numpy.uint8)
+    at, count = HALVES[block.name]
+    raw[..., at : at + 2 * count] = numpy.full((17, 2, count), half, numpy.float16).view(numpy.uint8)
+    flat = raw.reshape(17, -1)
+    found = part_of(block, flat, 2 * block.size, LIBRARY).rows(torch.arange(17))
+    assert torch.equal(found, dequantised(block, flat))
+
+
+@over_formats
+def test_a_scale_of_the_neighbouring_block_is_noticed(block: BlockFormat) -> None:
+    raw = random_blocks(block, 16, inputs_of(block), seed=1)
+    wrong = raw.reshape(16, -1, block.bytes).copy()
+    at, count = HALVES[block.name]
+    wrong[:, :-1, at : at + 2 * count] = wrong[:, 1:, at : at + 2 * count]
+    found = part_of(block, wrong.reshape(16, -1), inputs_of(block), LIBRARY).rows(torch.arange(16))
+    assert not torch.allclose(found, dequantised(block, raw), rtol=0.05)
+
+
+def rounded(x: Tensor, largest: int) -> Tensor:
+    """Activations as the kernels see them, float64."""
+    groups = x.unflatten(-1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True)
+    times = torch.where(most > 0, largest / most, torch.zeros_like(most))
+    return ((groups * times).round().double() * (most / largest).double()).flatten(-2)
+
+
+@over_formats
+@pytest.mark.parametrize(("activations", "largest"), [("int8", 127), ("int15", 16319)])
+def test_products_are_those_of_the_rounded_activations(block: BlockFormat, activations: str, largest: int) -> None:
+    inputs, rows = inputs_of(block), 37
+    raw = random_blocks(block, rows, inputs, seed=2)
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(1))
+    linear = BlockLinear([part_of(block, raw, inputs, LIBRARY)], bias, activations)
+    x = torch.randn(2, 9, inputs, generator=torch.Generator().manual_seed(2))
+    x[0, 3, :32] = 0
+    weight = dequantised(block, raw).double()
+    expected = rounded(x, largest) @ weight.T + bias.double()
+    error = (linear(x).double() - expected).abs().max()
+    assert error <= 1e-5 * expected.abs().max()
+    assert (x.double() @ weight.T + bias.double() - expected).abs().max() > error  # the rounding is seen
+
+
+def mixed(isa: str, activations: str) -> BlockLinear:
+    """All formats in one layer, and outputs that are no multiple of a panel."""
+    raws = [random_blocks(block, 21 + i, 512, seed=i) for i, block in enumerate(FORMATS)]
+    parts = [part_of(block, raw, 512, library_for(isa)) for block, raw in zip(FORMATS, raws, strict=True)]
+    return BlockLinear(parts, None, activations)
+
+
+TOKENS = torch.randn(32, 512, generator=torch.Generator().manual_seed(3)) * 5
+
+
+@pytest.mark.parametrize("activations", ["int8", "int15"])
+def test_a_token_gets_the_same_bits_at_every_width(activations: str) -> None:
+    linear = mixed(HERE[0], activations)
+    whole = linear(TOKENS)
+    for width in range(1, 33):
+        assert torch.equal(linear(TOKENS[:width]), whole[:width]), width
+        assert torch.equal(linear(TOKENS[-width:].view(1, width, -1))[0], whole[-width:]), width
+    assert not torch.equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_with_its_token(number: float) -> None:
+    linear, x = mixed(HERE[0], "int8"), TOKENS[:6].clone()
+    x[2, 100] = number
+    found = linear(x)
+    assert found[2].isnan().all() and torch.equal(found[[0, 1, 3, 4, 5]], linear(TOKENS[:6])[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("activations", ["int8", "int15"])
+def test_tiny_and_large_activations(activations: str) -> None:
+    linear = mixed(HERE[0], activations)
+    whole = linear(TOKENS)
+    assert torch.allclose(linear(TOKENS * 2.0**80) * 2.0**-80, whole, rtol=1e-6)
+    assert not linear(TOKENS * 1e-38).isnan().any() and not linear(torch.zeros(2, 512)).any()
+
+
+@pytest.mark.slow  # the others are compiled first
+@pytest.mark.parametrize("activations", ["int8", "int15"])
+def test_all_instructions_give_the_same_bits(activations: str) -> None:
+    expected = mixed("plain", activations)(TOKENS[:13])
+    assert all(torch.equal(mixed(isa, activations)(TOKENS[:13]), expected) for isa in HERE)
+
+
+def test_the_first_outputs_and_single_rows_of_an_output_layer() -> None:
+    raw = random_blocks(BY_NAME["Q6_K"], 100, 256, seed=5)
+    linear = BlockLinear([part_of(BY_NAME["Q6_K"], raw, 256, LIBRARY)], torch.randn(100), "int8")
+    x = torch.randn(3, 256)
+    assert torch.equal(linear.first(41)(x), linear(x)[:, :41])
+    assert torch.equal(linear.rows(torch.tensor([99, 0])), dequantised(BY_NAME["Q6_K"], raw)[[99, 0]])
+    with pytest.raises(IndexError, match="outputs from 0 to 100; allowed: 0 to 99"):
+        linear.rows(torch.tensor([0, 100]))
+    with pytest.raises(ValueError, match=r"torch.float64 \[..., 256\]; allowed: float32"):
+        linear(x.double())
+
+
+def test_the_best_instructions_are_chosen_and_others_can_be_named() -> None:
+    names = {isa: Processor("", frozenset(flags)) for isa, flags in NEEDED.items()}
+    assert all(isa_of(names[isa], None) == isa for isa in NEEDED if isa not in FORCED_ONLY)
+    assert isa_of(names["avx2"], "plain") == "plain"
+    with pytest.raises(NoKernelsError, match="AVX2"):
+        isa_of(names["plain"], None)
+    with pytest.raises(UsageError, match=r"SLIPSTREAM_ISA='avx512': this processor lacks them; allowed here: avx2, pl"):
+        isa_of(names["avx2"], "avx512")
+    with pytest.raises(UsageError, match="SLIPSTREAM_ISA='neon': no such instructions"):
+        isa_of(names["avx2"], "neon")
+
+
+def test_the_structs_are_those_of_the_compiler() -> None:
+    check_layout(LIBRARY, BLOCK_MIRRORS, BLOCK_CONSTANTS)
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
+    sources = [file for file in SOURCES.joinpath("blocks").glob("*.c") if file.stem != "block_layout"]
+    flags = [flag for flag in recipe_for(HERE[0]).flags if flag not in ("-O3", "-fPIC")]
+    checked = ["-O1", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{SOURCES / 'blocks'}"]
+    driver, made = Path(__file__).with_name("exercise.c"), tmp_path / "exercise"
+    build = ["cc", *flags, *checked, str(driver), *map(str, sources), "-lm", "-o", str(made)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    if "cannot find -lasan" in done.stderr or "libasan" in done.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([str(made)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

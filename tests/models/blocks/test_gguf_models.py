@@ -1,0 +1,201 @@
+"""Models that compute with their file's blocks: the file's numbers, texts that no speculation changes, bad files."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import write_model
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.block_layer import BlockLayerOps
+from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
+from slipstream.models.cpu.processor import processor
+from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
+from slipstream.models.hf import gguf_loading
+from slipstream.models.hf.fused_layer import FusedLayer
+from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.weights import load_model
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loading import load
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+MIXED = {"": "Q8_0", "attn_q": "Q4_1", "attn_v": "Q6_K", "ffn_down": "Q4_K", "ffn_up": "Q5_0", "ffn_gate": "Q4_0"}
+PROMPTS = [[5, 9, 5, 9, 5, 9, 70, 71], [100, 7, 33], list(range(40, 90))]
+FORMS = (("llama", False), ("llama", True), ("qwen2", False))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    """A file of mixed types per architecture, with an output layer of its own or the embedding's."""
+    folder = tmp_path_factory.mktemp("gguf")
+    for name, tied in FORMS:
+        write_model(folder / f"{name}-{tied}.gguf", name, MIXED, tie_word_embeddings=tied)
+    return {(name, tied): folder / f"{name}-{tied}.gguf" for name, tied in FORMS}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptions go to a folder of the tests; the compiled kernels are copied there."""
+    from slipstream.models.cache_folder import cache_folder
+
+    kernels = cache_folder() / "kernels"
+    own = tmp_path_factory.getbasetemp() / "models"
+    own.mkdir(exist_ok=True)
+    if kernels.is_dir() and not (own / "kernels").exists():
+        (own / "kernels").symlink_to(kernels, target_is_directory=True)
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(own))
+
+
+def kl(expected: torch.Tensor, got: torch.Tensor) -> float:
+    p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, got))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def logits(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
+    loaded.backend.reserve(1, 256)
+    return loaded.backend.forward(ids, [0], first_slot=0, logits=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_files_own_numbers(form: tuple[str, bool], files: dict[tuple[str, bool], Path]) -> None:
+    file, ids = str(files[form]), torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+    _, reference = load_model(file, LoadOptions("float32"))
+    with torch.inference_mode():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    near, coarse = (kl(expected, logits(load(file, LoadOptions(activations=name)), ids)) for name in ("int15", "int8"))
+    assert near < 1e-6 and near < coarse / 10 < 0.01
+    assert kl(expected, expected.roll(1, 1)) > 0.01  # a control: other tokens' logits are far
+
+
+def test_norms_of_heads_windows_and_scaled_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3; its own tokenizer is not needed."""
+    kinds = {"": "Q8_0", "ffn_down": "Q5_1", "attn_k": "Q4_1"}
+    reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, tie_word_embeddings=True, num_hidden_layers=3)
+    reference.config.save_pretrained(tmp_path / "description")
+    monkeypatch.setattr(gguf_loading, "described", lambda header: tmp_path / "description")
+    loaded = load(str(tmp_path / "gemma.gguf"), LoadOptions(activations="int15"))
+    assert loaded.backend.shape_independent  # whole layers are compiled
+    ids = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    assert kl(expected, logits(loaded, ids)) < 1e-6 < kl(expected, expected.roll(1, 1))
+
+
+def test_whole_layers_are_compiled_and_every_weight_is_a_block(files: dict[tuple[str, bool], Path]) -> None:
+    loaded = load(str(files["llama", True]), LoadOptions())
+    layers = [module.__dict__["forward"] for module in loaded.model.modules() if "forward" in module.__dict__]
+    assert len(layers) == 2 and all(isinstance(f, FusedLayer) and isinstance(f.ops, BlockLayerOps) for f in layers)
+    assert loaded.backend.shape_independent and loaded.backend.ragged
+    model, linears = loaded.model, block_linears(loaded.model)
+    assert not [module for module in model.modules() if type(module) in (torch.nn.Linear, torch.nn.Embedding)]
+    assert len(linears) == 2 * 4 + 1 and isinstance(model.get_input_embeddings(), BlockEmbedding)
+    assert model.get_output_embeddings().parts[0] is model.get_input_embeddings().part  # tied: there once
+    assert loaded.arithmetic == "Q4_0+Q4_1+Q4_K+Q5_0+Q6_K+Q8_0 blocks, int8 activations"
+
+
+@pytest.mark.parametrize("activations", ["int8", "int15"])
+def test_texts_are_the_same_with_speculation_and_in_batches(
+    activations: str, files: dict[tuple[str, bool], Path]
+) -> None:
+    decoder = SpeculativeDecoder(str(files["llama", False]), activations=activations, max_batch_size=3)
+    assert decoder.reproducible and f"{activations} activations" in repr(decoder)
+    for params in (SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=3)):
+        plain = [decoder.using("none").generate(prompt, params).token_ids for prompt in PROMPTS]
+        for length in (1, 5):
+            other = decoder.using("ngram", num_draft_tokens=length)
+            assert [other.generate(prompt, params).token_ids for prompt in PROMPTS] == plain
+            assert [result.token_ids for result in other.generate(PROMPTS, params)] == plain
+    assert len({tuple(text) for text in plain}) == len(PROMPTS)
+
+
+def test_a_draft_model_from_its_own_file_with_a_restricted_output_layer(files: dict[tuple[str, bool], Path]) -> None:
+    target, draft = str(files["llama", False]), str(files["llama", True])
+    plain = SpeculativeDecoder(target, drafter="none").generate(PROMPTS[0], SamplingParams(max_tokens=30))
+    decoder = SpeculativeDecoder(target, draft, drafter="model", num_draft_tokens=3, draft_vocabulary=64)
+    tree = decoder.using(num_draft_tokens="3x2").generate(PROMPTS[0], SamplingParams(max_tokens=30))
+    assert tree.token_ids == plain.token_ids and tree.stats.num_draft_tokens > 0
+    assert decoder.draft is not None and decoder.draft.arithmetic.endswith("int8 activations")
+    head = decoder.draft.restricted
+    assert isinstance(head, RestrictedHead) and isinstance(head.first, BlockLinear) and head.first.out_features == 64
+    result = decoder.generate(PROMPTS[0], SamplingParams(max_tokens=30))
+    assert result.token_ids == plain.token_ids and result.stats.num_draft_tokens > 0
+
+
+def test_other_precisions_and_fast_false_unpack_the_file(files: dict[tuple[str, bool], Path]) -> None:
+    file = str(files["llama", False])
+    for options in (LoadOptions("bfloat16"), LoadOptions(fast=False)):
+        loaded = load(file, options)
+        assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16 and not loaded.arithmetic
+
+
+def test_activations_of_what_has_no_blocks_are_refused(files: dict[tuple[str, bool], Path]) -> None:
+    with pytest.raises(UsageError, match=r"activations='int4'; allowed: auto, int8, int15"):
+        SpeculativeDecoder("toy", activations="int4")
+    with pytest.raises(UsageError, match=r"activations='int15', but the toy model"):
+        SpeculativeDecoder("toy", activations="int15")
+    with pytest.raises(
+        UsageError, match=r"not computed in its own blocks: dtype='bfloat16' unpacks it; allowed: 'auto'"
+    ):
+        SpeculativeDecoder(str(files["llama", False]), dtype="bfloat16", activations="int15")
+
+
+def test_types_that_have_no_kernel_are_unpacked_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "Q2_K"})
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        loaded = load(str(tmp_path / "two.gguf"), LoadOptions())
+    assert not block_linears(loaded.model) and loaded.model.dtype == torch.bfloat16
+    said = [record.message for record in caplog.records if "unpacked" in record.message]
+    assert said == [
+        "two.gguf is unpacked to bfloat16, which rounds its weights: tensor 'blk.1.ffn_down.weight' is of type Q2_K; "
+        "computed with: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
+    ]
+
+
+def test_a_truncated_file_is_refused_with_the_tensor_it_lacks(
+    files: dict[tuple[str, bool], Path], tmp_path: Path
+) -> None:
+    whole = files["llama", False].read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[:-5000])
+    with pytest.raises(
+        SlipstreamError, match=r"truncated: .* tensor '[\w.]+' ends at byte [\d,]+, the file at [\d,]+$"
+    ):
+        load(str(cut), LoadOptions())
+    for length in (4, 20, 300, read_header(files["llama", False]).size - 3):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
+            load(str(cut), LoadOptions())
+    cut.write_bytes(b"GGML" + whole[4:])
+    with pytest.raises(UsageError, match="is not a GGUF file"):
+        load(str(cut), LoadOptions())
+    with pytest.raises(UsageError, match="does not exist"):
+        load(str(tmp_path / "none.gguf"), LoadOptions())
+
+
+def test_rows_and_shapes_that_cannot_be_are_refused(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    file = files["llama", False]
+    header, whole = read_header(file), file.read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    at = whole.index(name) + len(name) + 4  # its shape follows the number of dimensions, inputs first
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(whole[:at] + (250).to_bytes(8, "little") + whole[at + 8 :])
+    with pytest.raises(
+        SlipstreamError, match=r"'blk.0.ffn_up.weight' has rows of 250 numbers in Q5_0; allowed: multiples"
+    ):
+        load(str(broken), LoadOptions())
+    broken.write_bytes(whole[: at + 8] + (480).to_bytes(8, "little") + whole[at + 16 :])
+    with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.weight' is \[480, 256\]; allowed: \[512, 256\]"):
+        load(str(broken), LoadOptions())
+    assert header.tensors["blk.0.ffn_up.weight"].shape == (512, 256)

@@ -1,0 +1,71 @@
+"""SmolLM2 in a mixture of block types: no draft and no batch changes a bit of its texts, which depend on the prompt."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.processor import processor
+from slipstream.models.hf import gguf_loading
+from slipstream.models.hf.model_files import embedded_model
+
+gguf = pytest.importorskip("gguf")
+pytestmark = [
+    pytest.mark.smollm2,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+    ),
+]
+KINDS = {"attn": "Q5_0", "ffn_up": "Q4_0", "ffn_gate": "Q5_1", "ffn_down": "Q4_1", "token_embd": "Q8_0"}
+PROMPTS = ["List the days of the week, twice.", "Why is the sky blue?"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's own numbers, quantised by the gguf package."""
+    from safetensors.torch import load_file
+
+    made = tmp_path_factory.mktemp("smollm2") / "smollm2-mixed.gguf"
+    writer = gguf.GGUFWriter(made, "llama")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    for key, tensor in load_file(embedded_model() / "model.safetensors").items():
+        name, numbers = names.get_name(key, (".weight", ".bias")), tensor.float().numpy()
+        if key == "lm_head.weight":
+            continue
+        if numbers.ndim == 1:
+            writer.add_tensor(name, numbers)
+            continue
+        if ".attn_q." in name or ".attn_k." in name:  # llama.cpp's order: both halves of a head take turns
+            numbers = numbers.reshape(-1, 2, 32, 576).swapaxes(1, 2).reshape(numbers.shape)
+        kind = gguf.GGMLQuantizationType[next(kind for part, kind in KINDS.items() if part in name)]
+        writer.add_tensor(name, gguf.quants.quantize(numpy.ascontiguousarray(numbers), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made
+
+
+def test_texts_are_the_same_with_speculation_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shapes of forwards: none is kept to."""
+    monkeypatch.setattr(gguf_loading, "described", lambda header: embedded_model())
+    decoder = SpeculativeDecoder(str(file), reproducible=False, max_batch_size=2)
+    assert decoder.target.arithmetic == "Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, int8 activations"
+    params, found = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()
+    for drafter in ("none", "suffix"):
+        other = decoder.using(drafter)
+        found[drafter, 1] = [other.generate(prompt, params).token_ids for prompt in PROMPTS]
+        found[drafter, 2] = [result.token_ids for result in other.generate(PROMPTS, params)]
+    assert all(texts == found["none", 1] for texts in found.values())
+    assert "Monday" in decoder.generate(PROMPTS[0], params).text
+    ids = torch.tensor([decoder.encode(PROMPTS[1])])
+    logits = decoder.target.backend.forward(ids, [0], first_slot=0, logits=True)
+    assert not torch.equal(logits, decoder.target.backend.forward(ids.flip(1), [0], first_slot=0, logits=True))

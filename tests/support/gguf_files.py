@@ -1,0 +1,139 @@
+"""Small GGUF files: random blocks of every type, and tiny models written as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from tiny import fresh
+from torch import Tensor
+
+from slipstream.models.cpu.block_linear import BlockPart
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+
+BY_NAME = {block.name: block for block in FORMATS}
+# where float16 numbers stand in a block, and how many
+HALVES = {"Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1)} | {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208, 1),
+}
+TOKENS = 260  # 256 bytes and four more
+SHAPE: dict[str, Any] = {
+    "vocab_size": TOKENS,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.1,
+    "head_dim": 64,
+}
+
+
+def random_blocks(block: BlockFormat, rows: int, inputs: int, seed: int, scale: float = 0.01) -> Any:
+    """[rows, bytes] uint8: every bit random, but that scales are of about this size."""
+    generator = numpy.random.default_rng(seed)
+    made = generator.integers(0, 256, (rows, inputs // block.size, block.bytes), dtype=numpy.uint8)
+    at, count = HALVES[block.name]
+    halves = (generator.standard_normal((*made.shape[:2], count)) * scale).astype(numpy.float16)
+    made[..., at : at + 2 * count] = halves.view(numpy.uint8)
+    return made.reshape(rows, -1)
+
+
+def part_of(block: BlockFormat, raw: Any, inputs: int, library: Any) -> BlockPart:
+    """These rows of blocks for the kernels."""
+    return BlockPart(block, (len(raw), inputs), lambda first, last: raw[first:last], library)
+
+
+def dequantised(block: BlockFormat, raw: Any) -> Tensor:
+    """What the gguf package says these blocks are, float32."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with numpy.errstate(all="ignore"):
+        return torch.from_numpy(dequantize(raw, GGMLQuantizationType(block.number)).astype(numpy.float32))
+
+
+def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str = "Q8_0", **changes: Any) -> Any:
+    """Write a tiny random model; returns it, with the numbers of the file where no rows are reordered.
+
+    kinds: the type of matrices whose name holds a key; "" is that of the others. Types that the gguf package cannot
+    make of numbers (Q4_K and the like) get random blocks.
+    """
+    import gguf
+
+    model = fresh(name, **(SHAPE | changes))
+    config, wanted = model.config, {"": kinds} if isinstance(kinds, str) else kinds
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim if hasattr(config, "head_dim") else 64)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
+    for key, tensor in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = names.get_name(key, (".weight", ".bias"))
+        numbers = tensor.float().numpy()
+        if name == "llama" and (".attn_q." in theirs or ".attn_k." in theirs):
+            numbers = _interleaved(numbers, config.num_attention_heads if "attn_q" in theirs else 2)
+        if name == "gemma3" and "norm" in theirs:
+            numbers = numbers + 1
+        written = _add(writer, theirs, numbers, next(kind for part, kind in reversed(wanted.items()) if part in theirs))
+        if name != "llama" and numbers.ndim == 2:
+            tensor.copy_(written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
+    """Write a tensor; returns its numbers."""
+    import gguf
+    from gguf.quants import dequantize, quantize
+
+    if numbers.ndim == 1:
+        writer.add_tensor(name, numbers.astype(numpy.float32))
+        return torch.from_numpy(numbers)
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+        size = 0.001 if kind == "Q6_K" else 0.0005
+        raw = random_blocks(BY_NAME[kind], *numbers.shape, seed=len(name), scale=size / 4)
+    elif kind == "Q2_K":
+        raw = numpy.zeros((numbers.shape[0], numbers.shape[1] // 256 * 84), numpy.uint8)
+    else:
+        raw = quantize(numbers, number)
+    writer.add_tensor(name, raw, raw_dtype=number)
+    return torch.from_numpy(dequantize(raw, number).astype(numpy.float32))
+
+
+def _interleaved(weight: Any, heads: int) -> Any:
+    """Rows of queries and keys in the order of llama.cpp: both halves of a head take turns."""
+    return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _add_tokenizer(writer: Any) -> None:
+    letters = [chr(byte) if 33 <= byte < 127 else chr(0x100 + byte) for byte in range(256)]  # any 256 characters
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*letters, "<eos>", "<pad>", "ab", "cd"])
+    writer.add_token_types([1] * 256 + [3, 3, 1, 1])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_eos_token_id(256)
+    writer.add_bos_token_id(256)
+    writer.add_pad_token_id(257)
