@@ -13,7 +13,10 @@ WORKERS ?= 2
 # pytest keeps its rewritten tests, which saves each process five seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clean
+# Other projects that tests and benchmarks run, each in an environment of its own.
+CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
+
+.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clients clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -50,6 +53,15 @@ examples: $(STAMP)
 lines: $(STAMP)
 	@$(BIN)/python -m pytest -q -s tests/project/test_layout.py
 
+# About 6 GB and ten minutes; the tests of a client that is not there are skipped.
+clients: $(CLIENTS:%=.clients/%/.installed)
+
+.clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
+	@test -x .clients/$*/bin/python || $(PYTHON) -m venv .clients/$*
+	@echo "installing into .clients/$* (once) ..."
+	@.clients/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (once) ..."
@@ -57,4 +69,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,15 @@
-"""Many requests on a running server, good and malformed, a quarter of them given up: what became of them.
+"""Thousands of requests on a server, good, malformed, slow and given up: what became of them, and what is left behind.
 
-    slipstream serve --target toy --port 8000 &
-    PYTHONPATH=tests/support python benchmarks/storm_on_server.py http://127.0.0.1:8000 --requests 2000
+    python benchmarks/storm_on_server.py --target toy --requests 2000
 
-Each text must be the same every time its request comes; the program ends with code 1 if one is not.
+starts `slipstream serve` on a free port (or takes a running one: --url) and checks that
+
+- every text that came whole is the one that its request has alone, decoded plainly;
+- /health says ready all the time, and no answer is an internal error;
+- in the end no place, queue entry, task, thread or connection is held, and no memory has been lost: of the second
+  half of the requests at most a few MiB.
+
+It prints one line of JSON, and ends with code 1 if one of these does not hold.
 """
 
 from __future__ import annotations
@@ -11,22 +17,135 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
+import httpx
+from server_processes import end_on_signals, slipstream_serve
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from server_storm import Storm
+
+PATIENCE = 120.0  # seconds until a server is ready, or has nothing left to do
+LOST = 48 << 20  # bytes that the second half of the requests may leave behind: allocators keep some
+ERRORS = "internal errors"
+HELD = ("slipstream:tasks", "slipstream:threads", "process_open_fds")
+
+
+class Watch:
+    """Asks a server for its health while other things happen. ill: how often it was not ready."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client, self._over = client, threading.Event()
+        self.asked = self.ill = 0
+
+    def __enter__(self) -> Watch:
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            self.asked += 1
+            self.ill += self._client.get("/health").status_code != 200
+
+
+def figures(client: httpx.Client) -> dict[str, float]:
+    """The server's own figures, those of several labels added up."""
+    found: dict[str, float] = {ERRORS: 0.0}
+    for line in client.get("/metrics").text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            if 'status="5' in name and 'status="503"' not in name:
+                found[ERRORS] = found.get(ERRORS, 0.0) + float(value)
+            name = name.partition("{")[0]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def settled(client: httpx.Client) -> dict[str, float]:
+    """Figures once nothing runs or waits any more; of a server that never comes to rest those of the end."""
+    for _ in range(int(PATIENCE / 0.1)):
+        found = figures(client)
+        if not (found["vllm:num_requests_running"] or found["vllm:num_requests_waiting"]):
+            break
+        time.sleep(0.1)
+    time.sleep(0.5)  # connections are closed
+    return figures(client)
+
+
+def wrong_texts(client: httpx.Client, texts: dict[str, set[str]]) -> list[str]:
+    """Requests whose text is not the one they have alone, decoded plainly."""
+    found = []
+    for body, seen in texts.items():
+        answer = client.post("/v1/completions", json=json.loads(body) | {"num_draft_tokens": 0})
+        if answer.status_code != 200 or seen != {answer.json()["choices"][0]["text"]}:
+            found.append(f"{answer.status_code} {body}")
+    return found
+
+
+def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Two storms and what is left of them."""
+    with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as client, Watch(client) as watch:
+        begun, storms, left = time.monotonic(), [], [settled(client)]
+        for seed in (options.seed, options.seed + 1):
+            size = options.requests // 2
+            storms.append(Storm(url, size, seed, options.at_once, options.longest).run())
+            left.append(settled(client))
+        seconds = time.monotonic() - begun
+        texts = storms[0].texts
+        for body, seen in storms[1].texts.items():
+            texts.setdefault(body, set()).update(seen)
+        wrong = wrong_texts(client, texts)
+    memory = [round(one["process_resident_memory_bytes"] / 2**20) for one in left]
+    start, end = left[0], left[-1]
+    state = {name: [int(one[name]) for one in left] for name in HELD}
+    return {
+        "outcomes": dict(storms[0].outcomes + storms[1].outcomes),
+        "seconds": round(seconds, 1),
+        "texts": len(texts),
+        "wrong_texts": wrong,
+        "health": {"asked": watch.asked, "not_ready": watch.ill},
+        "memory_mib": memory,
+        "held": state,
+        "running_or_waiting": end["vllm:num_requests_running"] + end["vllm:num_requests_waiting"],
+        "internal_errors": int(end[ERRORS]),
+        "ok": not wrong
+        and not watch.ill
+        and not end[ERRORS]
+        and memory[2] - memory[1] <= LOST >> 20
+        and all(end[name] <= start[name] + 2 for name in HELD)  # connections of this program that are kept open
+        and not end["vllm:num_requests_running"] + end["vllm:num_requests_waiting"],
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a storm and print its outcomes as one line of JSON."""
+    """Run two storms and print what became of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
+    parser.add_argument("--url", help="of a running server; by default one is started")
+    parser.add_argument("--target", default="toy")
+    parser.add_argument("--draft")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=24)
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of long texts")
+    parser.add_argument("--request-timeout", default="4", help="seconds that the started server gives a request")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
-    storm = Storm(given.url, given.requests, given.seed, given.at_once).run()
-    differing = sum(len(texts) > 1 for texts in storm.texts.values())
-    print(json.dumps(dict(storm.outcomes) | {"bodies": len(storm.texts), "differing": differing}))
-    return int(differing > 0)
+    end_on_signals()
+    if given.url:
+        found = measure(given.url, given)
+    else:
+        started = ["--target", given.target, "--request-timeout", given.request_timeout]
+        with slipstream_serve(started + (["--draft", given.draft] if given.draft else [])) as url:
+            found = measure(url, given)
+    print(json.dumps(found))
+    return 0 if found["ok"] else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -30,3 +32,28 @@ def test_an_invalid_text_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "is_valid", wrong)
     arguments = ["--target", "toy", "--schemas", "2", "--drafters", "suffix", "--max-tokens", "120"]
     assert structured_output.main(arguments) == 1
+
+
+def test_schemas_of_a_suite_are_taken_over_all_files_and_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {
+        "type": "object",
+        "properties": {"x": {"type": "boolean"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    for name, schemas in {"a": [kept, True], "b": [{"unevaluatedItems": False}]}.items():
+        groups = [{"description": name, "schema": schema, "tests": []} for schema in schemas]
+        (tmp_path / f"{name}.json").write_text(json.dumps(groups))
+    arguments = ["--target", "toy", "--suite", str(tmp_path), "--schemas", "9", "--drafters", "suffix"]
+    assert structured_output.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "toy: 1 schemas, 1 refused" in out and "unevaluatedItems" in out
+    with pytest.raises(SystemExit, match="no schemas there"):
+        structured_output.main([*arguments[:3], str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize(("text", "valid"), [("2024-02-29", True), ("0000-02-29", True), ("2023-02-29", False)])
+def test_dates_are_those_of_rfc_3339(text: str, valid: bool) -> None:
+    assert structured_output.is_valid(json.dumps(text), {"format": "date"}) is valid

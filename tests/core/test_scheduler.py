@@ -170,6 +170,26 @@ def test_a_long_prompt_delays_running_rows_by_a_bounded_number_of_tokens(budget:
     assert short.output == alone(short) and long.output == alone(long)
 
 
+@pytest.mark.parametrize(("old", "share"), [(5, 1), (3, 1), (1, 5)])
+def test_many_short_prompts_delay_running_rows_by_as_little_unless_they_are_many_more(old: int, share: int) -> None:
+    backend = Reads()
+    made = scheduler(old + 5, CHUNK, backend)
+    running = [row(at, 4, 60) for at in range(old)]
+    shorts = [row(9 + at, CHUNK - 4, 3) for at in range(5)]  # each within the budget, two of them not
+    for one in running:
+        made.add(one)
+    made.step()
+    for one in shorts:
+        made.add(one)
+    most = 0
+    while made.unfinished:
+        backend.widths.clear()
+        made.step()
+        most = max(most, sum(backend.widths) - (old + 5) * (1 + 3))  # without a round of all rows
+    assert most <= share * CHUNK + CHUNK and (share == 1 or most > 2 * CHUNK)  # a chunk more than the budget
+    assert all(one.output == alone(one) for one in (*running, *shorts))
+
+
 def drafting_scheduler(budget: int) -> tuple[Scheduler, Session, tuple[Reads, Reads]]:
     """A scheduler with a draft model, its session, and both models."""
     backends = Reads(), Reads()

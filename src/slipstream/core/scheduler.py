@@ -15,14 +15,15 @@ from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
+PROMPT_BUDGET = 128  # prompt tokens read per step while other rows wait
 
 
 class Scheduler:
     """Decodes any number of rows, at most `max_batch_size` at a time; a row that ends makes room for the next.
 
     prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
-    to a whole chunk. A longer prompt is read over several steps, so it delays the others by a bounded time in each.
+    to a whole chunk; a multiple of it where more rows are new than under way. A longer prompt is read over several
+    steps, so it delays the others by a bounded time in each.
     turn: entered by every call; a lock, where several threads use the scheduler or its models.
     """
 
@@ -39,6 +40,7 @@ class Scheduler:
         self._running: list[Row] = []
         self._reading: list[Row] = []
         self._reserved: list[Row] = []
+        self._room = prompt_budget  # of the step under way
         self._batch: Batch | None = None
 
     def add(self, row: Row) -> None:
@@ -88,12 +90,14 @@ class Scheduler:
         """
         self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
         self._reading = [row for row in self._reading if row.finish_reason is None]
+        self._room = self.prompt_budget * self._share_of_new()
         place = 0
         while place < len(self._running):
             if self._running[place].finish_reason is None:
                 place += 1
             elif not self._reading and self._waiting and self._is_short(self._waiting[0]):
                 self._running[place] = self._waiting.popleft()
+                self._room -= self._running[place].prompt_length
             elif place == len(self._running) - 1:
                 self._running.pop()
             else:
@@ -104,14 +108,22 @@ class Scheduler:
             row = self._waiting.popleft()
             delays = bool(self._reading) or not self._is_short(row)
             (self._reading if delays else self._running).append(row)
+            self._room -= 0 if delays else row.prompt_length
         if not any(row.rounds for row in self._running):
             self._running, self._reading = self._running + self._reading, []
 
+    def _share_of_new(self) -> int:
+        """How many times as many rows wait to begin, and have a place, as are under way; at least 1."""
+        running = sum(row.finish_reason is None for row in self._running)
+        new = min(len(self._waiting) + len(self._reading), self.max_batch_size - running)
+        return max(1, new // max(1, running))
+
     def _is_short(self, row: Row) -> bool:
-        return row.prompt_length <= self.prompt_budget
+        """Whether a prompt can be read in this step, besides those of the rows that it has admitted already."""
+        return row.prompt_length <= self._room
 
     def _read_ahead(self) -> None:
-        self.engine.read_ahead(self._running, self._reading, self.prompt_budget)
+        self.engine.read_ahead(self._running, self._reading, self._room)
 
     def _reserve(self) -> None:
         """The caches grow with the rows that are admitted."""

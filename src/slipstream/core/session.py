@@ -110,14 +110,16 @@ class Session:
         return self.layout.prefill(self.table, rows, answer=answer and self.answers)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
-        """Read about `budget` prompt tokens of rows that are not in a batch yet, by slot, in order, in whole chunks."""
-        table = self.table
+        """Read prompts of rows that are in no batch yet, by slot, in order: a chunk, and more within the budget."""
+        table, room = self.table, budget
         for slot, row in rows.items():
             table.seat(slot, row)
-            while budget > 0 and not self.has_read(row, slot):
-                before = table.prefill_tokens
-                table.read_chunk(slot, row, len(row.tokens) - 1, {})
-                budget -= table.prefill_tokens - before
+            while room > 0 and not self.has_read(row, slot):
+                end, before = len(row.tokens) - 1, table.prefill_tokens
+                if room < budget and min(end - table.states[slot].base, table.shapes.chunk) > room:
+                    return
+                table.read_chunk(slot, row, end, {})
+                room -= table.prefill_tokens - before
 
     def has_read(self, row: Row, slot: int | None = None) -> bool:
         """Whether a row's prompt is cached but for its last token. slot: where; None for anywhere."""

@@ -23,6 +23,21 @@ class ParsedAnswer:
     calls: tuple[ToolCall, ...]
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How calls are written: before the name, between name and arguments (JSON), behind them, and between calls."""
+
+    before: str
+    between: str
+    behind: str
+    between_calls: str
+
+    @property
+    def quotes_names(self) -> bool:
+        """Whether names are JSON texts."""
+        return self.before.endswith('"') and self.between.startswith('"')
+
+
 @runtime_checkable
 class ToolCallParser(Protocol):
     """Optional capability of a tokenizer: it knows how its model writes calls."""
@@ -30,8 +45,8 @@ class ToolCallParser(Protocol):
     def call_opening(self) -> str | None:
         """The text that every call begins with; None if this model's calls cannot be told."""
 
-    def call_tags(self) -> tuple[str, str] | None:
-        """What stands before and behind a call that is {"name": ..., "arguments": {...}}; None for another form."""
+    def call_form(self) -> CallForm | None:
+        """How its model writes calls; None if that is not known, or arguments are not JSON."""
 
     def parse_answer(
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]

@@ -89,7 +89,7 @@ def test_a_required_call_is_one_of_the_tools_whole_and_streamed(ask: Any) -> Non
         )
         chunks = [chunk.choices[0] for chunk in ask(stream=True, **options) if chunk.choices]
         assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
-        assert chunks[-1].delta.tool_calls[0].function.arguments == call.function.arguments
+        assert chunks[-2].delta.tool_calls[0].function.arguments == call.function.arguments
 
 
 def test_a_named_tool_is_the_one_that_is_called(ask: Any) -> None:

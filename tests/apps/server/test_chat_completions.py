@@ -144,7 +144,7 @@ def test_what_cannot_be_done_is_refused(ask: Any, fields: dict[str, Any]) -> Non
 
 
 def test_a_long_prompt_names_the_context(ask: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="exceed the context of 1024 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as caught:
         ask(messages=[{"role": "user", "content": "x" * 1020}], max_tokens=9)
     assert caught.value.code == "context_length_exceeded"
 

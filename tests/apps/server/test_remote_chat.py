@@ -44,7 +44,7 @@ def test_what_goes_wrong_is_one_line(server: Served) -> None:
     chat = RemoteChat(f"{server.url}/v1/", face, SamplingParams(max_tokens=5000))
     chat.handle("x")
     chat.handle("/debug on")
-    assert "exceed the context" in face.errors[0] and "unknown command" in face.errors[1] and chat.turns == []
+    assert "maximum context length" in face.errors[0] and "unknown command" in face.errors[1] and chat.turns == []
     with pytest.raises(UsageError, match="--url 'ftp://x'"):
         RemoteChat("ftp://x", face, SamplingParams())
     with pytest.raises(SlipstreamError, match="cannot be reached"):

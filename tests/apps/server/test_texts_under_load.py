@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tiny
 from served import Served, served, toy
-from server_storm import Storm
+from server_storm import KINDS, Storm
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rng import Race
 
 
 def alone(decoder: SpeculativeDecoder, body: dict[str, Any]) -> str:
-    options = {name: body[name] for name in ("max_tokens", "temperature", "seed")}
+    options = {name: body[name] for name in ("max_tokens", "temperature", "seed", "ignore_eos") if name in body}
     return decoder.generate(body["prompt"], SamplingParams(**options), chat=False).text
 
 
@@ -29,7 +29,7 @@ def wrong_texts(storm: Storm, decoder: SpeculativeDecoder) -> int:
 
 def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tuple[Storm, Served]:
     with served(load, max_queued_requests=9) as server:
-        storm = Storm(server.url, requests, seed=1).run()
+        storm = Storm(server.url, requests, seed=1, longest=120).run()
         server.wait_until(lambda: not server.service.live)
         assert server.complete(max_tokens=2).status_code == 200
         assert server.call(lambda: server.service.room.num_running) == 0 == server.service.num_waiting
@@ -39,7 +39,7 @@ def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tupl
 def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
     storm, _ = stormed(lambda: toy(max_batch_size=3))
     assert storm.outcomes["whole"] > 30 and storm.outcomes["stream"] > 30
-    assert storm.outcomes["left"] > 10 and storm.outcomes["malformed"] > 5
+    assert min(storm.outcomes[kind] for kind in KINDS) > 0
     assert len(storm.texts) > 30 and wrong_texts(storm, toy()) == 0
 
 

@@ -114,11 +114,12 @@ def test_a_stream_gives_the_text_as_it_comes_and_the_calls_at_the_end(cuts: int)
     chunks, whole = written(f"let me see {CALL}", cuts)
     text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
     assert text.strip() == "let me see" == whole["message"]["content"]
-    (call,) = chunks[-1]["delta"]["tool_calls"]
+    (call,) = chunks[-2]["delta"]["tool_calls"]
     assert call["index"] == 0 and call["function"]["name"] == "add"
     assert whole["message"]["tool_calls"] == [{name: value for name, value in call.items() if name != "index"}]
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
-    assert all("tool_calls" not in chunk["delta"] for chunk in chunks[:-1])
+    assert chunks[-2]["finish_reason"] is None and chunks[-1]["delta"] == {}
+    assert all("tool_calls" not in chunk["delta"] for chunk in chunks[:-2])
 
 
 @pytest.mark.parametrize("cuts", [1, 5])

@@ -13,7 +13,7 @@ from slipstream.apps.server.tool_fields import checked_tools, forced_tools
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import UsageError, first_line
 from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.tool_calls import ToolCallParser
+from slipstream.text.tool_calls import CallForm, ToolCallParser
 
 MOST_BYTES = 64 << 10  # of a schema, an expression or a grammar
 MOST_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
@@ -68,7 +68,7 @@ def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Co
             assert isinstance(fields, ChatFields)
             return _calls(forced_tools(fields, tools), fields, tokenizer)
         schema = _response_schema(fields)
-        if offered and isinstance(tokenizer, ToolCallParser) and tokenizer.call_tags() is not None:
+        if offered and isinstance(tokenizer, ToolCallParser) and tokenizer.call_form() is not None:
             assert isinstance(fields, ChatFields)
             return _calls(offered, fields, tokenizer, answer=schema)
         return Constraint(json_schema=schema)
@@ -106,18 +106,21 @@ def _calls(
     answer: Mapping[str, Any] | None = None,
 ) -> Constraint:
     """Calls in the model's own form, or instead an answer by this schema if there is one."""
-    tags = tokenizer.call_tags() if isinstance(tokenizer, ToolCallParser) else None
-    if tags is None:
-        raise refused("tool_choice: this model's form of calls is not known; allowed: 'none', 'auto'", "tool_choice")
+    form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
+    if form is None:
+        raise refused(
+            "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
+        )
     schemas = {f"arguments_{at}": arguments_schema(tool) for at, tool in enumerate(tools)}
     _bounded("tools", schemas, MOST_OF_TOOLS)
-    bodies = [f'{_literal(_call_head(tool["function"]["name"]))} @arguments_{at} "}}"' for at, tool in enumerate(tools)]
-    several = "" if fields.parallel_tool_calls is False else ' ("\\n" call)*'
+    bodies = [_body(form, tool["function"]["name"], f"@arguments_{at}") for at, tool in enumerate(tools)]
+    several = (
+        "" if fields.parallel_tool_calls is False else f" ({_literal(form.between_calls)} call)*".replace('"" ', "")
+    )
     lines = [
         f"start: {'calls' if answer is None else 'calls | @answer'}",
         f"calls: call{several}",
-        f'call: {_literal(tags[0])} "\\n" body "\\n" {_literal(tags[1])}',
-        f"body: {' | '.join(bodies)}",
+        f"call: {' | '.join(bodies)}",
     ]
     given = schemas if answer is None else schemas | {"answer": answer}
     try:
@@ -129,8 +132,10 @@ def _calls(
         raise
 
 
-def _call_head(name: str) -> str:
-    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+def _body(form: CallForm, name: str, arguments: str) -> str:
+    """A call of one tool, as a grammar has it."""
+    written = json.dumps(name, ensure_ascii=False)[1:-1] if form.quotes_names else name
+    return f"{_literal(form.before + written + form.between)} {arguments} {_literal(form.behind)}"
 
 
 def _literal(text: str) -> str:

@@ -36,8 +36,8 @@ class AnswerWriter(ABC):
         """The first chunk of a choice, sent before its first token; None for none."""
 
     @abstractmethod
-    def part(self, choice: ChoiceState, piece: Piece) -> dict[str, Any] | None:
-        """A choice's part of a chunk; None if there is nothing to send."""
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
+        """A choice's part of every chunk that a piece gives rise to: mostly one; none if there is nothing to send."""
 
     @abstractmethod
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
@@ -54,11 +54,13 @@ class AnswerWriter(ABC):
                 yield self._chunk(opening)
         if piece is None:
             return
-        part = self.part(choice, piece)
+        parts = self.parts(choice, piece)
         showing = self._rounds and piece.round is not None
-        if part is None and not showing:
+        if not parts and not showing:
             return
-        chunk = self._chunk(part or self.empty_part(choice))
+        *earlier, last = parts or [self.empty_part(choice)]
+        yield from map(self._chunk, earlier)
+        chunk = self._chunk(last)
         if showing:
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
         if self._rounds and piece.finish_reason is not None:

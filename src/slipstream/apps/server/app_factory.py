@@ -12,6 +12,7 @@ import slipstream
 from slipstream.apps.server import batch_routes, engine_routes, model_routes, page_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
 from slipstream.apps.server.answering import answer
+from slipstream.apps.server.api_schemas import REFUSALS, ChatCompletion, Completion, streamed
 from slipstream.apps.server.error_objects import add_handlers
 from slipstream.apps.server.model_routes import service_of
 from slipstream.apps.server.request_fields import ChatFields, CompletionFields
@@ -40,6 +41,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
+        responses=REFUSALS,
     )
     add_handlers(app)
     app.include_router(model_routes.router)
@@ -47,12 +49,12 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
     app.include_router(page_routes.router)
     app.include_router(batch_routes.router)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))
     async def chat_completions(http: Request, fields: ChatFields) -> Response:
         """Answer a conversation."""
         return await answer(service_of(http), http, fields)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=streamed(Completion, "text_completion"))
     async def completions(http: Request, fields: CompletionFields) -> Response:
         """Continue texts."""
         return await answer(service_of(http), http, fields)

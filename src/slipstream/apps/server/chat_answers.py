@@ -30,21 +30,25 @@ class ChatWriter(AnswerWriter):
         """The role."""
         return self._choice(choice, {"role": "assistant", "content": ""})
 
-    def part(self, choice: ChoiceState, piece: Piece) -> dict[str, Any] | None:
-        """New text, with its log-probabilities."""
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
+        """New text, with its log-probabilities; calls come before the chunk with the reason, as clients expect them."""
         watch = self._watches[choice.job.choice]
         text, parsed, reason = watch.passed(piece), None, piece.finish_reason
         if reason is not None:
             parsed = watch.calls(choice)
             text += "" if parsed else watch.held_back(choice)
         if not (text or reason or piece.logprobs or (self.return_ids and piece.tokens)):
-            return None
+            return []
         delta: dict[str, Any] = {"content": text} if text or not reason else {}
         if parsed is not None:
             delta["tool_calls"] = shown_calls(parsed, self._call_prefix(choice), numbered=True)
-        found = self._choice(choice, delta, "tool_calls" if parsed and reason == "stop" else reason)
+        found = self._choice(choice, delta, None if parsed else reason)
         found["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
-        return found | ({"token_ids": list(piece.tokens)} if self.return_ids else {})
+        if self.return_ids:
+            found["token_ids"] = list(piece.tokens)
+        if parsed is None:
+            return [found]
+        return [found, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
         """No new text."""

@@ -30,17 +30,17 @@ class CompletionWriter(AnswerWriter):
         """Nothing: the echo comes with the first piece, once its log-probabilities are known."""
         return None
 
-    def part(self, choice: ChoiceState, piece: Piece) -> dict[str, Any] | None:
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; the echoed prompt before the first."""
         echoed = self._take_echo(choice)
         text = (self.prompts[choice.job.choice] if echoed else "") + piece.text
         if not (text or piece.finish_reason or piece.logprobs or (self.return_ids and piece.tokens)):
-            return None
+            return []
         found = self._choice(choice, text, piece.finish_reason)
         if self._logprobs_wanted:
             prompt = self._prompt_entries(choice) if echoed else []
             found["logprobs"] = self._logprobs(choice, prompt, piece.logprobs or ())
-        return found | ({"token_ids": list(piece.tokens)} if self.return_ids else {})
+        return [found | ({"token_ids": list(piece.tokens)} if self.return_ids else {})]
 
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
         """No new text."""

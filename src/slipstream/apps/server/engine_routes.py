@@ -13,10 +13,11 @@ from pydantic import Field, ValidationError
 import slipstream
 from slipstream.apps.server.answer_making import check_model
 from slipstream.apps.server.answering import collect, prepare, until_gone
+from slipstream.apps.server.api_schemas import ReplayResult, answers
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.event_stream import EventStream, event
 from slipstream.apps.server.model_routes import service_of
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, Fields, TokenId
+from slipstream.apps.server.request_fields import NUMBER, ChatFields, CompletionFields, Fields, TokenId
 from slipstream.apps.server.service import Service
 
 router = APIRouter(prefix="/v1/slipstream")
@@ -28,7 +29,7 @@ class ReplayFields(Fields):
 
     request: dict[str, Any]
     token_ids: Annotated[list[TokenId], Field(max_length=1 << 20)]
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, NUMBER, Field(ge=0, lt=1 << 63)] | None = None
 
 
 @router.get("/state")
@@ -37,7 +38,7 @@ async def state(http: Request) -> dict[str, Any]:
     return engine_state(service_of(http))
 
 
-@router.get("/events")
+@router.get("/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
 async def events(http: Request) -> Response:
     """The same once per second, as server-sent events."""
     service = service_of(http)
@@ -70,7 +71,7 @@ def engine_state(service: Service) -> dict[str, Any]:
     }
 
 
-@router.post("/replay")
+@router.post("/replay", response_model=None, responses=answers(ReplayResult))
 async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     """Run a request again without drafting, and compare token ids."""
     service = service_of(http)

@@ -48,17 +48,29 @@ class Server(uvicorn.Server):
         self.settings, self._ready = settings, on_ready
         self.service: Service | None = None
         self.failure: BaseException | None = None
+        self._listens = False
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
         try:
-            self.service = Service(self.settings, lambda service: self._ready(self), self._engine_ended)
+            self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
         except SlipstreamError as error:
             self.failure = error
             raise
         return self.service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; the models may have been loaded by then."""
+        await super().startup(sockets)
+        self._listens = not self.should_exit
+        self._tell_ready()
+
+    def _tell_ready(self) -> None:
+        """Once the models are loaded and the address is known, whichever comes last."""
+        if self._listens and self.service is not None and self.service.state == "ready":
+            self._ready(self)
 
     @property
     def url(self) -> str:

@@ -6,11 +6,21 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import slipstream
 from slipstream.apps.server.answering import until_gone
+from slipstream.apps.server.api_schemas import (
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Status,
+    Tokenized,
+    TokenizerInfo,
+    Version,
+    answers,
+)
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.prompt_rendering import rendered_messages
 from slipstream.apps.server.request_fields import DetokenizeFields, TokenizeFields
@@ -20,6 +30,7 @@ from slipstream.text.prompts import check_text
 
 router = APIRouter()
 STARTED = int(time.time())
+HEALTH: dict[int | str, dict[str, Any]] = {200: {"model": Status}, 503: {"model": Status}}
 
 
 def service_of(http: Request) -> Service:
@@ -28,13 +39,13 @@ def service_of(http: Request) -> Service:
     return service
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model=None, responses=answers(ModelList))
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_card(service_of(http))]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", response_model=None, responses=answers(ModelCard))
 async def model(http: Request, name: str) -> dict[str, Any]:
     """The same by its name."""
     card = _card(service_of(http))
@@ -55,7 +66,7 @@ def _card(service: Service) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", response_model=None, responses=answers(Tokenized))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     """Token ids of a text, or of messages in the model's chat format."""
@@ -76,7 +87,7 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", response_model=None, responses=answers(Detokenized))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     """The text of token ids."""
@@ -95,7 +106,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     return {"prompt": await until_gone(http, service.pool.run(work))}
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
 async def tokenizer_info(http: Request) -> dict[str, Any]:
     """What clients that count or cut tokens themselves ask for; the chat template is not told."""
     service = service_of(http)
@@ -113,7 +124,7 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/health")
+@router.get("/health", responses=HEALTH)
 @router.get("/ping", include_in_schema=False)
 async def health(http: Request) -> JSONResponse:
     """Whether requests are answered: 503 while loading, while shutting down and after the engine has ended."""
@@ -122,20 +133,20 @@ async def health(http: Request) -> JSONResponse:
     return JSONResponse({"status": service.state}, 200 if ready else 503)
 
 
-@router.get("/live")
+@router.get("/live", responses=HEALTH)
 async def live(http: Request) -> JSONResponse:
     """Whether the process is worth keeping: 503 once the engine has ended."""
     state = service_of(http).state
     return JSONResponse({"status": state}, 503 if state == "ended" else 200)
 
 
-@router.get("/version")
+@router.get("/version", response_model=None, responses=answers(Version))
 async def version() -> dict[str, str]:
     """Slipstream's version."""
     return {"version": slipstream.__version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
     service = service_of(http)

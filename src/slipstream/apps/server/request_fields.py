@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic_core import PydanticCustomError
 
 MOST_TOKENS = 1 << 24
 MOST_ROWS = 128  # texts of one request: prompts times n
-Text = Annotated[str, Field(max_length=4 << 20)]
-TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+
+
+def _number(value: Any) -> Any:
+    """Numbers as JSON has them: pydantic would take texts and booleans for numbers, too."""
+    if isinstance(value, bool | str):
+        raise PydanticCustomError("number_type", "Input should be a number")
+    return value
+
+
+NUMBER = BeforeValidator(_number)
+TokenId = Annotated[int, Field(strict=True, ge=0, le=1 << 31)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
 WITHOUT_EFFECT = frozenset(
@@ -58,28 +68,28 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """What else a stream reports."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class SlipstreamOptions(Fields):
     """Ours: rounds and the origin of every token in every chunk, and a receipt at the end."""
 
-    rounds: bool = False
+    rounds: StrictBool = False
 
 
 class ContentPart(Fields):
     """A part of a message."""
 
     type: str
-    text: Text | None = None
+    text: str | None = None
 
 
 class PredictionFields(Fields):
     """A text that the answer is expected to resemble."""
 
     type: Literal["content"]
-    content: Text | list[ContentPart]
+    content: str | list[ContentPart]
 
 
 class ResponseFormat(Fields):
@@ -93,33 +103,35 @@ class SamplingFields(Fields):
     """What both endpoints share."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stream: bool | None = None
+    n: Annotated[int, NUMBER, Field(ge=1, le=16)] | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] | None = None
+    max_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
+    temperature: Annotated[float, NUMBER, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, NUMBER, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, NUMBER, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    min_p: Annotated[float, NUMBER, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
+    repetition_penalty: Annotated[float, NUMBER, Field(gt=0, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, NUMBER, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] | None
+    ) = None
     stop: Annotated[str, Field(min_length=1, max_length=256)] | Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=-1, lt=1 << 63)] | None = None
+    min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
+    ignore_eos: StrictBool | None = None
+    seed: Annotated[int, NUMBER, Field(ge=-1, lt=1 << 63)] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
+    add_special_tokens: StrictBool | None = None
+    return_token_ids: StrictBool | None = None
+    return_tokens_as_token_ids: StrictBool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    num_draft_tokens: Annotated[int, NUMBER, Field(ge=0, le=64)] | None = None
     prediction: PredictionFields | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -129,17 +141,17 @@ class SamplingFields(Fields):
 class CompletionFields(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: Text | list[Text] | Ids | list[Ids]
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: Text | None = None
+    prompt: str | list[str] | Ids | list[Ids]
+    echo: StrictBool | None = None
+    logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
 
 
 class MessageFields(Fields):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[ContentPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: Annotated[str, Field(max_length=1024)] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: Annotated[str, Field(max_length=1024)] | None = None
@@ -149,25 +161,25 @@ class ChatFields(SamplingFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
 
 
 class TokenizeFields(Fields):
     """`POST /tokenize`: a text, or messages that the chat template renders."""
 
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: StrictBool = True
+    add_generation_prompt: StrictBool = True
 
 
 class DetokenizeFields(Fields):

@@ -97,7 +97,8 @@ class RowMaker:
         needed = 1 if wanted is None else wanted
         if needed > room:
             raise refused(
-                f"{prompt} prompt tokens and {name}={needed} exceed the context of {self.max_model_len} tokens",
+                f"This model's maximum context length is {self.max_model_len} tokens; {prompt} of the prompt and "
+                f"{name}={needed} exceed it",
                 name if room > 0 else "prompt" if isinstance(fields, CompletionFields) else "messages",
                 "context_length_exceeded",
             )

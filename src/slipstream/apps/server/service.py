@@ -15,6 +15,7 @@ from slipstream.apps.server.engine_thread import EngineThread
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Event, Job, LiveRequest, Started
 from slipstream.apps.server.model_facts import facts_of
+from slipstream.apps.server.process_figures import add_process_figures
 from slipstream.apps.server.request_rows import RowMaker
 from slipstream.apps.server.server_metrics import ServerMetrics
 from slipstream.apps.server.server_settings import ServerSettings
@@ -42,6 +43,7 @@ class Service:
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
         self.settings, self.metrics = settings, ServerMetrics()
+        add_process_figures(self.metrics.registry)
         self.state: State = "loading"
         self.room = EngineRoom()
         self.live: set[LiveRequest] = set()

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.text.tool_calls import ParsedAnswer, ToolCall
+from slipstream.models.hf.call_forms import ARGUMENTS, HERMES, NAMES, rendered_form, spelled
+from slipstream.text.tool_calls import CallForm, ParsedAnswer, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGGED: dict[str, Any] = {
@@ -38,17 +39,48 @@ def response_template(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def call_opening(template: Mapping[str, Any] | None) -> str | None:
-    """The text that a call begins with."""
-    if template is None:
+    """The text that a call begins with: of a pattern the part that is the same for all calls."""
+    calls = _calls_of(template)
+    said = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
+    return said if isinstance(said, str) and said else None
+
+
+def call_form(tokenizer: Any) -> CallForm | None:
+    """How calls are written, if the template reads them so; None if it is not known, or arguments are not JSON.
+
+    Calls with special tokens are not among them: those are no text, so that no grammar of a text can force them.
+    """
+    template = response_template(tokenizer)
+    opening, closing = call_opening(template), _calls_of(template).get("close")
+    if opening is None or not isinstance(closing, str) or not closing:
         return None
-    calls = template.get("fields", {}).get("tool_calls", {})
-    said = calls.get("open") or str(calls.get("open_pattern", "")).removeprefix(r"\s*")
-    return said if isinstance(said, str) and said and not set(said) & set("\\()[]*+?|") else None
+    form = rendered_form(tokenizer, opening, closing) or (HERMES if template is TAGGED else None)
+    if form is None or any(token in spelled(form) for token in tokenizer.all_special_tokens):
+        return None
+    ids = tokenizer(spelled(form), add_special_tokens=False)["input_ids"]
+    read = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
+    same = read is not None and [(c.name, json.loads(c.arguments)) for c in read.calls] == [
+        (n, ARGUMENTS) for n in NAMES
+    ]
+    return form if same or template is TAGGED else None
 
 
-def call_tags(template: Mapping[str, Any] | None) -> tuple[str, str] | None:
-    """The tags around calls that are JSON objects with a name and arguments; None for other forms."""
-    return (OPEN, CLOSE) if template is TAGGED else None
+def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    found = {} if template is None else template.get("fields", {}).get("tool_calls", {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _literal_beginning(pattern: str) -> str:
+    """The text before the first part of a regular expression that is not always the same."""
+    text, at = "", 0
+    while at < len(pattern):
+        sign = pattern[at]
+        if sign == "\\" and at + 1 < len(pattern) and not pattern[at + 1].isalnum():
+            sign, at = pattern[at + 1], at + 1
+        elif sign in "\\()[].^$*+?{}|":
+            return text[:-1] if sign in "*?{|" else text
+        text, at = text + sign, at + 1
+    return text
 
 
 def parse(

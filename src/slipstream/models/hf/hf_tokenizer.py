@@ -14,7 +14,7 @@ from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.model_files import one_line
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
-from slipstream.text.tool_calls import ParsedAnswer
+from slipstream.text.tool_calls import CallForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -91,9 +91,9 @@ class HFTokenizer:
         """See `ToolCallParser.call_opening`."""
         return answer_parsing.call_opening(answer_parsing.response_template(self.inner))
 
-    def call_tags(self) -> tuple[str, str] | None:
-        """See `ToolCallParser.call_tags`."""
-        return answer_parsing.call_tags(answer_parsing.response_template(self.inner))
+    def call_form(self) -> CallForm | None:
+        """See `ToolCallParser.call_form`."""
+        return answer_parsing.call_form(self.inner)
 
     def parse_answer(
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]

@@ -1,0 +1,168 @@
+"""Load on `slipstream serve`, beside `transformers serve` with continuous batching on the same machine and file.
+
+    make clients                                              # once: transformers serve in an environment of its own
+    python benchmarks/server_load.py --streams 1,4,8,16 --rate 1.0 --json runs/server_load.json
+    python benchmarks/server_load.py --overhead               # HTTP beside the same batch in one call of `generate`
+
+Both servers are loaded all the time and asked in turn, load by load. Times are the client's. Every text of Slipstream's
+must be the one that plain decoding has for its prompt; the program ends with code 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from load_client import Answer, Load, figures, run_load
+from server_processes import end_on_signals, slipstream_serve, transformers_serve
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cache_folder import cache_folder
+from slipstream.text.prompts import builtin_prompts, spread
+
+THEIRS = Path(__file__).parents[1] / ".clients" / "transformers_serve" / "bin" / "transformers"
+COLUMNS = (
+    "tokens_per_second",
+    *(f"{name}_ms_{p}" for name in ("first", "between", "per_token") for p in ("p50", "p99")),
+)
+
+
+def prompts_of(options: argparse.Namespace, count: int) -> list[str]:
+    """Of all categories, the long ones cut, so that the load is of answers."""
+    return [one.prompt[: options.longest_prompt] for one in spread(builtin_prompts(), count)]
+
+
+def loads(options: argparse.Namespace) -> list[tuple[Load, int]]:
+    """Every load and its number of requests: a few rounds of its streams."""
+    found = [(Load(n), max(options.requests, 2 * n)) for n in map(int, filter(None, options.streams.split(",")))]
+    return [*found, *((Load(64, rate), options.requests) for rate in options.rate)]
+
+
+def compare(options: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """All loads on both servers; texts beside plain decoding's."""
+    fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": 0.0}
+    folder = str(cache_folder() / options.target)
+    with ExitStack() as stack:
+        begun = ["--target", options.target, "--max-batch-size", str(options.max_batch_size)]
+        ours = stack.enter_context(slipstream_serve(begun + (["--draft", options.draft] if options.draft else [])))
+        arms = {"slipstream": (ours, options.target)}
+        if not options.alone:
+            theirs = stack.enter_context(transformers_serve(str(THEIRS), folder, options.theirs.split()))
+            arms["transformers"] = (theirs, folder)
+        rows, said = [], dict[str, dict[str, set[str]]]()
+        for url, model in arms.values():
+            asyncio.run(run_load(url, model, prompts_of(options, 2), Load(2), fields))  # warm
+        for number, (load, count) in enumerate(loads(options)):
+            for arm in sorted(arms, reverse=bool(number % 2)):
+                url, model = arms[arm]
+                answers = asyncio.run(run_load(url, model, prompts_of(options, count), load, fields))
+                count_tokens(answers, decoder)
+                rows.append({"load": str(load), "arm": arm, "requests": count} | figures(answers))
+                print(line_of(rows[-1]), flush=True)
+                for one in answers:
+                    said.setdefault(arm, {}).setdefault(one.prompt, set()).add(one.text)
+    return {"rows": rows, "texts": {arm: same_as_plain(texts, decoder, options) for arm, texts in said.items()}}
+
+
+def count_tokens(answers: Sequence[Answer], decoder: SpeculativeDecoder) -> None:
+    """By the tokenizer, for both servers alike: what they report of their own is not compared."""
+    assert decoder.tokenizer is not None
+    for one in answers:
+        one.tokens = len(decoder.tokenizer.bare(one.text)) + (one.reason == "stop")
+
+
+def same_as_plain(texts: dict[str, set[str]], decoder: SpeculativeDecoder, options: argparse.Namespace) -> str:
+    """How many prompts always had the text of plain decoding, of how many."""
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
+    results = decoder.using("none").generate([[{"role": "user", "content": p}] for p in texts], params)
+    same = sum(seen == {one.text} for seen, one in zip(texts.values(), results, strict=True))
+    return f"{same}/{len(texts)}"
+
+
+def overhead(options: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """The time of a batch over HTTP beside one call of `generate`, in turn, with and without drafting."""
+    prompts = prompts_of(options, options.max_batch_size)
+    found: dict[str, Any] = {}
+    arguments = ["--target", options.target, "--max-batch-size", str(options.max_batch_size)]
+    with slipstream_serve([*arguments, "--drafter", options.drafter]) as url:
+        for name, drafts in (("plain", 0), ("speculative", None)):
+            params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
+            fields = {"max_tokens": options.max_tokens, "temperature": 0.0, "ignore_eos": True}
+            if drafts is not None:
+                fields["num_draft_tokens"] = drafts
+            here = decoder.using("none" if drafts == 0 else options.drafter)
+            ratios, seconds = [], []
+            for at in range(options.repeats + 1):
+                asked = [
+                    f"{name} {at}: {prompt}" for prompt in prompts
+                ]  # new to both, as cached prompts need not be read
+                messages = [[{"role": "user", "content": prompt}] for prompt in asked]
+                begun = perf_counter()
+                results = here.generate(messages, params)
+                direct = perf_counter() - begun
+                begun = perf_counter()
+                answers = asyncio.run(run_load(url, options.target, asked, Load(len(asked)), fields))
+                served = perf_counter() - begun
+                assert [one.text for one in answers] == [one.text for one in results]
+                if at:  # the first warms
+                    ratios.append(served / direct)
+                    seconds.append((direct, served))
+            found[name] = {"overhead": median(ratios) - 1, "seconds": seconds}
+            print(f"{name}: HTTP takes {median(ratios) - 1:+.1%} of the time of generate, of {seconds}", flush=True)
+    return found
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    return f"| {row['load']} | {row['arm']} | " + " | ".join(f"{row[name]:.1f}" for name in COLUMNS) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; exit with 1 if a text of Slipstream's is not that of plain decoding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2", help="a name of `slipstream models`")
+    parser.add_argument("--draft")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--streams", default="1,4,8,16")
+    parser.add_argument("--rate", type=float, action="append", default=[], help="arrivals per second; again for more")
+    parser.add_argument("--requests", type=int, default=16, help="of each load, but at least two per stream")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-batch-size", type=int, default=8)
+    parser.add_argument("--longest-prompt", type=int, default=600, help="characters")
+    parser.add_argument(
+        "--theirs",
+        default="--cb-max-memory-percent 0.1",
+        help="options of transformers serve; its cache takes most of memory",
+    )
+    parser.add_argument("--alone", action="store_true", help="without transformers serve")
+    parser.add_argument("--overhead", action="store_true", help="HTTP beside generate instead")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    end_on_signals()
+    decoder = SpeculativeDecoder(options.target, acceptance="match", max_batch_size=options.max_batch_size)
+    if options.overhead:
+        found = overhead(options, decoder)
+    else:
+        print(f"| load | server | {' | '.join(name.replace('_', ' ') for name in COLUMNS)} |")
+        print("|" + "---|" * (2 + len(COLUMNS)), flush=True)
+        found = compare(options, decoder)
+        for arm, same in found["texts"].items():
+            print(f"{arm}: {same} prompts have the text of plain decoding")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(vars(options) | found, indent=2, default=str) + "\n")
+    exact = options.overhead or len(set(found["texts"]["slipstream"].split("/"))) == 1
+    return 0 if exact else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

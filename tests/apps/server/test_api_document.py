@@ -1,0 +1,67 @@
+"""The OpenAPI document: every endpoint says what it takes, what it answers and how it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from served import Served, served
+
+REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def document(server: Served) -> Any:
+    return server.http.get("/openapi.json").json()
+
+
+def told(document: Any, path: str, method: str, status: str = "200") -> Any:
+    """The schema of an answer, with what it refers to."""
+    content = document["paths"][path][method]["responses"][status]["content"]["application/json"]
+    return content["schema"] | {"components": document["components"]}
+
+
+def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own(document: Any) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["responses"].keys() == REFUSALS | {"200"}, (method, path)
+            assert method == "get" or operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("get", "/v1/models", None),
+        ("get", "/health", None),
+        ("get", "/tokenizer_info", None),
+        ("post", "/tokenize", {"prompt": "a heron"}),
+        ("post", "/detokenize", {"tokens": [97]}),
+        ("post", "/v1/completions", {"prompt": "A heron", "max_tokens": 4, "logprobs": 1}),
+        ("post", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        ("post", "/v1/slipstream/replay", {"request": {"prompt": "x", "temperature": 0}, "token_ids": [1]}),
+    ],
+)
+def test_answers_and_refusals_are_as_announced(
+    server: Served, document: Any, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    answer = server.http.request(method, path, json=body)
+    jsonschema.validate(answer.json(), told(document, path, method))
+    if body is not None:
+        refused = server.http.request(method, path, json=[])
+        assert refused.status_code == 400
+        jsonschema.validate(refused.json(), told(document, path, method, "400"))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(refused.json(), told(document, path, method))
+
+
+def test_streams_are_announced_beside_whole_answers(document: Any) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]

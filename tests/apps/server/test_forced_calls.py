@@ -1,0 +1,117 @@
+"""Forced calls of models whose templates write calls in a form of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import tiny
+from served import served
+
+from slipstream import SpeculativeDecoder
+from slipstream.models.hf.hf_tokenizer import HFTokenizer
+
+EXTRA = ["\n", *'<>_{}"/[]-0123456789']
+CHAT = "{%% for m in messages %%}{{ m['role'][0] }}:{{ m['content'] }}.%s{%% endfor %%}a:"
+CALLS = "{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
+ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}},
+    {"type": "function", "function": {"name": "stop_now"}},
+]
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+WHOLE = {"type": "function", "function": "{content}"}
+
+
+def reads(**calls: Any) -> dict[str, Any]:
+    """A response template with these rules for calls."""
+    fields = {"tool_calls": {"repeats": True, "content": "json"} | calls, "content": {"content": "text"}}
+    return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\Z", "fields": fields}
+
+
+def tokenizer(rendered: str, template: dict[str, Any]) -> Any:
+    made = tiny.tokenizer(EXTRA, CHAT % (CALLS % rendered))
+    made.response_template = template
+    return made
+
+
+FORMS = {
+    "the name in the opening": (
+        "[call:{{ c.function.name }}]{{ c.function.arguments | tojson }}[end]",
+        reads(open_pattern=r"\s*\[call:(?P<name>\w+)\]", close="[end]", transform=NAMED),
+    ),
+    "an object between marks": ("<<{{ c.function | tojson }}>>\n", reads(open="<<", close=">>", transform=WHOLE)),
+}
+OTHERS = {
+    "arguments that are not JSON": (
+        "[call:{{ c.function.name }}]"
+        "{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}[end]",
+        reads(
+            open_pattern=r"\[call:(?P<name>\w+)\]",
+            close="[end]",
+            content="xml-inline",
+            content_args={"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+            transform=NAMED,
+        ),
+    ),
+    "a chat template that writes another form": (
+        "[[{{ c.function | tojson }}]]",
+        reads(open="<<", close=">>", transform=WHOLE),
+    ),
+    "special tokens as marks": (
+        "<pad>{{ c.function | tojson }}<eos>",
+        reads(open="<pad>", close="<eos>", transform=WHOLE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: str) -> None:
+    inner = tokenizer(*FORMS[name])
+    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="suffix", num_draft_tokens=4, acceptance="match")
+    with served(lambda: decoder, served_model_name="tiny") as server, server.openai() as client:
+        for seed in range(3):
+            options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 200}
+            options |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0, "seed": seed}
+            answer = client.chat.completions.create(**options).choices[0]
+            assert answer.finish_reason == "tool_calls" and not answer.message.content
+            (call,) = answer.message.tool_calls
+            told = json.loads(call.function.arguments)
+            jsonschema.validate(told, ARGUMENTS if call.function.name == "add" else {"maxProperties": 0})
+            chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
+            assert not any(chunk.delta.content for chunk in chunks)
+            assert [c.function.arguments for one in chunks for c in one.delta.tool_calls or []] == [
+                call.function.arguments
+            ]
+
+
+def test_several_calls_stand_as_the_template_writes_them() -> None:
+    form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
+    assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_forms_are_not_forced(name: str) -> None:
+    assert HFTokenizer(tokenizer(*OTHERS[name])).call_form() is None
+
+
+def test_what_cannot_be_forced_is_refused_by_name() -> None:
+    inner = tokenizer(*OTHERS["arguments that are not JSON"])
+    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    with (
+        served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server,
+        server.openai() as client,
+        pytest.raises(openai.BadRequestError, match="form of calls is not known, or not JSON") as caught,
+    ):
+        client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"

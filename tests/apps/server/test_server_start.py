@@ -1,0 +1,24 @@
+"""What a server says once it is ready: an address that can be called, however early the models are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from served import served
+from uvicorn.lifespan.on import LifespanOn
+
+
+def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = LifespanOn.startup
+
+    async def after_the_models(self: Any) -> None:
+        await begin(self)
+        while self.config.app.state.service.state == "loading":
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(LifespanOn, "startup", after_the_models)
+    with served() as server:
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200

@@ -1,0 +1,48 @@
+"""The benchmarks of the server: loads and storms on the toy, and that they notice what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+import pytest
+import storm_on_server
+from load_client import Answer, Load, figures, run_load
+from served import served, toy
+
+from slipstream import SamplingParams
+
+FIELDS = {"max_tokens": 12, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("load", [Load(2), Load(9, rate=200.0)])
+def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
+    prompts = ["A heron", "The wren", "Then the wind"]
+    with served() as server:
+        answers = asyncio.run(run_load(server.url, "toy", prompts, load, FIELDS))
+    expected = [one.text for one in toy().generate(prompts, SamplingParams(max_tokens=12), chat=False)]
+    assert [one.prompt for one in answers] == prompts and [one.text for one in answers] == expected
+    assert all(one.times == sorted(one.times) and one.begun < one.times[0] for one in answers)
+
+
+def test_figures_are_those_of_the_times() -> None:
+    answers = [Answer("a", 0.0, "x", [1.0, 1.5, 2.0], 5), Answer("b", 1.0, "x", [1.5, 4.0], 5)]
+    found = figures(answers)
+    assert found["tokens"] == 10 and found["seconds"] == 4.0 and found["tokens_per_second"] == 2.5
+    assert found["first_ms_p50"] == 750.0 and found["between_ms_p50"] == 500.0
+    assert found["per_token_ms_p50"] == pytest.approx((250 + 625) / 2)
+
+
+@pytest.mark.slow
+def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_noticed() -> None:
+    options = argparse.Namespace(requests=60, seed=3, at_once=8, longest=60)
+    with served() as server:
+        found = storm_on_server.measure(server.url, options)
+        assert not found["wrong_texts"] and not found["health"]["not_ready"] and not found["internal_errors"]
+        assert found["running_or_waiting"] == 0 and found["held"]["slipstream:tasks"][-1] <= 5
+        body = json.dumps({"prompt": "A heron", "max_tokens": 5, "temperature": 0})
+        right = {server.text("A heron", max_tokens=5, temperature=0)}
+        assert storm_on_server.wrong_texts(server.http, {body: right}) == []
+        assert storm_on_server.wrong_texts(server.http, {body: {"other"}}) == [f"200 {body}"]
+        assert storm_on_server.wrong_texts(server.http, {body: {*right, "other"}}) == [f"200 {body}"]

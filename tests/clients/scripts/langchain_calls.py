@@ -1,0 +1,53 @@
+"""Calls a server through langchain-openai: python langchain_calls.py URL MODEL BODIES; prints one line of JSON.
+
+BODIES: JSON with `messages`, `form` (a JSON schema), `tools`, and `options` of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAI
+
+
+def main(url: str, name: str, bodies: str) -> dict[str, Any]:
+    given = json.loads(bodies)
+    place: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "model": name, "max_retries": 0}
+    model = ChatOpenAI(**place, **given["options"], stream_usage=True)
+    messages = [HumanMessage(one["content"]) for one in given["messages"]]
+    whole = model.invoke(messages)
+    chunks = list(model.stream(messages))
+    longer = ChatOpenAI(**place, **given["options"] | {"max_tokens": 200})
+    bound = longer.bind_tools(given["tools"], tool_choice="required", parallel_tool_calls=False)
+    called = bound.invoke(messages)
+    told = ToolMessage("four", tool_call_id=called.tool_calls[0]["id"])
+    found: dict[str, Any] = {
+        "whole": whole.content,
+        "usage": whole.usage_metadata["output_tokens"],
+        "reason": whole.response_metadata["finish_reason"],
+        "stream": "".join(str(chunk.content) for chunk in chunks),
+        "stream_usage": sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks),
+        "batch": [one.content for one in model.batch([messages, messages])],
+        "async": asyncio.run(model.ainvoke(messages)).content,
+        "form": longer.with_structured_output(given["form"], method="json_schema", strict=True).invoke(messages),
+        "call": called.tool_calls,
+        "after_call": model.invoke([*messages, called, told]).content,
+        "logprobs": len(model.bind(logprobs=True).invoke(messages).response_metadata["logprobs"]["content"]),
+        "completion": OpenAI(**place, temperature=0, max_tokens=20).invoke("A heron"),
+        "errors": {},
+    }
+    for field, value in {"model": "other", "top_p": 7, "max_completion_tokens": 100_000}.items():
+        try:
+            ChatOpenAI(**place | given["options"] | {field: value}).invoke(messages)
+        except openai.APIStatusError as error:
+            found["errors"][field] = error.status_code
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,43 @@
+"""guidellm's load on a small model, offline: every request is answered in full, and its counts are the server's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client_runs import needs, run_client
+from served import Served
+
+from slipstream import SpeculativeDecoder
+
+pytestmark = [pytest.mark.slow, needs("guidellm")]
+REQUESTS = 6
+
+
+def test_every_request_of_a_load_is_answered(server: Served, decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    folder, report = tmp_path / "tokenizer", tmp_path / "report.json"
+    tokenizer: Any = decoder.tokenizer
+    tokenizer.inner.save_pretrained(folder)
+    run_client(
+        "guidellm",
+        "guidellm",
+        "run",
+        f"--backend=kind=openai_http,target={server.url}",
+        "--profile=kind=concurrent,streams=2",
+        f"--constraint=kind=max_requests,count={REQUESTS}",
+        f"--tokenizer=kind=huggingface_auto,model={folder}",
+        "--data=kind=synthetic_text,prompt_tokens=16,output_tokens=12",
+        f"--output=kind=json,path={report}",
+        "--disable-console",
+        folder=tmp_path,
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    done = benchmark["requests"]["successful"]
+    assert len(done) == REQUESTS and not benchmark["requests"]["errored"]
+    assert {one["output_metrics"]["text_tokens"] for one in done} == {12}
+    assert (
+        f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {12.0 * REQUESTS}'
+        in server.http.get("/metrics").text
+    )

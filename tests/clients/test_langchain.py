@@ -1,0 +1,44 @@
+"""LangChain's `ChatOpenAI` and `OpenAI`, unchanged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from client_runs import needs, run_script
+from served import Served
+
+from slipstream import SamplingParams, SpeculativeDecoder
+
+pytestmark = [pytest.mark.slow, needs("langchain")]
+MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
+ARGUMENTS = {
+    "title": "measure",
+    "description": "a length",
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
+
+
+def test_every_kind_of_call_comes_back_as_the_decoders_own_text(server: Served, decoder: SpeculativeDecoder) -> None:
+    plain = decoder.using("none", num_draft_tokens="auto")
+    params = SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})  # without an end
+    expected = plain.generate(MESSAGES, params).text
+    given = {
+        "messages": MESSAGES,
+        "options": {"max_tokens": 60, "temperature": 0.8, "seed": 4, "logit_bias": {"1": -50}},
+        "form": ARGUMENTS,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}],
+    }
+    found: dict[str, Any] = run_script("langchain", "langchain_calls.py", server.url, "tiny", json.dumps(given))
+    assert {found["whole"], found["stream"], found["async"], *found["batch"]} == {expected}
+    assert found["usage"] == found["stream_usage"] == found["logprobs"] == 60 and found["reason"] == "length"
+    assert set(found["form"]) == {"x", "unit"} and found["form"]["unit"] in ("m", "km")
+    (call,) = found["call"]
+    assert call["name"] == "add" and set(call["args"]) == {"x", "unit"}
+    assert found["after_call"] and found["after_call"] != expected  # the template has shown the call and its answer
+    assert found["completion"] == plain.generate("A heron", SamplingParams(max_tokens=20), chat=False).text
+    assert found["errors"] == {"model": 404, "top_p": 400, "max_completion_tokens": 400}

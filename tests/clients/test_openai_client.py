@@ -1,0 +1,179 @@
+"""OpenAI's own client beyond single calls: helpers for schemas and streams, tool turns, asyncio, errors and retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from served import Gate, Served, served
+
+from slipstream import SamplingParams, SpeculativeDecoder
+
+ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+ENDLESS = {"1": -50}  # the end token
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}, "unit": {"enum": ["m", "km"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS, "strict": True}}
+
+
+class Measure(BaseModel):
+    x: bool
+    unit: Literal["m", "km"]
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with server.openai() as one:
+        yield one
+
+
+def test_completions_whole_and_streamed_are_the_decoders_own(
+    client: openai.OpenAI, decoder: SpeculativeDecoder
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "logit_bias": ENDLESS}
+    params = SamplingParams(**options | {"logit_bias": {1: -50}})
+    expected = [one.text for one in decoder.generate(["A heron", "zz"], params, chat=False)]
+    whole = client.completions.create(model="tiny", prompt=["A heron", "zz"], **options)
+    assert [choice.text for choice in whole.choices] == expected
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=["A heron", "zz"], stream=True, stream_options={"include_usage": True}, **options
+        )
+    )
+    for index, text in enumerate(expected):
+        parts = [one for chunk in chunks for one in chunk.choices if one.index == index]
+        assert "".join(one.text for one in parts) == text and parts[-1].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 80
+
+
+def test_log_probabilities_of_completions_add_up_with_their_echo(client: openai.OpenAI) -> None:
+    told = client.completions.create(model="tiny", prompt="A heron", max_tokens=5, temperature=0, logprobs=2, echo=True)
+    found = told.choices[0].logprobs
+    assert "".join(found.tokens) == told.choices[0].text and found.token_logprobs[0] is None
+    assert len(found.token_logprobs) == 12 and all(len(one) in (2, 3) for one in found.top_logprobs[1:])
+
+
+def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=ASKED, response_format=Measure, temperature=1.0, seed=1, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Measure)
+
+
+def test_the_streaming_helper_collects_the_answer(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    with client.chat.completions.stream(
+        model="tiny",
+        messages=ASKED,
+        max_tokens=30,
+        temperature=0,
+        logprobs=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= kinds
+    expected = decoder.generate(ASKED, SamplingParams(max_tokens=30))
+    assert final.choices[0].message.content == expected.text
+    assert final.usage.completion_tokens == len(expected.token_ids) == len(final.choices[0].logprobs.content)
+
+
+def test_the_streaming_helper_collects_calls(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
+    with client.chat.completions.stream(model="tiny", messages=ASKED, max_tokens=200, **options) as stream:
+        (done,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert done.name == "add" and Measure.model_validate(done.parsed_arguments)
+
+
+def test_a_call_is_answered_and_the_conversation_goes_on(client: openai.OpenAI, server: Served) -> None:
+    options: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "max_tokens": 200}
+    first = client.chat.completions.create(
+        messages=ASKED, tool_choice="required", parallel_tool_calls=False, seed=2, **options
+    )
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls" and message.tool_calls
+    told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "four"}
+    answer = client.chat.completions.create(
+        messages=[*ASKED, message, told], tool_choice="none", seed=2, extra_body={"return_token_ids": True}, **options
+    )
+    prompt = server.http.post("/detokenize", json={"tokens": answer.choices[0].prompt_token_ids}).json()["prompt"]
+    assert prompt == "u:the cat sat on the mat.a:.add.t:four.a:"
+
+
+def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 60, "seed": 6, "logit_bias": ENDLESS}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    again = client.chat.completions.create(**options, prediction={"type": "content", "content": text})
+    assert again.choices[0].message.content == text
+    assert again.usage.completion_tokens_details.accepted_prediction_tokens > 20
+
+
+def test_many_are_asked_at_once_and_each_has_its_own_answer(server: Served, decoder: SpeculativeDecoder) -> None:
+    prompts = [f"{name} sat" for name in ("cat", "dog", "heron", "wren", "owl")]
+
+    async def ask() -> list[str]:
+        transport = httpx.AsyncClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
+
+            async def one(prompt: str) -> str:
+                text = ""
+                async for chunk in await client.completions.create(
+                    model="tiny", prompt=prompt, max_tokens=30, temperature=0, stream=True
+                ):
+                    text += chunk.choices[0].text
+                return text
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+    expected = decoder.generate(prompts, SamplingParams(max_tokens=30), chat=False)
+    assert asyncio.run(ask()) == [one.text for one in expected]
+
+
+def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: Served) -> None:
+    stream = client.completions.create(model="tiny", prompt="A heron", max_tokens=900, stream=True, logit_bias=ENDLESS)
+    next(stream)
+    stream.close()
+    server.wait_until(lambda: not server.service.live)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
+        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "response_format.json_schema"),
+        ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, openai.APIStatusError, None),
+    ],
+)
+def test_errors_have_their_class_and_name_the_field(
+    client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str | None
+) -> None:
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": ASKED} | fields)
+    assert caught.value.param == param and caught.value.message and "x-request-id" not in caught.value.message
+
+
+def test_a_wrong_key_is_an_authentication_error(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("right-key\n")
+    with served(api_key_file=str(tmp_path / "keys")) as server:
+        with server.openai("wrong-key") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with server.openai("right-key") as client:
+            assert [one.id for one in client.models.list()] == ["toy"]
+
+
+def test_an_error_in_a_stream_is_raised() -> None:
+    gate = Gate()
+    with served(gate.load, request_timeout=0.05) as server, server.openai() as client:
+        with pytest.raises(openai.APIError, match="took over"):
+            list(client.completions.create(model="toy", prompt="A heron", max_tokens=9, stream=True))
+        gate.opened.set()

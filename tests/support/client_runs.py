@@ -1,0 +1,58 @@
+"""Other projects' clients, each in an environment of its own, run as programs against a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "clients" / "scripts"
+PATIENCE = 300.0  # seconds after which a client is given up
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OMP_NUM_THREADS": "1",
+    "OPENAI_API_KEY": "none",
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def program(name: str, command: str) -> Path:
+    """A program of a client's environment."""
+    return ROOT / ".clients" / name / "bin" / command
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skips tests whose client is not installed."""
+    absent = not (ROOT / ".clients" / name / ".installed").exists()
+    return pytest.mark.skipif(absent, reason=f"needs the environment .clients/{name}: make clients")
+
+
+def run_client(name: str, command: str, *arguments: str, folder: Path | None = None) -> str:
+    """What a client printed; the test fails with all it said if it fails."""
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [str(program(name, command)), *arguments],
+            env=os.environ | OFFLINE | {"HF_HOME": home},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    assert done.returncode == 0, f"{command} {' '.join(arguments)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+def run_script(name: str, script: str, *arguments: str, folder: Path | None = None) -> Any:
+    """The JSON that a script of ours prints as its last line, run by a client's Python."""
+    printed = run_client(name, "python", str(SCRIPTS / script), *arguments, folder=folder)
+    return json.loads(printed.strip().splitlines()[-1])
