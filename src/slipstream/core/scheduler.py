@@ -15,7 +15,7 @@ from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 
-PROMPT_BUDGET = 128  # prompt tokens read per step while other rows wait
+PROMPT_BUDGET = 512  # prompt tokens read per step while other rows wait
 
 
 class Scheduler:

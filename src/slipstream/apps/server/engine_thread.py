@@ -15,12 +15,16 @@ from time import monotonic
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.rounds import Round
-from slipstream.core.scheduler import PROMPT_BUDGET, Scheduler
+from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
 from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
+
+PROMPT_BUDGET = (
+    128  # prompt tokens read per step, fewer than in `generate`: texts that are streamed should not stand still
+)
 
 Told = list[tuple[LiveRequest, Event]]
 Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop
@@ -90,6 +94,7 @@ class EngineThread:
         try:
             self._decoder = self._load()
             self._scheduler: Scheduler = self._decoder.scheduler()
+            self._scheduler.prompt_budget = PROMPT_BUDGET
             self._call(self._on_ready, self._decoder)
             while self._read_mail():
                 self._begin()
