@@ -22,9 +22,7 @@ from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
 
-PROMPT_BUDGET = (
-    128  # prompt tokens read per step, fewer than in `generate`: texts that are streamed should not stand still
-)
+PROMPT_BUDGET = 128  # prompt tokens read per step: few, since streams should not stand still
 
 Told = list[tuple[LiveRequest, Event]]
 Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop
