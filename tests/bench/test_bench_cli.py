@@ -180,7 +180,7 @@ def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path)
 
 
 WRONG_PLANS = [
-    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, arms, at_once, bad_words, batch_sizes"),
+    ('{"limits": 3}', "has the unknown key 'limits'; allowed: acceptance, activations, arms, at_once, bad_words"),
     ('{"repeats": null}', "repeats=None; allowed: text, a number, true or false"),
     ('{"repeats": 1.5}', "Invalid value for '--repeats'"),
     ('{"plan": "x.json"}', "has the unknown key 'plan'"),

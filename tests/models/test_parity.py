@@ -35,10 +35,14 @@ def ids(results: list[Any]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize(
+    "reproducible", ["auto", False]
+)  # "auto": if shapes agree to the bit on this machine
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "ngram", "close"))
 @over_architectures
-def test_greedy_batch_equals_hugging_face_at_every_draft_length(name: str, drafter: str, reproducible: bool) -> None:
+def test_greedy_batch_equals_hugging_face_at_every_draft_length(
+    name: str, drafter: str, reproducible: bool | str
+) -> None:
     made = decoder(name, drafter, reproducible=reproducible)
     for length in (1, 3, 7) if drafter != "none" else (0,):
         results = made.using(made.drafter_name, num_draft_tokens=length).generate(PROMPTS, GREEDY)

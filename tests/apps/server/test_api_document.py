@@ -13,8 +13,8 @@ REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
         yield one
 
 
@@ -33,7 +33,10 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             assert operation["responses"].keys() == REFUSALS | {"200"}, (method, path)
-            assert method == "get" or operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            if method == "post" and not path.endswith("/cancel"):
+                kind, sends = next(iter(operation["requestBody"]["content"].items()))
+                assert kind == ("multipart/form-data" if path == "/v1/files" else "application/json")
+                assert "$ref" in sends["schema"] or sends["schema"]["required"] == ["file", "purpose"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,8 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
         ("post", "/detokenize", {"tokens": [97]}),
         ("post", "/v1/completions", {"prompt": "A heron", "max_tokens": 4, "logprobs": 1}),
         ("post", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        ("get", "/v1/files", None),
+        ("get", "/v1/batches", None),
         ("post", "/v1/slipstream/replay", {"request": {"prompt": "x", "temperature": 0}, "token_ids": [1]}),
     ],
 )

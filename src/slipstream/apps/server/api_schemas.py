@@ -151,6 +151,60 @@ class ReplayResult(Answer):
     seconds: float
 
 
+class FileObject(Answer):
+    """A file of requests or answers."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+
+
+class FileDeleted(Answer):
+    """`DELETE /v1/files/{file_id}`."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchObject(Answer):
+    """A batch and how far it is."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    output_file_id: str | None
+    error_file_id: str | None
+    status: str
+    created_at: int
+    request_counts: dict[str, int]
+
+
+class Page(Answer):
+    """A part of a list."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(Page):
+    """`GET /v1/files`."""
+
+    data: list[FileObject]
+
+
+class BatchList(Page):
+    """`GET /v1/batches`."""
+
+    data: list[BatchObject]
+
+
 WHY: dict[int | str, str] = {
     400: "A field is wrong; `param` names it. Not to be repeated.",
     401: "No valid API key.",

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 
+from slipstream.apps.server.api_schemas import BatchList, BatchObject, FileDeleted, FileList, FileObject, answers
 from slipstream.apps.server.batch_records import BatchRecord, FileRecord
 from slipstream.apps.server.batch_runner import BatchRunner
 from slipstream.apps.server.batch_store import found
@@ -20,6 +21,24 @@ from slipstream.apps.server.upload_form import UploadForm
 router = APIRouter(prefix="/v1")
 Listed = TypeVar("Listed", FileRecord, BatchRecord)
 Limit = Annotated[int, Query(ge=1, le=10000)]
+LINES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}
+}
+FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary", "description": "requests, a line of JSON each"},
+                    "purpose": {"type": "string", "enum": ["batch"]},
+                },
+            }
+        }
+    },
+}
 
 
 class BatchFields(Fields):
@@ -39,7 +58,7 @@ def _runner(http: Request) -> BatchRunner:
     return service.batches
 
 
-@router.post("/files")
+@router.post("/files", response_model=None, responses=answers(FileObject), openapi_extra={"requestBody": FORM})
 async def upload(http: Request) -> dict[str, Any]:
     """Keep a file of requests: a form with `file` and `purpose=batch`."""
     store = _runner(http).store
@@ -57,20 +76,20 @@ async def upload(http: Request) -> dict[str, Any]:
         content.unlink(missing_ok=True)
 
 
-@router.get("/files")
+@router.get("/files", response_model=None, responses=answers(FileList))
 async def files(http: Request, purpose: str = "", limit: Limit = 10000, after: str = "") -> dict[str, Any]:
     """The caller's files, the newest first."""
     own = {id: one for id, one in _runner(http).store.files.items() if purpose in ("", one.purpose)}
     return _page(own, http.state.owner, limit, after)
 
 
-@router.get("/files/{file_id}")
+@router.get("/files/{file_id}", response_model=None, responses=answers(FileObject))
 async def file(http: Request, file_id: str) -> dict[str, Any]:
     """What is known of a file."""
     return found(_runner(http).store.files, file_id, http.state.owner, "file").to_dict()
 
 
-@router.delete("/files/{file_id}")
+@router.delete("/files/{file_id}", response_model=None, responses=answers(FileDeleted))
 async def delete(http: Request, file_id: str) -> dict[str, Any]:
     """Remove a file."""
     store = _runner(http).store
@@ -78,7 +97,7 @@ async def delete(http: Request, file_id: str) -> dict[str, Any]:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/files/{file_id}/content")
+@router.get("/files/{file_id}/content", response_class=FileResponse, responses=LINES)
 async def content(http: Request, file_id: str) -> FileResponse:
     """A file as it is."""
     store = _runner(http).store
@@ -86,7 +105,7 @@ async def content(http: Request, file_id: str) -> FileResponse:
     return FileResponse(store.content(record.id), media_type="application/jsonl")
 
 
-@router.post("/batches")
+@router.post("/batches", response_model=None, responses=answers(BatchObject))
 async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     """Begin a batch over a file."""
     runner, owner = _runner(http), http.state.owner
@@ -96,19 +115,19 @@ async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     return record.to_dict()
 
 
-@router.get("/batches")
+@router.get("/batches", response_model=None, responses=answers(BatchList))
 async def batches(http: Request, limit: Limit = 20, after: str = "") -> dict[str, Any]:
     """The caller's batches, the newest first."""
     return _page(_runner(http).store.batches, http.state.owner, limit, after)
 
 
-@router.get("/batches/{batch_id}")
+@router.get("/batches/{batch_id}", response_model=None, responses=answers(BatchObject))
 async def batch(http: Request, batch_id: str) -> dict[str, Any]:
     """How far a batch is."""
     return found(_runner(http).store.batches, batch_id, http.state.owner, "batch").to_dict()
 
 
-@router.post("/batches/{batch_id}/cancel")
+@router.post("/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchObject))
 async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
     """End a batch; its finished answers stay."""
     runner = _runner(http)
