@@ -35,9 +35,7 @@ def ids(results: list[Any]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize(
-    "reproducible", ["auto", False]
-)  # "auto": if shapes agree to the bit on this machine
+@pytest.mark.parametrize("reproducible", ["auto", False])  # "auto": if shapes agree to the bit on this machine
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "ngram", "close"))
 @over_architectures
 def test_greedy_batch_equals_hugging_face_at_every_draft_length(
