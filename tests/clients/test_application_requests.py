@@ -1,4 +1,4 @@
-"""Requests as the sources of Continue and Open WebUI write them; the applications themselves are not run here."""
+"""Requests like those of Continue (by its source) and Open WebUI; the applications themselves are not run here."""
 
 from __future__ import annotations
 
