@@ -249,7 +249,7 @@ def test_gelu_by_the_error_function_is_not_taken_for_the_other() -> None:
 def test_whole_layers_give_the_models_own_logits(name: str) -> None:
     own, made = fast(name, torch.bfloat16, fused=False, head_dim=64), fast(name, torch.bfloat16, head_dim=64)
     expected = logits(own)
-    assert all(layer.ops._attends for layer in layers(made))
+    assert all(layer.ops._most_attended for layer in layers(made))
     assert (expected - logits(made)).abs().max() <= 0.05 * expected.abs().max()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,10 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
 
 
 class RaggedCache(SlotCache):
-    """A slot cache for attention in parts: ragged forwards row by row, long forwards block by block."""
+    """A slot cache for attention in parts: ragged forwards row by row, long forwards block by block.
+
+    prepared: what compiled layers keep from one layer of the next forward to another.
+    """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -88,6 +92,7 @@ class RaggedCache(SlotCache):
         self._rectangles: dict[int, Tensor] = {}
         self._written = torch.empty(0, dtype=torch.int64)
         self._destinations: tuple[Tensor, Tensor] | None = None
+        self.prepared: Any = None
 
     def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
         """See `SlotCache.place`."""
@@ -144,7 +149,7 @@ class RaggedCache(SlotCache):
         return self._rectangles[id(mask)]
 
     def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
-        self._cuts, self._blocks, self._rectangles, self.layout = cuts, {}, {}, layout
+        self._cuts, self._blocks, self._rectangles, self.layout, self.prepared = cuts, {}, {}, layout, None
 
 
 def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:
