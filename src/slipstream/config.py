@@ -14,6 +14,7 @@ from slipstream.errors import UsageError
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("auto", "int8", "int15")
+SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
@@ -51,6 +52,10 @@ class DecoderConfig:
         "tokens the draft model chooses from: auto (frequent ones and the text's, where that is faster) | full | "
         "a number (of frequent ones)",
     )
+    draft_context: int | str = setting(
+        "auto",
+        "tokens of a prompt that the draft model reads, its beginning and its end: auto | full | a number (from 128)",
+    )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
     fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU, captured graphs on CUDA")
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
@@ -72,6 +77,11 @@ class DecoderConfig:
         vocabulary = self.draft_vocabulary
         if vocabulary not in ("auto", "full") and (not _whole(vocabulary) or vocabulary == 0):
             raise UsageError(f"draft_vocabulary={vocabulary!r}; allowed: 'auto', 'full' or a whole number >= 1")
+        context = self.draft_context
+        if context not in ("auto", "full") and (not _whole(context) or int(context) < SHORTEST_CONTEXT):
+            raise UsageError(
+                f"draft_context={context!r}; allowed: 'auto', 'full' or a whole number >= {SHORTEST_CONTEXT}"
+            )
         if not _whole(self.max_batch_size) or self.max_batch_size < 1:
             raise UsageError(f"max_batch_size={self.max_batch_size!r}; allowed: a whole number >= 1")
         if not isinstance(self.load_options, dict):

@@ -42,6 +42,7 @@ def test_the_constructor_takes_what_the_design_says() -> None:
         "draft_dtype": "auto",
         "activations": "auto",
         "draft_vocabulary": "auto",
+        "draft_context": "auto",
         "device": "auto",
         "fast": "auto",
         "reproducible": "auto",

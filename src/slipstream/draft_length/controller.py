@@ -39,7 +39,7 @@ class DraftController:
     """What is known about costs and drafts, shared by the policy and the drafters of one decoder.
 
     reads: the drafter must read a text before its first draft, as a draft model with a KV cache of its own does.
-    has_cached: whether it has a row's text in its cache from reading ahead.
+    has_cached: whether it has a row's text in its cache from reading ahead; to_read: how many of its tokens it reads.
     """
 
     cost_model: CostModel
@@ -47,6 +47,7 @@ class DraftController:
     steps: int = STEPS
     reads: bool = True
     has_cached: Callable[[Row], bool] = lambda row: False
+    to_read: Callable[[Row], int] = lambda row: len(row.tokens)
     draft_yields: DraftYields = field(init=False)
     confidence: Confidence = field(default_factory=Confidence)
     backoff: Backoff = field(default_factory=Backoff)
@@ -171,7 +172,7 @@ class DraftController:
 
         And what to note of it, with the first row.
         """
-        unread = sum(len(row.tokens) for row in drafting if not self._has_read(row))
+        unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
         tokens = sum(min(row.remaining, HORIZON) for row in rows)
         if tokens / rate + self.cost_model.reading(unread) < tokens / without:
             return True, DraftNote(decided="paid")
@@ -179,7 +180,7 @@ class DraftController:
 
     def _notes(self, rows: Sequence[Row], lengths: Sequence[int], first: DraftNote) -> list[DraftNote]:
         notes = [
-            DraftNote(n, reading=0 if self._has_read(row) else len(row.tokens)) if n else NOTHING
+            DraftNote(n, reading=0 if self._has_read(row) else self.to_read(row)) if n else NOTHING
             for row, n in zip(rows, lengths, strict=True)
         ]
         if notes:

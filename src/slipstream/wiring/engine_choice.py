@@ -79,7 +79,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     if not isinstance(drafter, Drafter):
         raise UsageError(f"drafter={wanted!r}; allowed: a name or an object with propose(rows, lengths, sampler)")
     policy = make_policy(choice, traits, controller, coupled=coupled, limit=target.longest_draft)
-    engine = Engine(target, drafter, policy, Sampler, acceptance, models.bridged or models.draft_session)
+    engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
     if traits.reads_prompt:
@@ -102,8 +102,10 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
     target, cost_model = models.target_session, make_cost_model(models, max_batch_size)
     longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
     controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
-    if (reader := models.bridged or models.draft_session) is not None:
-        controller.has_cached = reader.holds
+    if models.draft_reader is not None:
+        controller.has_cached = models.draft_reader.holds
+    if models.windowed is not None and models.bridged is None:
+        controller.to_read = models.windowed.num_to_read
     return controller
 
 

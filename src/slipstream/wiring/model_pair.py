@@ -11,10 +11,11 @@ from torch import Tensor
 from slipstream.config import DecoderConfig
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
-from slipstream.core.session import Session
+from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
+from slipstream.models.draft_context.windowed_session import LIMIT, WindowedSession
 from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
@@ -30,9 +31,8 @@ from slipstream.reproducibility.calibration_cache import choose_shapes
 class ModelPair:
     """Loaded models and their sessions.
 
-    calibration: what was measured of the target's forward shapes, if anything.
-
-    bridged: the draft model's session over rows of the target, where their vocabularies differ.
+    calibration: what was measured of the target's forward shapes, if anything. bridged: the draft model's session over
+    rows of the target, where their vocabularies differ; windowed: the one that reads a part of long prompts.
     """
 
     target: Loaded
@@ -41,6 +41,7 @@ class ModelPair:
     draft_session: Session | None
     calibration: Calibration | None
     bridged: BridgedSession | None = None
+    windowed: WindowedSession | None = None
 
     @classmethod
     def load(
@@ -56,13 +57,15 @@ class ModelPair:
             bridged = _bridged(loaded, drafting, own, config)
             shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
             session = make_session(loaded.backend, shapes)
-            return cls(loaded, drafting, session, own, calibration, bridged)
+            return cls(loaded, drafting, session, own, calibration, bridged, _windowed(own, bridged, config))
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
         loaded = load_draft(draft, config, tokenizer)
         own = None if loaded is None else make_session(loaded.backend)
-        return replace(self, draft=loaded, draft_session=own, bridged=_bridged(self.target, loaded, own, config))
+        bridged = _bridged(self.target, loaded, own, config)
+        windowed = _windowed(own, bridged, config)
+        return replace(self, draft=loaded, draft_session=own, bridged=bridged, windowed=windowed)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """The same models and caches under the forward shapes of other settings."""
@@ -85,9 +88,15 @@ class ModelPair:
 
     def draft_scorer(self) -> DraftScorer | None:
         """What a draft model of the target's vocabulary drafts with: its session, or one that scores a part of it."""
-        if self.draft is None or self.draft_session is None or self.draft.restricted is None:
-            return self.draft_session
-        return RestrictedScorer(self.draft_session, self.draft.restricted)
+        session = self.windowed or self.draft_session
+        if self.draft is None or session is None or self.draft.restricted is None:
+            return session
+        return RestrictedScorer(session, self.draft.restricted)
+
+    @property
+    def draft_reader(self) -> PromptReader | None:
+        """What reads prompts for the draft model."""
+        return self.bridged or self.windowed or self.draft_session
 
     def forget(self) -> None:
         """Drop what is cached."""
@@ -107,6 +116,17 @@ class ModelPair:
         self.target_session.reserve(1, len(row.tokens) + 1)
         nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
         return self.target_session.score([row], nothing, [0])[0, 0]
+
+
+def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
+    """What reads a part of long prompts, unless all of them are wanted."""
+    wanted = config.draft_context
+    if wanted not in ("auto", "full") and (session is None or bridged is not None):
+        what = "but there is no draft model" if session is None else "but the draft model has another vocabulary"
+        raise UsageError(f"draft_context={wanted!r}, {what}; allowed: 'auto' or 'full'")
+    if session is None or bridged is not None or wanted == "full":
+        return None
+    return WindowedSession(session, LIMIT if wanted == "auto" else int(wanted))
 
 
 def _bridged(

@@ -78,6 +78,7 @@ WRITTEN = {
     "acceptance": Written(str, str, "RULE"),
     "num_draft_tokens": Written(str, _number_or_word, "N|NAME"),
     "draft_vocabulary": Written(str, _number_or_word, "N|NAME"),
+    "draft_context": Written(str, _number_or_word, "N|NAME"),
     "fast": Written(str, _switch, "SWITCH"),
     "reproducible": Written(str, _switch, "SWITCH"),
     "load_options": Written(str, _json_object, "JSON"),

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import Backend
-from slipstream.core.session import Session
+from slipstream.core.interfaces import Backend, DraftScorer
 from slipstream.core.types import Row
 from slipstream.models.draft_vocabulary.restricted_head import ChosenRows, RestrictedHead
 
@@ -45,7 +44,7 @@ class _Vocabulary:
 class RestrictedScorer:
     """See `DraftScorer`."""
 
-    def __init__(self, session: Session, head: RestrictedHead) -> None:
+    def __init__(self, session: DraftScorer, head: RestrictedHead) -> None:
         """head: the output layer of the session's model."""
         self.session, self.head = session, head
         self._rows: WeakKeyDictionary[Row, _Vocabulary] = WeakKeyDictionary()

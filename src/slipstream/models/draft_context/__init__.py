@@ -1,0 +1,1 @@
+"""How much of a long prompt a draft model reads."""
