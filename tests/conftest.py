@@ -6,9 +6,12 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+
+from slipstream.models.cache_folder import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +26,13 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of all processes of a run, so that each model is calibrated once."""
-    own = tmp_path_factory.getbasetemp()
+    """Of all processes of a run, so that each model is calibrated once; kernels are the user's, compiled once."""
+    own, kernels = tmp_path_factory.getbasetemp(), cache_folder() / "kernels"
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models"
     folder.mkdir(exist_ok=True)
+    with suppress(OSError):  # another process was first, or the folder cannot be written
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels, target_is_directory=True)
     return str(folder)
 
 
