@@ -4,6 +4,8 @@ import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
+# before torch is: processes, threads and commands that tests start compute with one thread too, beside other tests
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,12 +18,10 @@ from slipstream.models.cache_folder import cache_folder
 
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads only get in each other's way on small models; the large ones keep the default."""
-    default = torch.get_num_threads()
-    if request.node.get_closest_marker("models") is None:
-        torch.set_num_threads(1)
+    """Threads only get in each other's way on small models; the large ones take every core."""
+    torch.set_num_threads(1 if request.node.get_closest_marker("models") is None else os.cpu_count() or 1)
     yield
-    torch.set_num_threads(default)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,8 @@ As `compiled_layer.py`, whose specification it shares: `fused_layer.LayerOps`, o
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from typing import Any
+from ctypes import byref, c_int64
 
-import torch
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockLinear
@@ -22,6 +19,7 @@ from slipstream.models.cpu.block_structs import (
 )
 from slipstream.models.cpu.compiled_layer import Activation, recognise
 from slipstream.models.cpu.kernel_build import address
+from slipstream.models.cpu.layer_calls import LayerCalls, LayerFunctions, linears_of, norms_of
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
 from slipstream.models.hf.ragged_attention import RaggedCache
@@ -32,16 +30,21 @@ class BlockLayerOps:
 
     def __init__(self, ops: LayerOps, activation: Activation) -> None:
         """ops: such that `recognise` gives this activation, over `BlockLinear`s."""
-        linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
-        self._linears, self._library = linears, linears[0].parts[0].library
-        self.heads, self.key_heads, self._size = ops.heads, ops.key_heads, ops.size
+        linears: tuple[BlockLinear, ...] = linears_of(ops)
+        self._linears, library = linears, linears[0].parts[0].library
+        self.heads, self.key_heads = ops.heads, ops.key_heads
         self._norm_weights: list[Tensor] = []
-        norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
-        structs = [self._norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
-        sizes = ops.qkv.in_features, ops.inner, self.heads, self.key_heads, self._size, linears[0].planes
-        self._layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
-        self._attends = self._size <= LARGEST_HEAD and self.heads <= MOST_REPEATS * self.key_heads
+        structs = [self._norm(norm) for norm in norms_of(ops)]
+        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
+        layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
+        self._attends = ops.size <= LARGEST_HEAD and ops.heads <= MOST_REPEATS * ops.key_heads
         self.shape_independent = False
+
+        def scratch(tokens: int) -> int:
+            return int(library.float_scratch(byref(layer), c_int64(tokens)))
+
+        parts = library.project_heads, library.feed_forward, library.whole_float_layer
+        self._calls = LayerCalls(LayerFunctions(*parts, scratch, FloatCacheStruct), layer, ops)
 
     def _norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
         if norm is None:
@@ -51,60 +54,23 @@ class BlockLayerOps:
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """See `Ops.project_qkv_rope`."""
-        batch, width = hidden.shape[:2]
-        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
-        self._call(self._library.project_heads, hidden, (*self._rope(hidden, rope), out))
-        heads = out.transpose(1, 2)
-        both = self.heads + self.key_heads
-        return heads[:, :both], heads[:, both:]
+        return self._calls.project_qkv_rope(hidden, rope)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `Ops.residual_mlp`."""
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._call(self._library.feed_forward, hidden, (out,), attended.contiguous())
-        return out
+        return self._calls.residual_mlp(hidden, attended)
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
         """See `Ops.whole_layer`."""
-        keys, values = cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self._size))
-        if not self._attends or keys.dtype != hidden.dtype:
-            return None
-        slots, positions = cache.destinations()
-        tree = cache.tree
-        where = [address(slots), address(positions), address(positions), None, None, None]
-        if tree is not None:
-            where[2:] = map(address, (tree.into[1], tree.forks, tree.begins, tree.paths))
-        numbers = address(keys), address(values), keys.shape[2], spec.window or 0, spec.scaling
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        cached = FloatCacheStruct(*numbers, *where)
-        self._call(self._library.whole_float_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)
-        self.shape_independent = True
+        out = self._calls.whole_layer(hidden, rope, cache, spec) if self._attends else None
+        if out is not None:
+            self.shape_independent = True
         return out
-
-    def _rope(self, hidden: Tensor, rope: Rope) -> list[Tensor]:
-        return [part.to(hidden.dtype).expand(*hidden.shape[:2], self._size).contiguous() for part in rope]
-
-    def _call(
-        self,
-        function: Any,
-        hidden: Tensor,
-        others: Sequence[Tensor],
-        attended: Tensor | None = None,
-        cached: FloatCacheStruct | None = None,
-    ) -> None:
-        """See `CompiledOps._call`."""
-        rows, this = hidden.contiguous(), ctypes.byref(self._layer)
-        tokens = ctypes.c_int64(rows.numel() // rows.shape[-1])
-        scratch = rows.new_empty(self._library.float_scratch(this, tokens))
-        first = [] if cached is None else [ctypes.byref(cached)]
-        inputs = [rows] if attended is None else [rows, attended]
-        before, after = ([ctypes.c_void_p(x.data_ptr()) for x in some] for some in (inputs, (*others, scratch)))
-        function(this, *first, *before, tokens, *after)
 
 
 def is_of_blocks(ops: LayerOps) -> bool:
     """Whether all weights of a layer are a file's blocks."""
-    return all(isinstance(linear, BlockLinear) for linear in (ops.qkv, ops.out, ops.gate_up, ops.down))
+    return all(isinstance(linear, BlockLinear) for linear in linears_of(ops))
 
 
 def block_layer_ops(ops: LayerOps) -> BlockLayerOps | None:

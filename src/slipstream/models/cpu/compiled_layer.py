@@ -5,9 +5,8 @@ The specification is `fused_layer.LayerOps`, operator by operator; every layer i
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Sequence
+from ctypes import byref
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
 from slipstream.models.cpu.compressed_linear import CompressedLinear, KernelLinear
 from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.cpu.layer_calls import LayerCalls, LayerFunctions, linears_of, norms_of
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
@@ -36,25 +36,25 @@ class CompiledOps:
 
     def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
         """ops: such that `recognise` gives this activation."""
-        self._plain, self._library = ops, library  # the struct has only the addresses of the weights
-        self.heads, self.key_heads, self._size = ops.heads, ops.key_heads, ops.size
-        head_norms = ops.head_norms or (None, None)
-        norms = (ops.before_attention, *head_norms, ops.after_attention)
+        self._plain = ops  # the struct has only the addresses of the weights
+        self.heads, self.key_heads = ops.heads, ops.key_heads
         self._norm_weights: list[Tensor] = []
-        structs = [self._norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
-        linears = [_kernel(linear) for linear in _linears(ops)]
+        structs = [self._norm(norm) for norm in norms_of(ops)]
+        linears = [_kernel(linear) for linear in linears_of(ops)]
         self._most_tokens = min(
-            (linear.narrow for linear in _linears(ops) if isinstance(linear, QuantisedLinear)), default=MANY
+            (linear.narrow for linear in linears_of(ops) if isinstance(linear, QuantisedLinear)), default=MANY
         )
-        sizes = ops.qkv.in_features, ops.inner, self.heads, self.key_heads, self._size
+        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
         weights = [linear.weights for linear in linears if linear is not None]
-        self._layer = LayerStruct(*weights, *structs, *sizes, *activation)
+        layer = LayerStruct(*weights, *structs, *sizes, *activation)
         self._attends = (
-            self._size % 64 == 0 and self._size <= MAX_HEAD_SIZE and self.heads <= MAX_SHARED_HEADS * self.key_heads
+            ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         )
-        self._as_if_alone = self._attends and all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
+        self._as_if_alone = self._attends and all(isinstance(linear, CompressedLinear) for linear in linears_of(ops))
         self.shape_independent = False
-        self._this, self._scratch = ctypes.byref(self._layer), library.scratch_per_token(ctypes.byref(self._layer))
+        parts, per_token = (library.project_qkv_rope, library.residual_mlp), library.scratch_per_token(byref(layer))
+        functions = LayerFunctions(*parts, library.whole_layer, lambda tokens: tokens * per_token, CacheStruct)
+        self._calls = LayerCalls(functions, layer, ops)
 
     def _norm(self, norm: RootMeanSquare | None) -> NormStruct:
         if norm is None:
@@ -65,68 +65,30 @@ class CompiledOps:
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """See `Ops.project_qkv_rope`."""
-        batch, width = hidden.shape[:2]
-        if batch * width > self._most_tokens:
-            return self._plain.project_qkv_rope(hidden, rope)
-        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
-        self._call(self._library.project_qkv_rope, hidden, (*self._rope(hidden, rope), out))
-        heads = out.transpose(1, 2)
-        both = self.heads + self.key_heads
-        return heads[:, :both], heads[:, both:]
+        few = self._are_few(hidden)
+        return self._calls.project_qkv_rope(hidden, rope) if few else self._plain.project_qkv_rope(hidden, rope)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `Ops.residual_mlp`."""
-        if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
-            return self._plain.residual_mlp(hidden, attended)
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._call(self._library.residual_mlp, hidden, (out,), attended.contiguous())
-        return out
+        few = self._are_few(hidden)
+        return self._calls.residual_mlp(hidden, attended) if few else self._plain.residual_mlp(hidden, attended)
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
         """See `Ops.whole_layer`."""
-        if not self._attends or hidden.shape[0] * hidden.shape[1] > self._most_tokens:
+        if not self._attends or not self._are_few(hidden):
             return None
-        keys, values = cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self._size))
-        if keys.dtype != hidden.dtype:
-            return None
-        slots, positions = cache.destinations()
-        tree = cache.tree
-        where = [address(slots), address(positions), address(positions), None, None, None]
-        if tree is not None:
-            where[2:] = map(address, (tree.into[1], tree.forks, tree.begins, tree.paths))
-        cached = CacheStruct(address(keys), address(values), keys.shape[2], spec.window or 0, spec.scaling, *where)
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._call(self._library.whole_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)
-        self.shape_independent = self._as_if_alone
+        out = self._calls.whole_layer(hidden, rope, cache, spec)
+        if out is not None:
+            self.shape_independent = self._as_if_alone
         return out
 
-    def _rope(self, hidden: Tensor, rope: Rope) -> list[Tensor]:
-        return [part.to(hidden.dtype).expand(*hidden.shape[:2], self._size).contiguous() for part in rope]
-
-    def _call(
-        self,
-        function: Any,
-        hidden: Tensor,
-        others: Sequence[Tensor],
-        attended: Tensor | None = None,
-        cached: CacheStruct | None = None,
-    ) -> None:
-        """Call a function of layer.c: the layer, the cache, hidden states, attention's output, tokens, others, scratch.
-
-        What is None is left out.
-        """
-        rows = hidden.contiguous()
-        tokens = rows.numel() // rows.shape[-1]
-        scratch = rows.new_empty(tokens * self._scratch)
-        first = [] if cached is None else [ctypes.byref(cached)]
-        inputs = [rows] if attended is None else [rows, attended]
-        before, after = ([ctypes.c_void_p(x.data_ptr()) for x in some] for some in (inputs, (*others, scratch)))
-        function(self._this, *first, *before, ctypes.c_long(tokens), *after)
+    def _are_few(self, hidden: Tensor) -> bool:
+        return hidden.shape[0] * hidden.shape[1] <= self._most_tokens
 
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | None:
     """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
-    if any(_kernel(linear) is None for linear in _linears(ops)):
+    if any(_kernel(linear) is None for linear in linears_of(ops)):
         return None  # its weights are not the kernels', which was said when they were packed
     library = kernels()
     if library is None:
@@ -152,10 +114,6 @@ def recognise(ops: LayerOps) -> Activation | str:
         if torch.allclose(computed, expected, rtol=CLOSE, atol=1e-4):
             return slope, cubic
     return f"the activation {type(ops.act).__name__} is neither SiLU nor GELU by its tanh formula"
-
-
-def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
-    return ops.qkv, ops.out, ops.gate_up, ops.down
 
 
 def _kernel(linear: Any) -> KernelLinear | None:
