@@ -4,29 +4,35 @@ import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
+# before torch is: processes, threads and commands that tests start compute with one thread too, beside other tests
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
+from slipstream.models.cache_folder import cache_folder
+
 
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads only get in each other's way on small models; the large ones keep the default."""
-    default = torch.get_num_threads()
-    if request.node.get_closest_marker("models") is None:
-        torch.set_num_threads(1)
+    """Threads only get in each other's way on small models; the large ones take every core."""
+    torch.set_num_threads(1 if request.node.get_closest_marker("models") is None else os.cpu_count() or 1)
     yield
-    torch.set_num_threads(default)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of all processes of a run, so that each model is calibrated once."""
-    own = tmp_path_factory.getbasetemp()
+    """Of all processes of a run, so that each model is calibrated once; kernels are the user's, compiled once."""
+    own, kernels = tmp_path_factory.getbasetemp(), cache_folder() / "kernels"
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models"
     folder.mkdir(exist_ok=True)
+    with suppress(OSError):  # another process was first, or the folder cannot be written
+        kernels.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels, target_is_directory=True)
     return str(folder)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from cost_cases import linear_costs
+from fast_part import mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import Oracle, perturbed, shared
@@ -132,7 +133,9 @@ def test_costs_of_the_toy(drafter: str) -> None:
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "rwkv", "olmo_hybrid", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", mostly_slow(["qwen3_5_text", "mamba2", "rwkv", "olmo_hybrid", "llama4_text"], "rwkv", "llama4_text")
+)
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_costs_of_models_with_states(family: str, drafter: str) -> None:
     decoder = SpeculativeDecoder(tiny_model(family), tiny_model(family), drafter=drafter)

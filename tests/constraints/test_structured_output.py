@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from fast_part import mostly_slow
 from structured import SCHEMAS, decoder, tokenizer
 
 from slipstream import Constraint, Result, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
@@ -76,7 +77,7 @@ def test_without_a_constraint_the_same_prompts_give_something_else(plain: list[R
     assert not any(is_valid(free[0], Constraint(choice=["red", "reddish"])) for _ in plain[:1])
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))
 def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[Result]) -> None:
     found = texts(name)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
@@ -85,7 +86,7 @@ def test_every_drafter_gives_the_text_of_plain_decoding(name: str, plain: list[R
     assert sum(one.stats.num_rounds for one in found) < 0.8 * sum(one.stats.num_rounds for one in plain)
 
 
-@pytest.mark.parametrize("acceptance", ["auto", "block", "rejection"])
+@pytest.mark.parametrize("acceptance", mostly_slow(["auto", "block", "rejection"], "rejection"))
 def test_sampled_drafts_give_valid_texts_and_greedy_rows_their_own(acceptance: str, plain: list[Result]) -> None:
     for result, own, expected in zip(texts("model", acceptance), MIXED, plain, strict=True):
         assert own.constraint is None or (result.finish_reason == "stop" and is_valid(result, own.constraint))
@@ -98,6 +99,7 @@ def test_alone_and_in_a_batch_texts_are_the_same(plain: list[Result]) -> None:
         assert texts("suffix", given=[own])[0].token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 def test_frequencies_of_sampled_texts_are_those_of_plain_decoding() -> None:
     """Choices between few texts: their frequencies against the product of masked probabilities."""
     words, count = ["ab", "ac", "b"], 600

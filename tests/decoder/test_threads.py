@@ -6,11 +6,10 @@ import copy
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -307,12 +306,3 @@ def test_a_model_with_a_decoder_can_still_be_copied_and_pickled() -> None:
     expected = SpeculativeDecoder(model).generate(text, params).token_ids
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert SpeculativeDecoder(other).generate(text, params).token_ids == expected
-
-
-@pytest.fixture(autouse=True)
-def one_pytorch_thread() -> Iterator[None]:
-    """A forked child has no threads but the forking one, so PyTorch must not have started any."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

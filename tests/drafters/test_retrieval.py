@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from tiny import prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, Verdict, drafters
@@ -85,7 +86,7 @@ def test_what_was_learned_is_forgotten() -> None:
     assert propose(drafter, row([1, 2, 3]))[0] == []
 
 
-@pytest.mark.parametrize("count", ["auto", 6])
+@pytest.mark.parametrize("count", mostly_slow(["auto", 6], 6))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_plain_decodings(temperature: float, count: int | str) -> None:
     decoder = SpeculativeDecoder(shared("qwen2"), drafter="retrieval", num_draft_tokens=count)

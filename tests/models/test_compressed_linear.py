@@ -1,5 +1,7 @@
 """Weights in 12 bits each: none is changed, and a token's bits do not depend on its neighbours."""
 
+import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,17 @@ from torch import Tensor, nn
 from slipstream.errors import UsageError
 from slipstream.models.cpu import kernel_build as native
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.kernel_build import FLAGS, INSTRUCTIONS, NoKernelsError, built, check_processor
+from slipstream.models.cpu.kernel_build import (
+    COMMON_FLAGS,
+    FLAGS,
+    INSTRUCTIONS,
+    SOURCES,
+    NoKernelsError,
+    Recipe,
+    built,
+    check_processor,
+    version,
+)
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
@@ -148,9 +160,20 @@ def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
         built(tmp_path, {"CC": "no-such-compiler"})
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """Two short files of C in the place of the kernels, which take seconds to compile."""
+    (tmp_path / "csrc").mkdir()
+    for number, name in enumerate(("one", "two"), 1):
+        (tmp_path / "csrc" / f"{name}.c").write_text(f"int {name}(void) {{ return {number}; }}\n")
+    return Recipe(tmp_path / "csrc", COMMON_FLAGS)
+
+
 @needs_kernels
-def test_a_compiler_may_have_options(tmp_path: Path) -> None:
-    assert built(tmp_path, {"CC": "gcc -g0"}).exists()
+def test_a_compiler_may_have_options(tmp_path: Path, recipe: Recipe) -> None:
+    made = [built(tmp_path / "cache", {"CC": compiler}, recipe) for compiler in ("gcc -g0", "gcc")]
+    assert made[0] != made[1]
+    assert all((library.one(), library.two()) == (1, 2) for library in map(ctypes.CDLL, map(str, made)))
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
@@ -163,13 +186,21 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @needs_kernels
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = built(tmp_path, {})
+def test_the_library_is_compiled_once(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    made = built(cache, {}, recipe)
     monkeypatch.setattr(native, "_run", lambda command: pytest.fail("compiled again"))
-    assert built(tmp_path, {}) == made and list(tmp_path.iterdir()) == [made]
-    monkeypatch.setattr(native, "FLAGS", (*FLAGS, "-g"))
+    assert built(cache, {}, recipe) == made and list(cache.iterdir()) == [made]
     with pytest.raises(pytest.fail.Exception):
-        built(tmp_path, {})
+        built(cache, {}, replace(recipe, flags=(*recipe.flags, "-g")))
+    (recipe.sources / "two.c").write_text("int two(void) { return 3; }\n")
+    with pytest.raises(pytest.fail.Exception):
+        built(cache, {}, recipe)
+
+
+def test_by_default_the_kernels_for_bfloat16_are_compiled() -> None:
+    recipe = Recipe(SOURCES, FLAGS)
+    assert version("gcc") == version("gcc", recipe=recipe) != version("gcc", recipe=replace(recipe, flags=()))
 
 
 @pytest.mark.parametrize(

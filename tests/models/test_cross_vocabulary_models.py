@@ -43,10 +43,7 @@ def check(decoder: SpeculativeDecoder, count: int) -> int:
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(("target", "draft"), [("smollm2", "toy"), ("toy", "smollm2")])
 def test_smollm2_drafts_and_is_drafted_for_across_vocabularies(target: str, draft: str) -> None:
-    dtype = "auto" if draft == "toy" else "float32"  # four bits beside float32 take PyTorch's slowest kernels
-    decoder = SpeculativeDecoder(target, draft, dtype="float32", draft_dtype=dtype, reproducible=True, max_batch_size=4)
-    accepted = check(decoder, 20)
-    assert accepted > 0
+    assert check(SpeculativeDecoder(target, draft, reproducible=True), 12) > 0
 
 
 @pytest.mark.models

@@ -27,9 +27,9 @@ from slipstream import SamplingParams, SpeculativeDecoder
 options = {"dtype": "float32", "load_options": {"tp_plan": "auto"}, "acceptance": "match"}
 decoder = SpeculativeDecoder(sys.argv[1], sys.argv[2], **options)
 prompts = [list(range(3, 3 + n)) for n in (4, 40, 9)]
-params = [SamplingParams(max_tokens=40),
-  SamplingParams(max_tokens=30, temperature=1.0, seed=3),
-  SamplingParams(max_tokens=50)]
+params = [SamplingParams(max_tokens=20),
+  SamplingParams(max_tokens=15, temperature=1.0, seed=3),
+  SamplingParams(max_tokens=25)]
 plain = decoder.using("none")
 found = {"plain": [plain.generate(*one).token_ids for one in zip(prompts, params)]}
 for name in ("suffix", "model@4"):
@@ -78,13 +78,10 @@ def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any,
     done = torchrun(tmp_path, TEXTS, *folders)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [len(text) for text in found["plain"]] == [40, 30, 50]
+    assert [len(text) for text in found["plain"]] == [20, 15, 25]
     for name in ("suffix", "model@4"):
         assert found[name] == found["plain"], name
     assert found["suffix accepted"] + found["model@4 accepted"] > 0
-    one = SpeculativeDecoder(str(folders[0]), dtype="float32", fast=False, acceptance="match")
-    texts = [one.generate([3, 4, 5, 6]).token_ids[:40], one.generate(list(range(3, 12))).token_ids[:50]]
-    print(f"same as one process: {[texts[0] == found['plain'][0], texts[1] == found['plain'][2]]}")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

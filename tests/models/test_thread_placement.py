@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from slipstream.models.cpu import thread_placement as threads
 
@@ -59,6 +60,7 @@ def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
 def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in threads.CHOSEN:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(threads, "step_seconds", lambda: threads.SLOW / 2)
     monkeypatch.setattr(threads, "_workers", lambda: pytest.fail("looked for threads without need"))
     assert not threads.separate_threads()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import perturbed, prompts, shared
@@ -36,7 +37,7 @@ def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> R
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
-@pytest.mark.parametrize("count", [8, "auto"])
+@pytest.mark.parametrize("count", mostly_slow([8, "auto"], 8))
 def test_the_text_is_plain_decodings_beside_every_drafter(
     count: int | str, drafter: str, params: SamplingParams
 ) -> None:
@@ -48,7 +49,11 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
         assert (result.stats.accepted_prediction_tokens or 0) > 20 or prediction == WRONG or count == "auto"
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
+    ids=str,
+)
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings_beside_a_draft_model(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fast_part import mostly_slow
 from rounding import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
 from tiny import VOCAB, fast, fresh
 from torch import Tensor, nn
@@ -135,7 +136,7 @@ def test_a_short_context_is_calibrated_within_it() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
 def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = fast(name, torch.bfloat16, head_dim=64)
     trusted = calibrate(backend, BATCH)

@@ -6,6 +6,8 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from functools import cache
 from pathlib import Path
 
 import slipstream
@@ -32,7 +34,8 @@ def statements(tree: ast.AST, *, top_level: bool) -> Iterator[ast.Import | ast.I
             yield from statements(node, top_level=top_level)
 
 
-def imports(name: str, *, top_level: bool = False, source: str | None = None) -> set[str]:
+@cache
+def imports(name: str, *, top_level: bool = False, source: str | None = None) -> frozenset[str]:
     """Modules that a module imports; `from package import module` counts as the module."""
     found = set()
     for statement in statements(ast.parse(source or FILES[name].read_text()), top_level=top_level):
@@ -43,10 +46,10 @@ def imports(name: str, *, top_level: bool = False, source: str | None = None) ->
         for alias in statement.names:
             submodule = f"{statement.module}.{alias.name}"
             found.add(submodule if submodule in FILES else str(statement.module))
-    return found
+    return frozenset(found)
 
 
-def reaches(imported: set[str], *forbidden: str) -> set[str]:
+def reaches(imported: AbstractSet[str], *forbidden: str) -> set[str]:
     """Those of `imported` that are one of the forbidden modules or lie inside one."""
     return {m for m in imported for f in forbidden if m == f or m.startswith(f + ".")}
 

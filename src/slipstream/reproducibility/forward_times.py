@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
 from slipstream.reproducibility.ragged_rounds import end_to_end, shared_out
 
-FEWEST_TURNS, MOST_TURNS, SECONDS = 3, 40, 1.5
+FEWEST_TURNS, MOST_TURNS, SECONDS = 3, 16, 1.5
 FEWEST_RAGGED_TURNS, MOST_RAGGED_TURNS = 1, 3
 
 

@@ -43,19 +43,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Pa
     return {(name, tied): folder / f"{name}-{tied}.gguf" for name, tied in FORMS}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptions go to a folder of the tests; the compiled kernels are copied there."""
-    from slipstream.models.cache_folder import cache_folder
-
-    kernels = cache_folder() / "kernels"
-    own = tmp_path_factory.getbasetemp() / "models"
-    own.mkdir(exist_ok=True)
-    if kernels.is_dir() and not (own / "kernels").exists():
-        (own / "kernels").symlink_to(kernels, target_is_directory=True)
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(own))
-
-
 def kl(expected: torch.Tensor, got: torch.Tensor) -> float:
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, got))
     return float((p.exp() * (p - q)).sum(-1).mean())

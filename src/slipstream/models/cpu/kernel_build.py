@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,9 +117,13 @@ def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = 
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             linked = Path(scratch) / "library.so"
-            for source in sources:
-                _run([*compiler, *recipe.flags, "-c", str(source), "-o", f"{scratch}/{source.stem}.o"])
             objects = [f"{scratch}/{source.stem}.o" for source in sources]
+            commands = [
+                [*compiler, *recipe.flags, "-c", str(source), "-o", made]
+                for source, made in zip(sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(os.cpu_count()) as compilers:
+                list(compilers.map(_run, commands))
             _run([*compiler, "-shared", *objects, "-o", str(linked)])  # OpenMP is PyTorch's
             linked.rename(library)
     return library
