@@ -54,7 +54,8 @@ class DecoderConfig:
     )
     draft_context: int | str = setting(
         "auto",
-        "tokens of a prompt that the draft model reads, its beginning and its end: auto | full | a number (from 128)",
+        "tokens of a prompt that the draft model reads, of its beginning and its end: auto (what its context holds) | "
+        "full | a number (from 128)",
     )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
     fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU, captured graphs on CUDA")

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import perturbed, prompts, shared
+from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.draft_context import windowed_session
 from slipstream.models.draft_context.windowed_session import BEGINNING, PartialRow, WindowedSession, num_left_out
 from slipstream.models.hf.backend import HFBackend
 
@@ -91,19 +90,15 @@ def test_a_part_counts_its_rounds_without_what_it_leaves_out() -> None:
     assert part.true_length(len(result.rounds), 5) == 5  # a round that was never committed
 
 
-def test_auto_reads_up_to_a_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.wiring.model_pair.LIMIT", LIMIT)
-    assert windowed_session.LIMIT > LIMIT
-    asked, params = prompts([300]), SamplingParams(max_tokens=4)
-    read = []
-    for context in ("auto", "full"):
-        decoder = SpeculativeDecoder(
-            shared("llama"), perturbed("llama"), drafter="model", num_draft_tokens=3, draft_context=context
-        )
-        decoder.generate(asked, params)
-        assert decoder._models.draft_session is not None
-        read.append(decoder._models.draft_session.prefill_tokens)
-    assert read[0] < LIMIT and read[1] >= 299
+def test_auto_reads_what_the_context_holds() -> None:
+    asked, read = prompts([300]), []
+    for context, max_tokens in (("auto", 4), ("auto", 500), ("full", 4)):
+        draft = fresh("llama", 1, max_position_embeddings=256)
+        decoder = SpeculativeDecoder(shared("llama"), draft, drafter="model", num_draft_tokens=3, draft_context=context)
+        decoder.generate(asked, SamplingParams(max_tokens=max_tokens))
+        (state,) = decoder._models.draft_session.slot_states[:1]  # type: ignore[union-attr]
+        read.append(state.row.prompt_length)  # type: ignore[union-attr]
+    assert 128 < read[0] <= 252 and 64 < read[1] <= 128 and read[2] == 300
 
 
 @pytest.mark.parametrize("value", [0, 127, True, 1.5, "some", None])

@@ -15,7 +15,7 @@ from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
-from slipstream.models.draft_context.windowed_session import LIMIT, WindowedSession
+from slipstream.models.draft_context.windowed_session import WindowedSession
 from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
@@ -119,14 +119,14 @@ class ModelPair:
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:
-    """What reads a part of long prompts, unless all of them are wanted."""
+    """What reads a part of long prompts, unless all of them are wanted; "auto" reads what fits the model's context."""
     wanted = config.draft_context
     if wanted not in ("auto", "full") and (session is None or bridged is not None):
         what = "but there is no draft model" if session is None else "but the draft model has another vocabulary"
         raise UsageError(f"draft_context={wanted!r}, {what}; allowed: 'auto' or 'full'")
     if session is None or bridged is not None or wanted == "full":
         return None
-    return WindowedSession(session, LIMIT if wanted == "auto" else int(wanted))
+    return WindowedSession(session, None if wanted == "auto" else int(wanted))
 
 
 def _bridged(

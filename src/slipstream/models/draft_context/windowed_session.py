@@ -1,6 +1,7 @@
 """A draft model's session that reads the beginning of a long prompt and its end, and leaves out what is between.
 
-Drafts are guesses, so a draft model need not have read everything; what it has not read it cannot use, though.
+Drafts are guesses, so a draft model need not have read everything, and one with a short context cannot. What it has not
+read it does not draft from, though, which costs more than reading it where the text is about its prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 
 BEGINNING = 64  # tokens of a prompt that are always read: instructions, and what attention rests on
-LIMIT = 1024  # what "auto" reads at most
+OUTPUT = 2  # such a part of a model's context, at most, is kept free for the output
 STEPS = (
     4  # what is left out grows by such a part of the limit, so that a chat's next turn finds most of its text cached
 )
@@ -39,10 +40,11 @@ def num_left_out(prompt_length: int, limit: int) -> int:
 
 
 class WindowedSession:
-    """See `Session`; of prompts of more than `limit` tokens only so many are read. limit: above `BEGINNING`."""
+    """See `Session`; of longer prompts only `limit` tokens are read, and no more than the model's context holds."""
 
-    def __init__(self, session: Session, limit: int) -> None:
-        self.session, self.limit = session, limit
+    def __init__(self, session: Session, limit: int | None = None) -> None:
+        """limit: above `BEGINNING`; None for what the context holds."""
+        self.session, self.limit = session, session.backend.max_length if limit is None else limit
         self._parts: WeakKeyDictionary[Row, PartialRow] = WeakKeyDictionary()
 
     @property
@@ -52,7 +54,7 @@ class WindowedSession:
 
     def num_to_read(self, row: Row) -> int:
         """How many of a row's tokens are read."""
-        return len(row.tokens) - num_left_out(row.prompt_length, self.limit)
+        return len(row.tokens) - self._left_out(row)
 
     def reserve(self, rows: int, length: int) -> None:
         """See `Session.reserve`."""
@@ -86,12 +88,17 @@ class WindowedSession:
         """See `Session.keep_drafts`."""
         self.session.keep_drafts(lengths)
 
+    def _left_out(self, row: Row) -> int:
+        context = self.backend.max_length
+        room = context - min(row.params.max_tokens, context // OUTPUT)
+        return num_left_out(row.prompt_length, min(self.limit, max(room, 2 * BEGINNING)))
+
     def _read(self, rows: Sequence[Row]) -> list[Row]:
         return [self._part(row) for row in rows]
 
     def _part(self, row: Row) -> Row:
         """What is read of a row: all of it, or a part that has what the row has committed since."""
-        left_out = num_left_out(row.prompt_length, self.limit)
+        left_out = self._left_out(row)
         if left_out == 0:
             return row
         part = self._parts.get(row)
