@@ -14,7 +14,7 @@ from random_schemas import random_schema
 
 def test_random_schemas_are_schemas_and_of_many_kinds() -> None:
     texts = [repr(random_schema(seed)) for seed in range(300)]
-    for seed in range(300):
+    for seed in range(0, 300, 6):
         jsonschema.Draft202012Validator.check_schema(random_schema(seed))
     for word in ("$ref", "oneOf", "anyOf", "allOf", "enum", "const", "pattern", "format", "multipleOf", "prefixItems"):
         assert any(word in text for text in texts), word

@@ -51,15 +51,20 @@ def decoder() -> SpeculativeDecoder:
 
 
 @pytest.mark.usefixtures("cache_audit")
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("drafter", "count"),
+    ("drafter", "count", "options"),
     mostly_slow(
-        [(name, n) for name in BRANCHING for n in ("auto", "chain", 6, "3x2", "2x4")],
-        ("model", "3x2"),
-        ("token_recycling", "auto"),
-        ("suffix", "2x4"),
-        ("ngram_table:fill", "auto"),
+        [
+            (name, n, options)
+            for name in BRANCHING
+            for n in ("auto", "chain", 6, "3x2", "2x4")
+            for options in (OPTIONS if n == "3x2" else ("sampled",))
+        ],
+        ("model", "3x2", "greedy"),
+        ("model", "3x2", "penalised"),
+        ("token_recycling", "auto", "sampled"),
+        ("suffix", "2x4", "sampled"),
+        ("ngram_table:fill", "auto", "sampled"),
     ),
 )
 def test_the_text_is_plain_decodings(drafter: str, count: int | str, options: str) -> None:

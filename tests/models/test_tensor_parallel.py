@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -67,11 +68,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
 def torchrun(tmp_path: Path, script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(script)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, str(tmp_path), str(tmp_path / "script.py"), *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def two_ranks(tmp_path: Path, script: str, *arguments: Any) -> list[tuple[int, str]]:
+    """Exit code and messages of each rank; without torchrun, which ends the others as soon as one has failed."""
+    (tmp_path / "script.py").write_text(script)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(tmp_path / "script.py"), *map(str, arguments)]
+    started = [
+        subprocess.Popen(
+            command, env=environment() | place | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    told = [process.communicate(timeout=240)[1] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
 
 
 def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any, tmp_path: Path) -> None:
@@ -89,11 +110,11 @@ def test_a_rank_that_fails_ends_the_job_with_a_line_of_each(folders: Any, rank: 
     line = {"id": "a", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     options = ["--target", folders[0], "--drafter", "none", "--load-options", '{"tp_plan": "auto"}']
-    done = torchrun(tmp_path, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
-    assert done.returncode != 0
-    errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
-    assert sorted(text.split(":")[1] for text in errors) == [" rank 0", " rank 1"], done.stderr
-    assert f"error: rank {rank}: forward failed: no memory is left" in errors
+    ended = two_ranks(tmp_path, FAILS, rank, "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    for own, (code, told) in enumerate(ended):
+        errors = [line for line in told.splitlines() if line.startswith("error: ")]
+        assert code != 0 and len(errors) == 1 and errors[0].startswith(f"error: rank {own}: "), told
+    assert "forward failed: no memory is left" in ended[rank][1]
 
 
 def test_what_does_not_go_with_ranks_is_refused(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

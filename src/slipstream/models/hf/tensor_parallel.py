@@ -144,7 +144,7 @@ class TensorParallelBackend(HFBackend):
                 box: list[Any] = [None]
                 dist.broadcast_object_list(box, src=0, group=self._ranks)
                 if box[0] == STOP:
-                    dist.destroy_process_group()
+                    self._leave()
                     sys.exit(0)
                 name, args, options = _moved(box[0], self.device)
                 self._do(name, *args, **options)
@@ -158,8 +158,13 @@ class TensorParallelBackend(HFBackend):
         if self._leads and not self._failed:
             with suppress(SlipstreamError):
                 self._send(STOP)
-                dist.destroy_process_group()
+                self._leave()
         self._leads = False
+
+    def _leave(self) -> None:
+        """Leave the groups and let go of ours, which waits for its threads: one that outlives Python aborts it."""
+        dist.destroy_process_group()
+        self._ranks = None
 
 
 def _moved(value: Any, device: torch.device) -> Any:
