@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.cache_audit import CacheAudit
-from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
+from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState, common_beginning
 from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_attended_lengths
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
@@ -106,12 +106,42 @@ class SlotTable:
         most = max(cached)
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
+        self._save(slot, source, row)
+        self._copy(source, slot, SlotState(row, most, most, len(row.rounds), self.shapes))
+        left = self.states[source]
+        if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
+            self.states[source] = SlotState()
+
+    def _save(self, slot: int, source: int, row: Row) -> None:
+        """Before a row takes a slot: what an ended row has left there goes to the idle slot that is needed least."""
+        others = (i for i, state in enumerate(self.states) if i not in (slot, source) and state.is_idle)
+        least = min([slot, *others], key=lambda i: self._need(i, row))
+        ended = self.states[slot]
+        if least != slot and ended.row is not None:
+            known = self.checkpoint(slot, ended.valid(ended.row))
+            self._copy(slot, least, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
+
+    def _need(self, slot: int, entering: Row) -> int:
+        """The later a slot was used the higher; 0 if others hold the same prompt, or a row that enters will."""
+        state = self.states[slot]
+        if state.row is None:
+            return 0
+        length = min(state.valid(state.row), state.row.prompt_length - 1)
+        own = [
+            other for other in self.states if other is not state and other.row and other.row.group == state.row.group
+        ]
+        same = [other.valid(state.row) for other in own]
+        if entering.group == state.row.group:
+            same.append(common_beginning(entering.tokens, state.row.tokens, length))
+        return 0 if max(same, default=0) >= length else 1 + (state.row.rounds[-1].step if state.row.rounds else 0)
+
+    def _copy(self, source: int, slot: int, state: SlotState) -> None:
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
-            self.backend.copy(source, slot, most)
+            self.backend.copy(source, slot, state.base)
         if self.audit:
-            self.audit.copy(source, slot, most)
-        self.states[slot] = SlotState(row, most, most, len(row.rounds), self.shapes)
+            self.audit.copy(source, slot, state.base)
+        self.states[slot] = state
 
     def _brought_together(self, slot: int, state: SlotState, row: Row) -> int:
         """Move the accepted nodes of a tree to their positions; returns how many tokens are cached then."""
