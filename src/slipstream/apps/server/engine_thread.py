@@ -13,6 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started
+from slipstream.apps.server.prompt_budget import PromptBudget
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
@@ -22,7 +23,6 @@ from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
 
-PROMPT_BUDGET = 128  # prompt tokens read per step: few, since streams should not stand still
 GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
 SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
 
@@ -57,6 +57,7 @@ class EngineThread:
         self._scores: dict[Job, PromptScores] = {}
         self._numbers = 0
         self._told: Told = []
+        self._budget = PromptBudget()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
 
     def start(self) -> None:
@@ -96,13 +97,12 @@ class EngineThread:
         try:
             self._decoder = self._load()
             self._scheduler: Scheduler = self._decoder.scheduler()
-            self._scheduler.prompt_budget = PROMPT_BUDGET
             self._scheduler.num_slots = self._scheduler.max_batch_size + SPARE_SLOTS
             self._call(self._on_ready, self._decoder)
             while self._read_mail():
                 self._begin()
                 self._deliver([])  # who has begun no longer waits, however long the step takes
-                rounds = self._scheduler.step() if self._running else []
+                rounds = self._step() if self._running else []
                 self._note(rounds)
                 self._score()
                 self._deliver(rounds)
@@ -176,6 +176,15 @@ class EngineThread:
         self._running[job.row.index] = job
         self._scheduler.add(job.row)
 
+    def _step(self) -> list[Round]:
+        """A round of every row, and as much of new prompts as the rows may wait for."""
+        read = self._decoder.num_prefilled_tokens
+        self._scheduler.prompt_budget = self._budget.tokens
+        rounds = self._scheduler.step()
+        if rounds:
+            self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
+        return rounds
+
     def _note(self, rounds: list[Round]) -> None:
         now = monotonic()
         for done in rounds:
@@ -193,7 +202,7 @@ class EngineThread:
             return
         job = self._scoring[0]
         assert job.echo is not None
-        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, PROMPT_BUDGET)
+        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
         self._scores[job] = scores
         if scores.finished:
             self._scoring.pop(0)
