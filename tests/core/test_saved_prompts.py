@@ -114,3 +114,17 @@ def test_a_scheduler_reads_repeated_prompts_once_if_it_has_more_slots(num_slots:
     assert (one.engine.target.prefill_tokens < (read + 1) * 3 * LENGTH) and (
         one.engine.target.prefill_tokens > (read - 1) * 3 * LENGTH
     )
+
+
+def test_drafts_fill_the_widest_forward_beside_what_the_rows_lack() -> None:
+    session = Session(HashBackend(), Shapes((4, 8, 16, 32), 16))
+    session.reserve(2, 400)
+    rows = [new_row(PROMPTS[0]), new_row(PROMPTS[1][:3], 1)]
+    assert session.table.longest_draft(rows) == session.longest_draft == 24  # as long as nothing is read
+    session.prefill(rows)
+    assert session.table.longest_draft(rows) == 31
+    rows[1].tokens += [4, 5]
+    assert session.table.longest_draft(rows[:1]) == 31 and session.table.longest_draft(rows) == 29
+    session.score(rows, *table([[1] * 29, [2] * 29]))
+    assert session.backend.forwards[-1] == (2, 32, True)  # type: ignore[attr-defined]
+    assert Session(HashBackend()).table.longest_draft(rows) is None

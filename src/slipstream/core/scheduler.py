@@ -131,7 +131,5 @@ class Scheduler:
         """The caches grow with the rows that are admitted."""
         rows = self._reserved = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
-        slots = max(len(rows), self.num_slots)
-        self.engine.target.reserve(slots, length)
-        if self.engine.draft_session is not None:
-            self.engine.draft_session.reserve(slots, length)
+        for session in filter(None, (self.engine.target, self.engine.draft_session)):
+            session.reserve(max(len(rows), self.num_slots), length)
