@@ -59,8 +59,8 @@ class SlotTable:
 
     def longest_draft(self, rows: Sequence[Row]) -> int | None:
         """The longest draft that fits the allowed widths beside what these rows lack; None for any."""
-        missing = max(self.num_missing(slot, row) for slot, row in enumerate(rows))
-        return max(0, self.shapes.widths[-1] - missing) if self.shapes.widths else None
+        missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
+        return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
     def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
         """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
