@@ -127,18 +127,19 @@ class SlotTable:
             self._copy(slot, least, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
 
     def _need(self, slot: int, entering: Row) -> int:
-        """The later a slot was used the higher; 0 if others hold the same prompt, or a row that enters will."""
+        """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
+
+        What a row has left that was given up without an end is nobody's.
+        """
         state = self.states[slot]
-        if state.row is None:
+        if state.row is None or not state.is_idle:
             return 0
-        length = min(state.valid(state.row), state.row.prompt_length - 1)
-        own = [
-            other for other in self.states if other is not state and other.row and other.row.group == state.row.group
-        ]
-        same = [other.valid(state.row) for other in own]
-        if entering.group == state.row.group:
-            same.append(common_beginning(entering.tokens, state.row.tokens, length))
-        return 0 if max(same, default=0) >= length else 1 + (state.row.rounds[-1].step if state.row.rounds else 0)
+        row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
+        others = [other for other in self.states if other is not state and other.row and other.row.group == row.group]
+        same = [other.valid(row) for other in others]
+        if entering.group == row.group:
+            same.append(common_beginning(entering.tokens, row.tokens, length))
+        return 0 if max(same, default=0) >= length else 1 + (row.rounds[-1].step if row.rounds else 0)
 
     def _copy(self, source: int, slot: int, state: SlotState) -> None:
         if source != slot:
