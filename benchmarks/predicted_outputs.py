@@ -3,13 +3,17 @@
     python benchmarks/predicted_outputs.py qwen1.5b "right prediction" --arms suffix,suffix.predicted
 
 Prompts are those of one category of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
-(the file of another prompt) or "whole file" (longer files, small changes). Arms take turns, in the other order every
-other time; each run begins with an empty KV cache. All arms must give the same text.
+(the file of another prompt) or "whole file" (longer files, small changes); or "changed request", where the prompt does
+not hold the old text: it is the target's own answer to an earlier wording of the request (changed_requests.jsonl). Arms
+take turns, in the other order every other time; each run begins with an empty KV cache. All arms must give the same
+text.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -19,7 +23,20 @@ from slipstream.text.prompts import NamedPrompt, read_prompts
 from slipstream.text.stats import Stats
 
 PROMPTS = Path(__file__).with_name("code_edits.jsonl")
+CHANGED = Path(__file__).with_name("changed_requests.jsonl")
 WARM_UP = "def f(x):\n    return x\n"
+
+
+def prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> list[NamedPrompt]:
+    """The prompts of a category, each with its prediction."""
+    if category != "changed request":
+        return read_prompts(PROMPTS, categories=[category])
+    found = []
+    for line in CHANGED.read_text().splitlines():
+        earlier, now = json.loads(line)["turns"]
+        before = decoder.generate(earlier, SamplingParams(max_tokens=max_tokens)).text
+        found.append(NamedPrompt(now, category, before))
+    return found
 
 
 def answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams) -> tuple[list[Round], float]:
@@ -42,7 +59,7 @@ def line(arm: str, rounds: list[Round], seconds: float) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("target")
@@ -51,15 +68,16 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=1)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     arms, base = given.arms.split(","), SpeculativeDecoder(given.target, drafter="suffix")
     decoders = {arm: base.using(arm.partition(".")[0]) for arm in arms}
     for decoder in decoders.values():
         decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
+    prompts = prompts_of(given.category, base, given.max_tokens)
     rounds: dict[str, list[Round]] = {arm: [] for arm in arms}
     seconds = dict.fromkeys(arms, 0.0)
     for repeat in range(given.repeats):
-        for prompt in read_prompts(PROMPTS, categories=[given.category]):
+        for prompt in prompts:
             texts = set()
             for arm in arms[:: 1 if repeat % 2 == 0 else -1]:
                 prediction = prompt.prediction if arm.endswith(".predicted") else None

@@ -7,8 +7,9 @@ prompt. A text that ended must be valid by its schema; every text must be that o
 
     python benchmarks/structured_output.py --suite JSON-Schema-Test-Suite/tests/draft2020-12 --schemas 200
 
-takes the schemas of a folder of JSON Schema's own test suite instead, evenly over its files. What llguidance cannot
-read is refused, and the reason is printed.
+takes the schemas of a folder of JSON Schema's own test suite instead, evenly over its files; several --suite of several
+drafts, each schema read and checked as its folder's draft. What llguidance cannot read is refused, and the reason is
+printed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ from time import perf_counter
 from typing import Any
 
 import jsonschema
+import referencing
+import referencing.jsonschema
 from random_schemas import Schema, random_schema
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.loop import Engine
 
+DRAFTS = {  # of JSON Schema, by the folder of its test suite
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+REMOTES = "http://localhost:1234"  # where the suite's schemas expect its folder `remotes`
+Registry = referencing.Registry[Any]
 PROMPT = "Write an example of a record as JSON. Its fields: {fields}."
 
 
@@ -47,20 +59,21 @@ class Arm:
         self.results.append(self.decoder.generate(prompt, params))
         self.seconds += perf_counter() - begun
 
-    def figures(self, schemas: Sequence[Schema], plain: Arm) -> dict[str, Any]:
-        """What is printed of it."""
+    def figures(self, schemas: Sequence[Schema], plain: Arm, remotes: Registry) -> dict[str, Any]:
+        """What is printed of it. remotes: schemas that others refer to."""
         tokens = sum(len(one.token_ids) for one in self.results)
         ended = [
             (one, schema) for one, schema in zip(self.results, schemas, strict=True) if one.finish_reason == "stop"
         ]
-        for one, schema in ended:
-            if not is_valid(one.text, schema):
+        valid = [is_valid(one.text, schema, remotes) for one, schema in ended]
+        for (one, schema), right in zip(ended, valid, strict=True):
+            if not right:
                 print(f"not valid: {one.text[:200]} by {json.dumps(schema)[:300]}")
         return {
             "arm": self.name,
             "texts": len(self.results),
             "ended": len(ended),
-            "valid": sum(is_valid(one.text, schema) for one, schema in ended),
+            "valid": sum(valid),
             "same_as_plain": sum(
                 one.token_ids == other.token_ids for one, other in zip(self.results, plain.results, strict=True)
             ),
@@ -79,12 +92,12 @@ def is_date(value: object) -> bool:
     return bool(date.fromisoformat(value.replace("0000-", "0004-", 1) if value.startswith("0000-") else value))
 
 
-def is_valid(text: str, schema: Schema) -> bool:
-    """Whether a text is JSON by a schema."""
+def is_valid(text: str, schema: Schema, remotes: Registry = referencing.jsonschema.EMPTY_REGISTRY) -> bool:
+    """Whether a text is JSON by a schema. remotes: what it may refer to besides the drafts' own schemas."""
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     formats = jsonschema.FormatChecker(())
     formats.checkers = kind.FORMAT_CHECKER.checkers | {"date": (is_date, ValueError)}
-    checker = kind(schema, format_checker=formats)
+    checker = kind(schema, format_checker=formats, registry=remotes)
     try:
         return bool(checker.is_valid(json.loads(text)))
     except json.JSONDecodeError:
@@ -106,11 +119,24 @@ def fields_of(schema: Schema) -> str:
 def suite_schemas(folder: Path, count: int) -> list[Schema]:
     """`count` schemas of a folder of JSON Schema's test suite, evenly over its files; those that are objects."""
     groups = [group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text())]
-    schemas = [group["schema"] for group in groups if isinstance(group["schema"], dict)]
+    named = {"$schema": DRAFTS[folder.name]} if folder.name in DRAFTS else {}
+    schemas = [named | group["schema"] for group in groups if isinstance(group["schema"], dict)]
     if not schemas:
         raise SystemExit(f"--suite {folder}: no schemas there; allowed: a folder such as tests/draft2020-12")
     count = min(count, len(schemas))
     return [schemas[at * len(schemas) // count] for at in range(count)]
+
+
+def remote_schemas(folders: Sequence[Path]) -> Registry:
+    """The schemas that the suite's own refer to: those of its `remotes`, by the address that they expect."""
+    found: Registry = referencing.jsonschema.EMPTY_REGISTRY
+    for draft in folders:
+        folder = draft.parent.parent / "remotes"
+        for file in sorted({*folder.glob("*.json"), *folder.glob(f"{draft.name}/**/*.json")}):
+            own = referencing.jsonschema.specification_with(DRAFTS[draft.name])
+            address = f"{REMOTES}/{file.relative_to(folder).as_posix()}"
+            found = found.with_resource(address, own.create_resource(json.loads(file.read_text())))
+    return found
 
 
 def usable(schemas: Iterable[Schema], count: int, whitespace: str) -> tuple[list[Schema], list[Constraint], int]:
@@ -130,10 +156,11 @@ def usable(schemas: Iterable[Schema], count: int, whitespace: str) -> tuple[list
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms on all schemas, in turn, so that a busy machine slows all of them."""
-    offered = (
-        suite_schemas(options.suite, options.schemas) if options.suite else map(random_schema, count(options.seed))
-    )
-    schemas, constraints, refused = usable(offered, options.schemas, options.whitespace)
+    folders: list[Path] = options.suite or []
+    of_suites = [one for folder in folders for one in suite_schemas(folder, options.schemas)]
+    offered: Iterable[Schema] = of_suites if folders else map(random_schema, count(options.seed))
+    remotes = remote_schemas([folder for folder in folders if folder.name in DRAFTS])
+    schemas, constraints, refused = usable(offered, options.schemas * max(1, len(folders)), options.whitespace)
     plain = SpeculativeDecoder(options.target, options.draft, drafter="none")
     arms = [Arm("none", plain)]
     for name in options.drafters.split(","):
@@ -150,7 +177,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "schemas": len(schemas),
         "refused": refused,
         **shared,
-        "arms": [arm.figures(schemas, arms[0]) for arm in arms],
+        "arms": [arm.figures(schemas, arms[0], remotes) for arm in arms],
     }
 
 
@@ -162,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafters", default="suffix,token_recycling")
     parser.add_argument("--acceptance", default="match")
     parser.add_argument("--schemas", type=int, default=40)
-    parser.add_argument("--suite", type=Path, help="a folder of JSON Schema's test suite; else schemas are random")
+    parser.add_argument(
+        "--suite", type=Path, action="append", help="a folder of JSON Schema's test suite, again for more; else random"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -28,7 +28,7 @@ def test_a_small_run_on_the_toy(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_invalid_text_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: Any = lambda text, schema: False  # noqa: E731
+    wrong: Any = lambda *given: False  # noqa: E731
     monkeypatch.setattr(structured_output, "is_valid", wrong)
     arguments = ["--target", "toy", "--schemas", "2", "--drafters", "suffix", "--max-tokens", "120"]
     assert structured_output.main(arguments) == 1

@@ -170,6 +170,25 @@ def test_a_long_prompt_delays_running_rows_by_a_bounded_number_of_tokens(budget:
     assert short.output == alone(short) and long.output == alone(long)
 
 
+@pytest.mark.parametrize(("reuse", "most"), [(1, 24), (64, 64)])
+def test_chunks_are_cut_to_the_budget_unless_only_whole_ones_keep_the_bits(reuse: int, most: int) -> None:
+    backend = Reads()
+    target = Session(backend, Shapes((), 64, reuse=reuse))
+    made, short, long = Scheduler(engine(target, NgramDrafter(), Fixed(3)), 2, 24), row(0, 4, 60), row(1, 150, 3)
+    made.add(short)
+    made.step()
+    made.add(long)
+    read = []
+    while not long.rounds:
+        backend.widths.clear()
+        made.step()
+        read.append(max(backend.widths))
+    assert max(read) == most and len(short.rounds) >= 149 // most
+    while made.unfinished:
+        made.step()
+    assert short.output == alone(short) and long.output == alone(long)
+
+
 @pytest.mark.parametrize(("old", "share"), [(5, 1), (3, 1), (1, 5)])
 def test_many_short_prompts_delay_running_rows_by_as_little_unless_they_are_many_more(old: int, share: int) -> None:
     backend = Reads()

@@ -41,7 +41,7 @@ class BatchProcessor:
         self.backend = make()
         self.vocab = self.backend.vocab_size
         self.session = make_session(self.backend, shapes)
-        self.session.reserve(3, CAPACITY)
+        self.session.reserve(3 + seed % 3, CAPACITY)  # some beyond those of the rows
         self.rows = [self.enter()]
         self.scored = 0
 
@@ -121,12 +121,14 @@ class BatchProcessor:
     def replace(self) -> None:
         place = self.rng.randrange(len(self.rows))
         shared = self.rng.choice(self.rows).tokens[: self.rng.randint(1, 12)]
+        self.rows[place].finish_reason = "stop"
         self.rows[place] = new_row([*shared, self.token()])
 
     def leave(self) -> None:
         """The last row takes the place of one that leaves."""
         if len(self.rows) > 1:
             place = self.rng.randrange(len(self.rows) - 1)
+            self.rows[place].finish_reason = "stop"
             self.rows[place] = self.rows.pop()
 
     def regrow(self) -> None:

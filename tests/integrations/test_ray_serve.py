@@ -6,8 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +31,31 @@ ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 serve.start(http_options={"host": "127.0.0.1", "port": 0 or int(sys.argv[1])})
 serve.run(app({"target": "toy", "replicas": 2, "session_affinity": True, "decoder": {"drafter": "suffix"}}))
 print("ready", flush=True)
-sys.stdin.read()
+def replicas():
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [one for one in named if one["name"].startswith("SERVE_REPLICA::") and "Slipstream" in one["name"]]
+for line in sys.stdin:
+    if line.strip() == "kill":
+        ray.kill(ray.get_actor(**replicas()[0]))
+    print(len(replicas()), flush=True)
 serve.shutdown()
 """
+PATIENCE = 60.0
+
+
+@dataclass
+class Cluster:
+    """Two replicas behind an address."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def ask(self, what: str) -> int:
+        """Do something; how many replicas there are then."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return int(next(line for line in self.process.stdout if line.strip().isdigit()))
 
 
 def free_port() -> int:
@@ -40,16 +67,21 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def cluster() -> Iterator[Cluster]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed (the extra 'ray')")
     port = free_port()
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(port)], env=env, **pipes) as cluster:
-        assert any(line.strip() == "ready" for line in cluster.stdout)  # type: ignore[union-attr]
-        yield f"http://127.0.0.1:{port}"
-        cluster.stdin.close()  # type: ignore[union-attr]
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(port)], env=env, **pipes) as process:
+        assert any(line.strip() == "ready" for line in process.stdout)  # type: ignore[union-attr]
+        yield Cluster(f"http://127.0.0.1:{port}", process)
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def url(cluster: Cluster) -> str:
+    return cluster.url
 
 
 @pytest.mark.slow
@@ -78,6 +110,49 @@ def test_a_session_stays_with_the_replica_that_has_its_prompt(url: str) -> None:
                 answer = client.post("/v1/completions", json=body, headers={"x-session-id": f"session-{at}"}).json()
                 cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             assert min(cached[1:]) >= len(body["prompt"]) - 1, cached  # type: ignore[arg-type]
+
+
+def read(lines: Iterator[str]) -> tuple[str, bool]:
+    """The rest of a stream's text, and whether it came to its end."""
+    text = ""
+    try:
+        for line in lines:
+            if line == "data: [DONE]":
+                return text, True
+            if line.startswith("data: ") and "error" not in (chunk := json.loads(line[6:])):
+                text += "".join(one["text"] for one in chunk["choices"])
+    except httpx.HTTPError:
+        pass  # broken off, as it may be
+    return text, False
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cluster: Cluster) -> None:
+    """And requests that come after it are answered, at last by as many replicas as before."""
+    body = {"prompt": "The heron", "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "num_draft_tokens": 0}
+    wanted = SpeculativeDecoder("toy", drafter="suffix").generate(
+        "The heron", SamplingParams(max_tokens=3000, ignore_eos=True)
+    )
+    with httpx.Client(base_url=cluster.url, trust_env=False, timeout=PATIENCE) as client, ExitStack() as stack:
+        streams = []
+        for at in range(8):
+            headers = {"x-session-id": f"stream-{at}"}
+            opened = client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers)
+            lines = stack.enter_context(opened).iter_lines()
+            streams.append((next(line for line in lines if line.startswith("data: ")), lines))
+        cluster.ask("kill")
+        with ThreadPoolExecutor(8) as readers:
+            rest = list(readers.map(lambda one: read(chain([one[0]], one[1])), streams))
+        assert {whole for _, whole in rest} == {True, False}
+        for text, whole in rest:
+            assert text == wanted.text if whole else wanted.text.startswith(text) and len(text) < len(wanted.text)
+        short, answered, until = body | {"max_tokens": 30, "ignore_eos": False}, 0, time.monotonic() + PATIENCE
+        while (answered < 20 or cluster.ask("count") < 2) and time.monotonic() < until:
+            answer = client.post("/v1/completions", json=short)
+            if answer.status_code == 200:
+                assert wanted.text.startswith(answer.json()["choices"][0]["text"])
+                answered += 1
+        assert answered >= 20 and cluster.ask("count") == 2
 
 
 @pytest.mark.parametrize(

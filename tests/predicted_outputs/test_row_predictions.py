@@ -1,12 +1,15 @@
 """What a row's prediction proposes, and how it learns what its proposals are worth."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
-from slipstream import SamplingParams
+from slipstream import Round, SamplingParams
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
+from slipstream.predicted_outputs import row_predictions
 from slipstream.predicted_outputs.row_predictions import CREDIT, LEAST, NOTHING, RowPredictions
 
 PROMPT = [500, 501]
@@ -21,6 +24,15 @@ def row(prediction: Sequence[int] = OLD) -> Row:
 
 def predictions() -> RowPredictions:
     return RowPredictions(lambda token: token == 999)
+
+
+def drafted(made: Row, source: RowPredictions, tokens: Sequence[int]) -> None:
+    """A round in which the whole proposal is verified and the text goes on with these tokens."""
+    draft, start = tuple(source.proposal(made).tokens), len(made.tokens)
+    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, tokens, strict=False)))
+    made.tokens += tokens
+    done = Round(0, len(made.rounds), 1, start, draft, tuple(tokens), right, right < len(draft))
+    made.rounds.append(replace(done, num_prediction_tokens=len(draft)))
 
 
 def test_the_first_proposal_is_the_beginning() -> None:
@@ -88,3 +100,16 @@ def test_proposals_depend_on_the_text_alone(step: int) -> None:
         assert source.proposal(one) == source.proposal(one) == second.proposal(other)
         one.tokens += text[start : start + step]
         other.tokens += text[start : start + step]
+
+
+@pytest.mark.parametrize(("most", "long"), [(row_predictions.MOST_LOST, True), (64.0, False)])
+def test_an_edit_in_a_long_draft_takes_little_of_what_was_earned(
+    most: float, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a draft that was cut off early would make the next ones short, however well the prediction has done."""
+    monkeypatch.setattr(row_predictions, "MOST_LOST", most)
+    made, source = row(), predictions()
+    for start in range(0, 96, 24):
+        drafted(made, source, OLD[start : start + 24])
+    drafted(made, source, [300, *OLD[97:100]])  # of a draft of 64 tokens none is accepted
+    assert (len(source.proposal(made).tokens) > 32) == long

@@ -83,6 +83,11 @@ class SlotState:
     shapes: Shapes = EXACT_FIT
     branches: int = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row goes on here."""
+        return self.row is None or self.row.finish_reason is not None
+
     def valid(self, row: Row) -> int:
         """How many leading tokens of `row` the slot holds."""
         if self.row is None:

@@ -117,7 +117,7 @@ class Engine:
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
-        lengths = draft_lengths(self.policy, drafting, self.target.longest_draft) if drafting else []
+        lengths = draft_lengths(self.policy, drafting, self.target.table.longest_draft(rows)) if drafting else []
         chosen = {id(row): length for row, length in zip(drafting, lengths, strict=True)}
         return [chosen.get(id(row), 0) for row in rows]
 

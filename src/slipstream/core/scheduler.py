@@ -24,6 +24,7 @@ class Scheduler:
     prompt_budget: tokens of new prompts that each model reads in a step while other rows are being decoded, rounded up
     to a whole chunk; a multiple of it where more rows are new than under way. A longer prompt is read over several
     steps, so it delays the others by a bounded time in each.
+    num_slots: slots of the KV cache at least; those without a row keep ended ones' prompts, the last used longest.
     turn: entered by every call; a lock, where several threads use the scheduler or its models.
     """
 
@@ -33,9 +34,10 @@ class Scheduler:
         max_batch_size: int = 8,
         prompt_budget: int = PROMPT_BUDGET,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        num_slots: int = 0,
     ) -> None:
         self.engine, self.max_batch_size, self.prompt_budget = engine, max_batch_size, prompt_budget
-        self._turn = turn
+        self.num_slots, self._turn = num_slots, turn
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._reading: list[Row] = []
@@ -129,6 +131,5 @@ class Scheduler:
         """The caches grow with the rows that are admitted."""
         rows = self._reserved = self._running + self._reading
         length = max(row.prompt_length + row.params.max_tokens for row in rows)
-        self.engine.target.reserve(len(rows), length)
-        if self.engine.draft_session is not None:
-            self.engine.draft_session.reserve(len(rows), length)
+        for session in filter(None, (self.engine.target, self.engine.draft_session)):
+            session.reserve(max(len(rows), self.num_slots), length)

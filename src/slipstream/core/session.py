@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.core.acceptance import match
 from slipstream.core.batch_layout import BatchLayout, Rectangle
-from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
+from slipstream.core.cache_state import EXACT_FIT, PROMPT_UNIT, Shapes, SlotState
 from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, GreedyRounds
 from slipstream.core.slot_table import CATCH_UP, SlotTable
@@ -110,13 +110,16 @@ class Session:
         return self.layout.prefill(self.table, rows, answer=answer and self.answers)
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
-        """Read prompts of rows that are in no batch yet, by slot, in order: a chunk, and more within the budget."""
+        """Read prompts of rows that are in no batch yet, by slot, in order, within the budget; at least a chunk where
+        chunks are not to be cut."""
         table, room = self.table, budget
         for slot, row in rows.items():
             table.seat(slot, row)
             while room > 0 and not self.has_read(row, slot):
-                end, before = len(row.tokens) - 1, table.prefill_tokens
-                if room < budget and min(end - table.states[slot].base, table.shapes.chunk) > room:
+                end, before, base = len(row.tokens) - 1, table.prefill_tokens, table.states[slot].base
+                if table.shapes.reuse == 1:  # wherever a prompt is cut, the bits are the same
+                    end = min(end, base + max(room, PROMPT_UNIT))
+                elif room < budget and min(end - base, table.shapes.chunk) > room:
                     return
                 table.read_chunk(slot, row, end, {})
                 room -= table.prefill_tokens - before

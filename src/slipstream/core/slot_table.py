@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.cache_audit import CacheAudit
-from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState
+from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState, common_beginning
 from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_attended_lengths
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
@@ -56,6 +56,11 @@ class SlotTable:
         """How many tokens of a row the next forward that scores it is fed, besides its draft."""
         state = self.states[slot]
         return max(1, len(row.tokens) - state.base) if state.row is row else CATCH_UP
+
+    def longest_draft(self, rows: Sequence[Row]) -> int | None:
+        """The longest draft that fits the allowed widths beside what these rows lack; None for any."""
+        missing = (self.num_missing(slot, row) for slot, row in enumerate(rows))
+        return max(0, self.shapes.widths[-1] - max(missing)) if self.shapes.widths else None
 
     def read(self, slot: int, row: Row, end: int, answers: dict[int, Tensor]) -> None:
         """Read a row's tokens up to `end`, chunk by chunk; its logits go to `answers` if that is its last token."""
@@ -106,12 +111,43 @@ class SlotTable:
         most = max(cached)
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
+        self._save(slot, source, row)
+        self._copy(source, slot, SlotState(row, most, most, len(row.rounds), self.shapes))
+        left = self.states[source]
+        if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
+            self.states[source] = SlotState()
+
+    def _save(self, slot: int, source: int, row: Row) -> None:
+        """Before a row takes a slot: what an ended row has left there goes to the idle slot that is needed least."""
+        others = (i for i, state in enumerate(self.states) if i not in (slot, source) and state.is_idle)
+        least = min([slot, *others], key=lambda i: self._need(i, row))
+        ended = self.states[slot]
+        if least != slot and ended.row is not None:
+            known = self.checkpoint(slot, ended.valid(ended.row))
+            self._copy(slot, least, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
+
+    def _need(self, slot: int, entering: Row) -> int:
+        """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
+
+        What a row has left that was given up without an end is nobody's.
+        """
+        state = self.states[slot]
+        if state.row is None or not state.is_idle:
+            return 0
+        row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
+        others = [other for other in self.states if other is not state and other.row and other.row.group == row.group]
+        same = [other.valid(row) for other in others]
+        if entering.group == row.group:
+            same.append(common_beginning(entering.tokens, row.tokens, length))
+        return 0 if max(same, default=0) >= length else 1 + (row.rounds[-1].step if row.rounds else 0)
+
+    def _copy(self, source: int, slot: int, state: SlotState) -> None:
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
-            self.backend.copy(source, slot, most)
+            self.backend.copy(source, slot, state.base)
         if self.audit:
-            self.audit.copy(source, slot, most)
-        self.states[slot] = SlotState(row, most, most, len(row.rounds), self.shapes)
+            self.audit.copy(source, slot, state.base)
+        self.states[slot] = state
 
     def _brought_together(self, slot: int, state: SlotState, row: Row) -> int:
         """Move the accepted nodes of a tree to their positions; returns how many tokens are cached then."""

@@ -20,6 +20,7 @@ BY_GUESS = (0.7, 0.6, 0.5, 0.45)  # of the first token at a guessed place, by `G
 ROW_STEP = 0.5  # how far one token moves what is known of its row
 LEAST = 0.35  # a prediction whose next token is less likely than this leaves the draft to the decoder's drafter
 CREDIT, MOST_CREDIT = 6.0, 64.0  # tokens of a row's prediction that may be rejected: at first, and ever
+MOST_LOST = 8.0  # of it that one round may take: one edit ends a draft of any length
 REGAINED = 1 / 128  # of one, with every token of the text
 GUESSED = 2  # tokens drafted at a guessed place, until more than the first credit has been earned
 LONG, AGAIN = 12, 4  # tokens that agree, behind which a prediction without credit is tried again, and how many of it
@@ -70,7 +71,7 @@ class _Followed:
         if not verified:
             pairs = zip(self.proposed.tokens, new, strict=False)
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        earned = right - max(0, verified - right) + REGAINED * len(new)
+        earned = right - min(MOST_LOST, max(0, verified - right)) + REGAINED * len(new)
         self.credit, self.rounds = max(0.0, min(MOST_CREDIT, self.credit + earned)), len(row.rounds)
 
 

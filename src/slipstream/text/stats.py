@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,9 +51,22 @@ class Stats:
         stats.num_steps = len(steps)
         return stats
 
+    def add_step(self, rounds: Sequence[Round]) -> None:
+        """Fold all rounds of one more step."""
+        for done in rounds:
+            self._count(done)
+        self._time(rounds[0])
+        self.num_steps += 1
+
     def _count(self, done: Round) -> None:
         self.num_rounds += 1
         self.num_output_tokens += len(done.tokens)
+        if not done.draft:
+            self.num_rejected_rounds += done.rejected
+            if done.num_prediction_tokens is not None:
+                self.accepted_prediction_tokens = self.accepted_prediction_tokens or 0
+                self.rejected_prediction_tokens = self.rejected_prediction_tokens or 0
+            return
         self.num_forced_tokens += done.origins.count("forced")
         done = done.own
         self.num_draft_tokens += done.num_draft_tokens

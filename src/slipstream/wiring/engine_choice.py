@@ -91,7 +91,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             own if controller is None else controller.cost_model,
             controller is not None,
             text_depends_on_drafts(acceptance, traits, coupled=coupled),
-            longest_prediction(choice, target.longest_draft),
+            longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
     return EngineChoice(engine, name, traits, no_predictions)

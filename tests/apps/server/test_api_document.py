@@ -70,3 +70,12 @@ def test_answers_and_refusals_are_as_announced(
 def test_streams_are_announced_beside_whole_answers(document: Any) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
+
+
+def test_a_method_that_an_address_does_not_take_is_refused_with_all_that_it_takes(
+    server: Served, document: Any
+) -> None:
+    for path, told_methods in document["paths"].items():
+        answer = server.http.request("TRACE", path.replace("{", "").replace("}", ""))
+        assert answer.status_code == 405
+        assert {one.strip() for one in answer.headers["allow"].split(",")} == {one.upper() for one in told_methods}

@@ -217,6 +217,14 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
         assert order.index(False) <= 1  # at most the row that was under way ended before
 
 
+def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
+    texts = ["The heron", "A sparrow " * 9, "It", "The river does " * 4]
+    with served(lambda: toy(max_batch_size=1), batch_folder=str(tmp_path)) as server, server.openai() as client:
+        lines = [chat(f"c{at}", text, max_tokens=4) for at, text in enumerate(texts)]
+        found = client.files.content(ended(server, client, begun(client, lines)).output_file_id)
+    assert [json.loads(line)["custom_id"] for line in found.text.splitlines()] == ["c1", "c3", "c0", "c2"]
+
+
 def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
     gate = Gate()
     with served(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:

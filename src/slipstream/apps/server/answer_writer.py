@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from slipstream.apps.server.answer_parts import ModelFacts, receipt, shown_round, speculative_decoding, timings, usage
 from slipstream.apps.server.choice_state import ChoiceState, Piece
+from slipstream.apps.server.event_stream import encoded
 from slipstream.apps.server.live_request import Event, LiveRequest
 from slipstream.apps.server.request_fields import SamplingFields, StreamOptions
 
@@ -28,6 +29,13 @@ class AnswerWriter(ABC):
         self._rounds = fields.slipstream is not None and fields.slipstream.rounds
         self._told: set[int] = set()
         self._created = int(time.time())
+        self._head = {
+            "id": f"{self.prefix}{live.id}",
+            "created": self._created,
+            "model": facts.name,
+            "system_fingerprint": facts.fingerprint,
+        }
+        self._begin = encoded(self._head | {"object": self.chunk_kind})[:-1]
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
 
@@ -43,8 +51,16 @@ class AnswerWriter(ABC):
     def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
         """A finished choice."""
 
+    def note(self, event: Event) -> None:
+        """Take in an event of an answer that is told whole."""
+        self.choices[event.choice].take(event)
+
+    def sent(self, chunk: dict[str, Any]) -> str:
+        """A chunk as JSON, with what all of them begin with."""
+        return f"{self._begin},{encoded(chunk)[1:]}"
+
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The chunks that an event gives rise to."""
+        """The chunks that an event gives rise to, without what all of them begin with."""
         choice = self.choices[event.choice]
         piece = choice.take(event)
         if choice.started is not None and event.choice not in self._told:
@@ -75,15 +91,11 @@ class AnswerWriter(ABC):
 
     def closing(self) -> dict[str, Any] | None:
         """The chunk after the last, with the usage of the whole request, if it was asked for."""
-        return (
-            self._head(self.chunk_kind) | {"choices": [], "usage": usage(self.choices, self._n)}
-            if self._options.include_usage
-            else None
-        )
+        return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
 
     def whole(self) -> dict[str, Any]:
         """The finished answer in one object."""
-        answer = self._head(self.whole_kind)
+        answer: dict[str, Any] = self._head | {"object": self.whole_kind}
         answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
         answer["usage"] = usage(self.choices, self._n)
         answer |= self._report()
@@ -99,19 +111,12 @@ class AnswerWriter(ABC):
         }
 
     def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._head(self.chunk_kind) | {"choices": [part]}
+        chunk: dict[str, Any] = {"choices": [part]}
         if self._options.continuous_usage_stats:
-            return chunk | {"usage": usage(self.choices, self._n)}
-        return chunk | ({"usage": None} if self._options.include_usage else {})
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{self.prefix}{self.live.id}",
-            "object": kind,
-            "created": self._created,
-            "model": self.facts.name,
-            "system_fingerprint": self.facts.fingerprint,
-        }
+            chunk["usage"] = usage(self.choices, self._n)
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def token_name(self, token: int) -> str:
         """A token in a report of log-probabilities."""

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from slipstream.apps.server.answer_making import check_model, writer_of
 from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error
-from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE, SILENCE, EventStream, event
+from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE, SILENCE, EventStream, encoded, event
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.service import Service
@@ -68,8 +68,7 @@ async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
     """The whole answer, once it is there."""
     async for one in live.events():
         if one is not None:
-            for _ in writer.take(one):
-                pass
+            writer.note(one)
     return writer.whole()
 
 
@@ -80,12 +79,12 @@ async def _chunks(service: Service, live: LiveRequest, writer: AnswerWriter) -> 
                 yield KEEP_ALIVE
                 continue
             for chunk in writer.take(one):
-                yield event(chunk)
+                yield event(writer.sent(chunk))
         closing = writer.closing()
         if closing is not None:
-            yield event(closing)
+            yield event(writer.sent(closing))
     except Exception as error:  # the status has been sent, so the error is an event
-        yield event(as_api_error(error).body)
+        yield event(encoded(as_api_error(error).body))
     yield DONE
 
 

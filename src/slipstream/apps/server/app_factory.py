@@ -21,6 +21,7 @@ from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+ROUTES = (model_routes, engine_routes, page_routes, batch_routes)
 Load = Callable[[], SpeculativeDecoder]
 
 
@@ -44,10 +45,8 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         responses=REFUSALS,
     )
     add_handlers(app)
-    app.include_router(model_routes.router)
-    app.include_router(engine_routes.router)
-    app.include_router(page_routes.router)
-    app.include_router(batch_routes.router)
+    for routes in ROUTES:
+        app.include_router(routes.router)
 
     @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))
     async def chat_completions(http: Request, fields: ChatFields) -> Response:
@@ -59,6 +58,7 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         """Continue texts."""
         return await answer(service_of(http), http, fields)
 
+    app.state.addresses = [*app.routes, *(route for routes in ROUTES for route in routes.router.routes)]
     if settings.allowed_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origin), allow_methods=["*"], allow_headers=["*"]

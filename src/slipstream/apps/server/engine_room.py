@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
 from time import monotonic
 from typing import Any
 
-from slipstream.apps.server.answer_parts import ModelFacts, shares
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
-from slipstream.core.rounds import Round
+from slipstream.apps.server.step_totals import StepTotals
 from slipstream.text.stats import Stats
 
 WINDOW = 10.0  # seconds of the figures that speak of now
 
 
 class EngineRoom:
-    """Folds events and rounds. Lanes are numbered as rows come and go; a freed lane is taken again."""
+    """Folds events. Lanes are numbered as rows come and go; a freed lane is taken again."""
 
     def __init__(self) -> None:
         self._lanes: dict[Job, int] = {}
         self._recent: deque[tuple[float, int]] = deque()
-        self._drafted: Counter[str] = Counter()
-        self._accepted: Counter[str] = Counter()
-        self._drafted_at: list[int] = []
-        self._accepted_at: list[int] = []
-        self._seconds: Counter[str] = Counter()
         self._prompt_tokens = self._cached_tokens = 0
 
     def event(self, live: LiveRequest, event: Event) -> None:
@@ -39,26 +32,11 @@ class EngineRoom:
         elif isinstance(event, Ended):
             self._lanes.pop(job, None)
 
-    def step(self, rounds: Sequence[Round], facts: ModelFacts) -> None:
-        """Note a step."""
+    def stepped(self, tokens: int) -> None:
+        """Note how many tokens a step has committed."""
         now = monotonic()
-        self._recent.append((now, sum(len(done.tokens) for done in rounds)))
+        self._recent.append((now, tokens))
         self._trim(now)
-        seconds = rounds[0].seconds
-        parts = {part: getattr(seconds, part) for part in ("prefill", "draft", "verify", "accept")}
-        self._seconds.update(parts | {"overhead": max(0.0, seconds.total - sum(parts.values()))})
-        for done in rounds:
-            for share in shares(done, facts):
-                self._drafted[share.source] += share.drafted
-                self._accepted[share.source] += share.accepted
-        folded = Stats.of(rounds)
-        for known, new in (
-            (self._drafted_at, folded.drafted_per_position),
-            (self._accepted_at, folded.accepted_per_position),
-        ):
-            known.extend([0] * (len(new) - len(known)))
-            for position, count in enumerate(new):
-                known[position] += count
 
     def _trim(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - WINDOW:
@@ -69,22 +47,26 @@ class EngineRoom:
         """Rows under way."""
         return len(self._lanes)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, totals: StepTotals) -> dict[str, Any]:
         """Everything, for JSON."""
         self._trim(monotonic())
         tokens = sum(count for _, count in self._recent)
-        total = sum(self._seconds.values())
+        stats = totals.stats
+        seconds = {part: getattr(stats, f"{part}_seconds") for part in ("prefill", "draft", "verify", "accept")}
+        seconds["overhead"] = stats.overhead_seconds
+        total = sum(seconds.values())
         return {
             "running": [self._lane(job, lane) for job, lane in sorted(self._lanes.items(), key=lambda pair: pair[1])],
             "tokens_per_second": tokens / WINDOW,
             "acceptance_by_source": {
-                source: {"drafted": count, "accepted": self._accepted[source], "rate": self._accepted[source] / count}
-                for source, count in sorted(self._drafted.items())
+                source: {"drafted": count, "accepted": totals.accepted[source], "rate": totals.accepted[source] / count}
+                for source, count in sorted(totals.drafted.items())
             },
             "acceptance_by_position": [
-                accepted / drafted for accepted, drafted in zip(self._accepted_at, self._drafted_at, strict=True)
+                accepted / drafted
+                for accepted, drafted in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
             ],
-            "round_shares": {part: spent / total if total else 0.0 for part, spent in self._seconds.items()},
+            "round_shares": {part: spent / total if total else 0.0 for part, spent in seconds.items()},
             "cache": {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens},
         }
 

@@ -15,7 +15,7 @@ from slipstream.apps.server.answer_making import check_model
 from slipstream.apps.server.answering import collect, prepare, until_gone
 from slipstream.apps.server.api_schemas import ReplayResult, answers
 from slipstream.apps.server.error_objects import refused, validation_error
-from slipstream.apps.server.event_stream import EventStream, event
+from slipstream.apps.server.event_stream import EventStream, encoded, event
 from slipstream.apps.server.model_routes import service_of
 from slipstream.apps.server.request_fields import NUMBER, ChatFields, CompletionFields, Fields, TokenId
 from slipstream.apps.server.service import Service
@@ -46,7 +46,7 @@ async def events(http: Request) -> Response:
 
     async def states() -> AsyncIterator[str]:
         while service.state == "ready":
-            yield event(engine_state(service))
+            yield event(encoded(engine_state(service)))
             await asyncio.sleep(INTERVAL)
 
     return EventStream(states())
@@ -57,7 +57,7 @@ def engine_state(service: Service) -> dict[str, Any]:
     service.check_ready()
     decoder = service.decoder
     most = decoder.config.max_batch_size
-    return service.room.state() | {
+    return service.room.state(service.totals) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
         "places": {"taken": service.room.num_running, "most": most},

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started
+from slipstream.apps.server.prompt_budget import PromptBudget
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
@@ -22,7 +23,8 @@ from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
 
-PROMPT_BUDGET = 128  # prompt tokens read per step: few, since streams should not stand still
+GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
+SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
 
 Told = list[tuple[LiveRequest, Event]]
 Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop
@@ -32,7 +34,8 @@ class EngineThread:
     """Decodes jobs until it is stopped.
 
     load: makes the decoder, in this thread. on_ready, on_end: called on the event loop once it is loaded, and when the
-    thread ends, with the error that ended it if there is one. on_step: see `Step`.
+    thread ends, with the error that ended it if there is one. on_step: see `Step`. coming: whether more requests
+    are being prepared.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class EngineThread:
         on_ready: Callable[[SpeculativeDecoder], None],
         on_end: Callable[[BaseException | None], None],
         on_step: Step,
+        coming: Callable[[], bool] = lambda: False,
     ) -> None:
         self._load, self._on_ready, self._on_end, self._on_step = load, on_ready, on_end, on_step
-        self._loop = asyncio.get_running_loop()
+        self._coming, self._loop = coming, asyncio.get_running_loop()
         self._mail: deque[tuple[str, Job]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -53,6 +57,7 @@ class EngineThread:
         self._scores: dict[Job, PromptScores] = {}
         self._numbers = 0
         self._told: Told = []
+        self._budget = PromptBudget()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
 
     def start(self) -> None:
@@ -92,12 +97,12 @@ class EngineThread:
         try:
             self._decoder = self._load()
             self._scheduler: Scheduler = self._decoder.scheduler()
-            self._scheduler.prompt_budget = PROMPT_BUDGET
+            self._scheduler.num_slots = self._scheduler.max_batch_size + SPARE_SLOTS
             self._call(self._on_ready, self._decoder)
             while self._read_mail():
                 self._begin()
                 self._deliver([])  # who has begun no longer waits, however long the step takes
-                rounds = self._scheduler.step() if self._running else []
+                rounds = self._step() if self._running else []
                 self._note(rounds)
                 self._score()
                 self._deliver(rounds)
@@ -112,6 +117,7 @@ class EngineThread:
         with self._wake:
             while not (self._stopping or self._mail or self._running or self._scoring or self._waiting()):
                 self._wake.wait()
+                self._gather()
             mail, self._mail = self._mail, deque()
         for what, job in mail:
             if what == "submit":
@@ -120,11 +126,17 @@ class EngineThread:
                 self._cancel(job)
         return not self._stopping
 
+    def _gather(self) -> None:
+        """Wait a moment for the rest of a burst after idleness: rows that begin together share all their rounds."""
+        until = monotonic() + GATHERING
+        while not self._stopping and self._coming() and (left := until - monotonic()) > 0:
+            self._wake.wait(left)
+
     def _cancel(self, job: Job) -> None:
         self._line.remove(job)
         self._background.remove(job)
+        self._scheduler.cancel(job.row)
         if job.row.index in self._running and self._running[job.row.index] is job:
-            self._scheduler.cancel(job.row)
             del self._running[job.row.index]
         if job in self._scoring:
             self._scoring.remove(job)
@@ -156,12 +168,22 @@ class EngineThread:
 
     def _decode(self, job: Job) -> None:
         if not job.generate:
+            job.row.finish_reason = "length"
             self._end(job, Ended(job.choice, "length", monotonic()))
             return
         self._numbers += 1
         job.row.index = self._numbers
         self._running[job.row.index] = job
         self._scheduler.add(job.row)
+
+    def _step(self) -> list[Round]:
+        """A round of every row, and as much of new prompts as the rows may wait for."""
+        read = self._decoder.num_prefilled_tokens
+        self._scheduler.prompt_budget = self._budget.tokens
+        rounds = self._scheduler.step()
+        if rounds:
+            self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
+        return rounds
 
     def _note(self, rounds: list[Round]) -> None:
         now = monotonic()
@@ -180,7 +202,7 @@ class EngineThread:
             return
         job = self._scoring[0]
         assert job.echo is not None
-        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, PROMPT_BUDGET)
+        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
         self._scores[job] = scores
         if scores.finished:
             self._scoring.pop(0)

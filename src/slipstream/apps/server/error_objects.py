@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from slipstream.errors import UsageError, first_line
 
@@ -87,11 +88,19 @@ def add_handlers(app: FastAPI) -> None:
         status = 400 if error.status_code == 422 else error.status_code
         answer = ApiError(status, _said(status, request)).response()
         answer.headers.update(error.headers or {})
+        if status == 405:
+            answer.headers["allow"] = ", ".join(_methods(request))
         return answer
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         return ApiError(500, "internal error; the server's log has the details").response()
+
+
+def _methods(request: Request) -> list[str]:
+    """What an address takes; the web framework names the methods of the first of its routes alone."""
+    here = (route for route in request.app.state.addresses if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in here for method in getattr(route, "methods", None) or ()})
 
 
 def _said(status: int, request: Request) -> str:

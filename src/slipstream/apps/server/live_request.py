@@ -91,10 +91,13 @@ class LiveRequest:
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: int = 0
+    _heard: float = 0.0
+    _silent: bool = False
 
     def put(self, event: Event) -> None:
         """Called on the event loop."""
         self.watch(self, event)
+        self._heard = monotonic()
         self._events.append(event)
         self._news.set()
 
@@ -113,15 +116,29 @@ class LiveRequest:
 
         idle: yield None whenever nothing has happened for so many seconds.
         """
-        while not self.over:
-            while not self._events:
-                if self.error is not None:
-                    raise self.error
-                self._news.clear()
-                try:
-                    await asyncio.wait_for(self._news.wait(), idle)
-                except TimeoutError:
-                    yield None
-            event = self._events.popleft()
-            self._ended += isinstance(event, Ended)
-            yield event
+        self._heard = monotonic()
+        watching = None if idle is None else asyncio.ensure_future(self._watch_silence(idle))
+        try:
+            while not self.over:
+                while not self._events:
+                    if self.error is not None:
+                        raise self.error
+                    self._news.clear()
+                    await self._news.wait()
+                    if self._silent:
+                        self._silent = False
+                        yield None
+                event = self._events.popleft()
+                self._ended += isinstance(event, Ended)
+                yield event
+        finally:
+            if watching is not None:
+                watching.cancel()
+
+    async def _watch_silence(self, idle: float) -> None:
+        """Wake the reader whenever nothing has come for so many seconds: one timer, whatever comes in between."""
+        while True:
+            await asyncio.sleep(max(0.0, self._heard + idle - monotonic()))
+            if monotonic() - self._heard >= idle:
+                self._heard, self._silent = monotonic(), True
+                self._news.set()

@@ -94,8 +94,7 @@ class OpenAIRequest:
             events += [Committed(job.choice, done, 0.0) for done in row.rounds]
             reason = row.finish_reason or "length"
             for event in [*events, Ended(job.choice, reason, 0.0, row.error)]:
-                for _ in self.writer.take(event):
-                    pass
+                self.writer.note(event)
         return answer_line(self.line, self.digest, self.writer.whole())
 
 

@@ -5,68 +5,16 @@ They live in a registry of their own. Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from slipstream.apps.server.answer_parts import ModelFacts, shares
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Started
-from slipstream.core.rounds import Round
+from slipstream.apps.server.metric_buckets import BETWEEN, FIRST_TOKEN, PER_STEP, TOKENS, WHOLE
+from slipstream.apps.server.step_totals import StepTotals
 from slipstream.decoder import SpeculativeDecoder
 
-FIRST_TOKEN = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
-BETWEEN = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
-WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-PER_STEP = (1, *(2**e for e in range(3, 15)))
 LABELS = ("model_name", "engine")
 PARTS = ("prefill", "draft", "verify", "accept")
 COUNTERS = {
@@ -138,12 +86,15 @@ class ServerMetrics:
             "http_requests", "answers by address and status", ("handler", "method", "status"), registry=self.registry
         )
         self._times: dict[Job, dict[str, float]] = {}
+        self._observers: dict[str, Histogram] = {}
+        self._told: dict[tuple[str, str | None], float] = {}
 
     def describe(self, model: str, decoder: SpeculativeDecoder) -> None:
         """Name the model, and what it runs with."""
         self._values = (model, "0")
         for counter in self._counters.values():
             counter.labels(*self._values)
+        self._observers = {name: one.labels(*self._values) for name, one in self._histograms.items()}
         config = {
             "drafter": decoder.drafter_name,
             "max_batch_size": str(decoder.config.max_batch_size),
@@ -171,26 +122,9 @@ class ServerMetrics:
         """Count a request that was given up."""
         self.add("slipstream:cancelled", label=when)
 
-    def step(self, rounds: Sequence[Round], facts: ModelFacts) -> None:
-        """Count a step's rounds."""
-        for part in PARTS:
-            self.add(f"slipstream:{part}_seconds", getattr(rounds[0].seconds, part))
-        self.add("slipstream:steps")
-        self.add("slipstream:rounds", len(rounds))
-        tokens = sum(len(done.tokens) for done in rounds)
-        self.add("vllm:generation_tokens", tokens)
+    def stepped(self, tokens: int) -> None:
+        """Note how many tokens a step has committed; what else steps count is read from their totals."""
         self._observe("vllm:iteration_tokens_total", tokens)
-        for done in rounds:
-            self.add("slipstream:forced_tokens", done.origins.count("forced"))
-            own = done.own
-            self.add("vllm:spec_decode_num_drafts", bool(own.draft))
-            self.add("vllm:spec_decode_num_draft_tokens", own.num_draft_tokens)
-            self.add("vllm:spec_decode_num_accepted_tokens", own.num_accepted_tokens)
-            for share in shares(done, facts):
-                self.add("slipstream:drafted_by_source", share.drafted, share.source)
-                self.add("slipstream:accepted_by_source", share.accepted, share.source)
-            for position in range(own.num_accepted_tokens):
-                self.add("vllm:spec_decode_num_accepted_tokens_per_pos", label=str(position))
 
     def event(self, live: LiveRequest, event: Event) -> None:
         """Take the times of a row."""
@@ -241,10 +175,33 @@ class ServerMetrics:
             self._observe("vllm:request_time_per_output_token_seconds", decode / (count - 1))
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(*self._values).observe(value)
+        self._observers[name].observe(value)
 
-    def page(self, gauges: dict[str, Any]) -> bytes:
+    def _tell(self, totals: StepTotals) -> None:
+        """Bring the counters of steps up to their totals."""
+        stats = totals.stats
+        found: dict[tuple[str, str | None], float] = {
+            **{(f"slipstream:{part}_seconds", None): getattr(stats, f"{part}_seconds") for part in PARTS},
+            ("slipstream:steps", None): stats.num_steps,
+            ("slipstream:rounds", None): stats.num_rounds,
+            ("slipstream:forced_tokens", None): stats.num_forced_tokens,
+            ("vllm:generation_tokens", None): stats.num_output_tokens,
+            ("vllm:spec_decode_num_drafts", None): totals.num_drafts,
+            ("vllm:spec_decode_num_draft_tokens", None): stats.num_draft_tokens,
+            ("vllm:spec_decode_num_accepted_tokens", None): stats.num_accepted_tokens,
+            **{("slipstream:drafted_by_source", one): count for one, count in totals.drafted.items()},
+            **{("slipstream:accepted_by_source", one): count for one, count in totals.accepted.items()},
+        }
+        for position, count in enumerate(stats.accepted_per_position):
+            if count:
+                found["vllm:spec_decode_num_accepted_tokens_per_pos", str(position)] = count
+        for (name, label), total in found.items():
+            self.add(name, total - self._told.get((name, label), 0.0), label)
+        self._told = found
+
+    def page(self, totals: StepTotals, gauges: dict[str, Any]) -> bytes:
         """The metrics as text; gauges: values of this moment."""
+        self._tell(totals)
         for name, value in gauges.items():
             self._gauges[name].labels(*self._values).set(value)
         return generate_latest(self.registry)

@@ -19,7 +19,9 @@ from slipstream.apps.server.process_figures import add_process_figures
 from slipstream.apps.server.request_rows import RowMaker
 from slipstream.apps.server.server_metrics import ServerMetrics
 from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.step_totals import StepTotals
 from slipstream.apps.server.text_pool import TextPool
+from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 
 if TYPE_CHECKING:
@@ -45,12 +47,13 @@ class Service:
         self.settings, self.metrics = settings, ServerMetrics()
         add_process_figures(self.metrics.registry)
         self.state: State = "loading"
-        self.room = EngineRoom()
+        self.room, self.totals = EngineRoom(), StepTotals()
         self.live: set[LiveRequest] = set()
         self.unknown_fields: set[str] = set()  # of requests, that the log has named
         self.engine: EngineThread | None = None
         self._on_ready, self._on_end = on_ready, on_end
         self._waiting: dict[LiveRequest, int] = {}  # prompt tokens that have not begun, by request
+        self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
         self._begun: set[LiveRequest] = set()  # those that the engine knows
         self._pool: TextPool | None = None
         self.batches: BatchRunner | None = None
@@ -71,7 +74,7 @@ class Service:
             self._pool = TextPool(decoder.tokenizer)
             return decoder
 
-        self.engine = EngineThread(loading, self._ready, self._ended, self._stepped)
+        self.engine = EngineThread(loading, self._ready, self._ended, self._stepped, lambda: bool(self._preparing))
         self.engine.start()
 
     def _ready(self, decoder: SpeculativeDecoder) -> None:
@@ -90,9 +93,10 @@ class Service:
             live.fail(ApiError(500, "the engine has stopped"))
         self._on_end(error)
 
-    def _stepped(self, rounds: Sequence[object]) -> None:
-        self.metrics.step(rounds, self.facts)  # type: ignore[arg-type]
-        self.room.step(rounds, self.facts)  # type: ignore[arg-type]
+    def _stepped(self, rounds: Sequence[Round]) -> None:
+        tokens = self.totals.step(rounds, self.facts)
+        self.metrics.stepped(tokens)
+        self.room.stepped(tokens)
 
     @property
     def pool(self) -> TextPool:
@@ -124,6 +128,7 @@ class Service:
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
+        self._preparing.add(live)
         return live
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
@@ -134,6 +139,7 @@ class Service:
             self.metrics.rejected("tokens")
             raise ApiError(429, f"{waiting} prompt tokens wait already; try again later", code="queue_full")
         self._waiting[live] = tokens
+        self._preparing.discard(live)
         live.jobs = jobs
         self._begun.add(live)
         late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
@@ -188,6 +194,7 @@ class Service:
         """A request is over, however it ended: its rows end before their next round."""
         for timer in self._timers.pop(live, []):
             timer.cancel()
+        self._preparing.discard(live)
         was_waiting = self._waiting.pop(live, None) is not None
         unfinished = [job for job in live.jobs if not job.over] if live in self._begun else []
         self._begun.discard(live)
