@@ -23,7 +23,7 @@ def tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Table]:
         yield _overall(own, batch, reference)
         if len({family for one in own for family in one.families}) > 1:
             yield _families(own, reference)
-        if any(one.stats is not None for one in own):
+        if any(one.time_split is not None for one in own):
             yield _time(own)
     if any(one.failed for one in summaries):
         yield _failures(summaries)
