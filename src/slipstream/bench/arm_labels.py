@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from slipstream.bench.arms import ASSISTED, HF, LOOKUP, PLAIN, TUNED, parse_arm
+from slipstream.bench.arms import ASSISTED, HF, LLAMA, LLAMA_LOOKUP, LOOKUP, PLAIN, TUNED, parse_arm
 
 _BASELINES = {
     HF: "Hugging Face",
     ASSISTED: "Hugging Face assisted",
     TUNED: "Hugging Face assisted",
     LOOKUP: "Hugging Face prompt lookup",
+    LLAMA: "llama.cpp",
+    LLAMA_LOOKUP: "llama.cpp prompt lookup",
 }
 
 

@@ -15,13 +15,16 @@ from slipstream.sampling.params import SamplingParams
 
 PLAIN = "none"
 HF, ASSISTED, TUNED, LOOKUP = "hf", "hf-assisted", "hf-assisted-tuned", "hf-lookup"
-BASELINES = (HF, ASSISTED, TUNED, LOOKUP)
-BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7}  # as our own drafters of these kinds draft
+LLAMA, LLAMA_LOOKUP = "llama", "llama-lookup"  # of the same file in llama.cpp
+OF_LLAMA_CPP = (LLAMA, LLAMA_LOOKUP)
+BASELINES = (HF, ASSISTED, TUNED, LOOKUP, *OF_LLAMA_CPP)
+BASELINE_DRAFT_TOKENS = {TUNED: 4, LOOKUP: 7, LLAMA_LOOKUP: 7}  # as our own drafters of these kinds draft
 SYNTAX = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMPERATURE], for example none, ngram@7, model@4/rejection, "
     "model@4x2 (a tree), auto@chain (no trees), none.plain (unpacked weights), auto.predicted (given the prompts' "
     "predictions), model@4~0.8; or one of transformers' own: "
-    f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]"
+    f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]; or one of llama.cpp's: "
+    f"{LLAMA}, {LLAMA_LOOKUP}[@LENGTH]"
 )
 
 _ARM = re.compile(
@@ -81,7 +84,7 @@ def reference_of(arms: Sequence[Arm], name: str | None) -> str:
 
 
 def runs_in_batches(arm: Arm) -> bool:
-    """Whether the arm can decode several prompts together; transformers' assisted generation cannot."""
+    """Whether the arm can decode several prompts together: our own and transformers' plain generation."""
     return arm.baseline in (None, HF)
 
 
@@ -96,6 +99,7 @@ def _baseline(text: str, found: re.Match[str], length: int | str | None, tempera
         or isinstance(length, str)
     ):
         raise UsageError(
-            f"arm {text!r}; allowed: {HF}, {ASSISTED}, {TUNED}[@LENGTH], {LOOKUP}[@LENGTH], [~TEMPERATURE]"
+            f"arm {text!r}; allowed: {HF}, {ASSISTED}, {TUNED}[@LENGTH], {LOOKUP}[@LENGTH], {LLAMA}, "
+            f"{LLAMA_LOOKUP}[@LENGTH], [~TEMPERATURE]"
         )
     return Arm(text, None, length or BASELINE_DRAFT_TOKENS.get(name), None, None, temperature, name)

@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from slipstream.bench.arms import ASSISTED, PLAIN, TUNED
+import torch
+
+from slipstream.bench import llama_baseline
+from slipstream.bench.arms import ASSISTED, OF_LLAMA_CPP, PLAIN, TUNED
 from slipstream.bench.baselines import Baseline, check_params, no_hf_model, plain_model
+from slipstream.bench.llama_baseline import LlamaBaseline
+from slipstream.bench.llama_cpp_model import LlamaCppModel, gguf_file
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
 from slipstream.certificate.tie_judge import coupled
@@ -25,12 +30,13 @@ from slipstream.text.stats import Stats
 class Output:
     """What an arm made of a group of prompts: token ids per prompt, and how.
 
-    results: one per prompt, of our own arms; num_forwards: of the target, of baselines.
+    results: one per prompt, of our own arms; num_forwards: of the target, of baselines; parts: see `Run`.
     """
 
     texts: list[list[int]]
     results: list[Result] | None = None
     num_forwards: int | None = None
+    parts: dict[str, float] | None = None
 
     @property
     def rounds(self) -> list[Round] | None:
@@ -57,7 +63,11 @@ class Lineup:
     ) -> None:
         self.decoder, self.arms, self.params, self.chat = decoder, list(arms), params, chat
         self.decoders = {arm.name: self._decoder(arm) for arm in arms if arm.baseline is None}
-        self._baselines = {arm.name: self._baseline(arm) for arm in arms if arm.baseline is not None}
+        llama = [arm for arm in arms if arm.baseline in OF_LLAMA_CPP]
+        self._llama = {arm.name: self._llama_baseline(arm) for arm in llama}
+        self._baselines = {
+            arm.name: self._baseline(arm) for arm in arms if arm.baseline is not None and arm not in llama
+        }
         self.alone = decoder.using(PLAIN)
 
     @cached_property
@@ -78,6 +88,12 @@ class Lineup:
         draft = None if decoder.draft is None else plain_model(decoder.draft, options)
         return plain_model(decoder.target, options), draft
 
+    @cached_property
+    def _llama_model(self) -> LlamaCppModel:
+        """The target's file in llama.cpp, with as many threads as our own forwards have."""
+        what = next(f"arm {arm.name!r}" for arm in self.arms if arm.baseline in OF_LLAMA_CPP)
+        return LlamaCppModel(gguf_file(self.decoder.target.name, what), torch.get_num_threads(), what)
+
     def encode(self, prompt: BenchPrompt) -> list[int]:
         """The token ids of a prompt, the same for every arm."""
         return self.decoder.encode(prompt.text, chat=self.chat)
@@ -95,6 +111,9 @@ class Lineup:
 
     def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Output:
         """Run an arm; this is what is timed."""
+        if arm.name in self._llama:
+            texts, parts = self._llama[arm.name].generate(prompts, params)
+            return Output(texts, num_forwards=parts.forwards, parts=parts.seconds)
         if arm.baseline is not None:
             texts, forwards = self._baselines[arm.name].generate(prompts, params)
             return Output(texts, num_forwards=forwards)
@@ -130,6 +149,10 @@ class Lineup:
     def _decoder(self, arm: Arm) -> SpeculativeDecoder:
         base = self.plain if arm.fast is False else self.decoder
         return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
+
+    def _llama_baseline(self, arm: Arm) -> LlamaBaseline:
+        llama_baseline.check_params(arm, replace(self.params, temperature=self.temperature(arm.name), prediction=None))
+        return LlamaBaseline(arm, self._llama_model, self.decoder.target.end_ids)
 
     def _baseline(self, arm: Arm) -> Baseline:
         check_params(arm, replace(self.params, prediction=None))

@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError, UsageError
 
 FILE = "runs.jsonl"
 VerdictName = Literal["identical", "tie", "different", "reference", "not compared"]
-LATER = {"num_forwards"}  # fields that folders written before may lack
+LATER = {"num_forwards", "parts"}  # fields that folders written before may lack
 Key = tuple[str, tuple[str, ...], int, int]
 
 
@@ -28,7 +28,7 @@ class Arm:
 
     drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
     they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
-    as they are. baseline: which transformers generation this is (then the others do not apply), None for our own.
+    as they are. baseline: which generation of another project this is (then the others do not apply), None for our own.
     predicted: given the predictions of the prompts.
     """
 
@@ -59,7 +59,8 @@ class Run:
     seconds: from the prompts' token ids to the texts' token ids, prompt processing included; 0 if it failed.
     num_output_tokens: token ids over all rows. texts and verdicts: one per prompt, empty if it failed.
     verdicts: against plain decoding. stats: `Stats.to_dict()`; rounds: see `compact`; both None for baselines.
-    num_forwards: of the target, for baselines; None for our own, whose rounds tell. error: why it failed, in one line.
+    num_forwards: of the target, for baselines; None for our own, whose rounds tell. parts: seconds of "prefill",
+    "draft" and "verify", for baselines that tell. error: why it failed, in one line.
     """
 
     arm: str
@@ -74,6 +75,7 @@ class Run:
     stats: dict[str, Any] | None = None
     rounds: list[dict[str, Any]] | None = None
     num_forwards: int | None = None
+    parts: dict[str, float] | None = None
     error: str | None = None
 
     @property

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from slipstream import __version__
+from slipstream.bench.arms import OF_LLAMA_CPP
+from slipstream.bench.llama_cpp_model import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm, Header, Run, exists, read_records, start
 from slipstream.config import DecoderConfig
@@ -32,6 +34,7 @@ def make_header(
     **settings: Any,
 ) -> Header:
     """The header of a run. models: target and draft as the user named them; prompts go in as digests of their text."""
+    llama = next((arm.name for arm in arms if arm.baseline in OF_LLAMA_CPP), None)
     return Header(
         settings={
             **models,
@@ -45,6 +48,7 @@ def make_header(
             "slipstream": __version__,
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("torch", "transformers", "numpy")},
+            **({} if llama is None else llama_versions(f"arm {llama!r}")),
         },
         machine=machine(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -61,4 +61,5 @@ def _finished(empty: Run, output: Output, seconds: float, judge: Judge, one: Mea
         stats=None if output.stats is None else output.stats.to_dict(),
         rounds=None if output.rounds is None else [compact(done) for done in output.rounds],
         num_forwards=output.num_forwards,
+        parts=output.parts,
     )

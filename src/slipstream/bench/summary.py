@@ -36,8 +36,9 @@ class ArmSummary:
 
     speed: None if any run failed: the rest would not be the same work. families: those without a failed run.
     verdicts: how many texts, each counted once with the least favourable verdict of its repeats.
-    stats: totals over all runs; time_split: shares of the measured seconds, "overhead" being all that is not in PARTS.
-    Both are None for baselines. tokens_per_forward: of baselines, where a forward serves one row; else None.
+    stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
+    that is not in PARTS; None for baselines that do not tell. tokens_per_forward: of baselines, where a forward serves
+    one row; else None.
     prediction: what `slipstream.bench.prediction.formula` makes of the arm, where it was asked. levels: what its
     drafts held, over all runs; None for baselines.
     """
@@ -144,7 +145,7 @@ def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
         failed=len(errors),
         error=errors[0] if errors else None,
         stats=total,
-        time_split=None if total is None else _time_split(total, sum(run.seconds for run in runs)),
+        time_split=_time_split(total, runs),
         tokens_per_forward=_per_forward(runs),
         levels=LevelCounts.of(done for run in runs for done in run.rounds or ()) if counted else None,
     )
@@ -196,8 +197,15 @@ def _verdicts(runs: Sequence[Run]) -> dict[str, int]:
     return {name: counts[name] for name in _ORDER}
 
 
-def _time_split(total: Stats, seconds: float) -> dict[str, float]:
-    shares = {part: getattr(total, f"{part}_seconds") / seconds for part in PARTS}
+def _time_split(total: Stats | None, runs: Sequence[Run]) -> dict[str, float] | None:
+    seconds = sum(run.seconds for run in runs)
+    parts = [run.parts for run in runs if run.parts is not None]
+    if total is not None:
+        shares = {part: getattr(total, f"{part}_seconds") / seconds for part in PARTS}
+    elif parts:
+        shares = {part: sum(one.get(part, 0.0) for one in parts) / seconds for part in PARTS}
+    else:
+        return None
     return shares | {"overhead": max(0.0, 1 - sum(shares.values()))}
 
 

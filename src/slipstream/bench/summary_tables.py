@@ -23,7 +23,7 @@ def tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Table]:
         yield _overall(own, batch, reference)
         if len({family for one in own for family in one.families}) > 1:
             yield _families(own, reference)
-        if any(one.stats is not None for one in own):
+        if any(one.time_split is not None for one in own):
             yield _time(own)
     if any(one.failed for one in summaries):
         yield _failures(summaries)
@@ -36,8 +36,9 @@ def progress_line(number: int, total: int, runs: Sequence[Run]) -> str:
         own = [run for run in runs if run.arm == arm]
         speeds = sorted(run.tokens_per_second for run in own if run.tokens_per_second is not None)
         different = any("different" in run.verdicts for run in own)
+        remark = "" if not different else " DIFFERS" if own[0].num_forwards is None else " (another text)"
         state = "FAILED" if len(speeds) < len(own) else f"{speeds[len(speeds) // 2]:.1f} tok/s"
-        parts.append(f"{arm} {state}{' DIFFERS' if different else ''}")
+        parts.append(f"{arm} {state}{remark}")
     names = runs[0].prompts
     named = ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} to {names[-1]}, {len(names)} prompts"
     return f"{number}/{total} {named}, batch {runs[0].batch}: {'; '.join(parts)}"

@@ -27,7 +27,10 @@ from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt
 
-ARMS = "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], hf, hf-assisted, hf-assisted-tuned[@LENGTH], hf-lookup[@LENGTH]"
+ARMS = (
+    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], hf, hf-assisted, hf-assisted-tuned[@LENGTH], hf-lookup[@LENGTH], "
+    "llama, llama-lookup[@LENGTH]"
+)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from slipstream.apps.cli.report import target_tokenizer
 from slipstream.apps.cli.simulation_table import print_simulation
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.lineup import Lineup
+from slipstream.bench.llama_baseline import require_llama
 from slipstream.bench.plan import BenchPrompt, Measurement, name_prompts, plan
 from slipstream.bench.records import FILE, Arm, Header, Run, finished
 from slipstream.bench.report import require_matplotlib, write_report
@@ -34,6 +35,7 @@ def run(request: BenchRequest, json_file: Path | None) -> None:
     if options.report:
         require_matplotlib()
     arms, prompts = parse_arms(request.arms), name_prompts(request.prompts)
+    require_llama(arms, request.models.target)
     _check_predictions(arms, prompts)
     base = reference_of(arms, options.reference)
     planned = plan(arms, prompts, request.batches, options.repeats, options.at_once)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.block_structs import INPUTS, BlockFormat, BlockLinearStruct, PartStruct
 from slipstream.models.cpu.c_structs import LANES
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.kernel_build import address
 
 ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
-ALIGNED = 64  # bytes
 PACKED_AT_A_TIME = 1 << 24  # bytes of a file
 
 ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
@@ -30,15 +30,14 @@ ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a cont
 class BlockPart:
     """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
 
-    def __init__(self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any) -> None:
-        """shape: outputs and inputs; read: called for a few rows at a time, in order."""
+    def __init__(
+        self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any, memory: HugePages | None = None
+    ) -> None:
+        """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others."""
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
         each = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
-        panels = -(-self.outputs // LANES)
-        memory = torch.zeros(panels * each + ALIGNED, dtype=torch.uint8)
-        start = -memory.data_ptr() % ALIGNED
-        self.data = memory[start : start + panels * each]
+        self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * each)
         row_bytes = self.inputs // block.size * block.bytes
         step = max(PACKED_AT_A_TIME // row_bytes // LANES, 1) * LANES
         for row in range(0, self.outputs, step):

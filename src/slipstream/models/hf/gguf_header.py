@@ -107,6 +107,16 @@ class _Reader:
         self.at += length
         return self.data[self.at - length : self.at].decode(errors="replace")
 
+    def _skip_strings(self, count: int) -> None:
+        """As `string` so often; a vocabulary has hundreds of thousands."""
+        at, end, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (length,) = length_at(self.data, at)
+            at += 8 + length
+            if length > MOST_STRING or at > end:
+                raise EOFError(f"a text of {length} bytes")
+        self.at = at
+
     def value(self, kind: int) -> Any:
         """A value of the metadata; of an array only that it is there."""
         if kind == STRING:
@@ -116,6 +126,8 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         if inner in SCALARS:
             self.at += count * struct.calcsize(f"<{SCALARS[inner]}")
+        elif inner == STRING:
+            self._skip_strings(count)
         else:
             for _ in range(count):
                 self.value(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy
@@ -12,6 +13,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, fits_blocks
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
 
 SUPPORTED = ", ".join(block.name for block in FORMATS)
@@ -51,10 +53,10 @@ class GGUFTensors:
         kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
         self._processor = kind(config=self._settings)
         try:
-            names = reader.get_gguf_hf_weights_map(model, self._processor)
+            self._names = _names(reader, model, self._processor)
         except NotImplementedError as error:
             raise NotInBlocksError(str(error)) from error
-        self._names: dict[str, str] = {theirs: ours for ours, theirs in names.items()}
+        self._memory, self._space = HugePages(), bytearray()
 
     def of(self, parameter: str) -> NamedTensor | None:
         """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
@@ -123,11 +125,45 @@ class GGUFTensors:
         if named.order is not None:
             whole = self._rows(replace(named, order=None), 0, shape[0], row_bytes)
             ordered = whole[named.order]
-            return BlockPart(block, shape, lambda first, last: ordered[first:last], library)
-        return BlockPart(block, shape, lambda first, last: self._rows(named, first, last, row_bytes), library)
+            return BlockPart(block, shape, lambda first, last: ordered[first:last], library, self._memory)
+        read = partial(self._rows, named, row_bytes=row_bytes)
+        return BlockPart(block, shape, read, library, self._memory)
 
     def _rows(self, named: NamedTensor, first: int, last: int, row_bytes: int) -> Any:
-        """[last - first, row_bytes] bytes of the file."""
-        return numpy.fromfile(
-            self.header.file, numpy.uint8, (last - first) * row_bytes, offset=named.entry.start + first * row_bytes
-        ).reshape(last - first, row_bytes)
+        """[last - first, row_bytes] bytes of the file, in memory that the next call overwrites."""
+        size = (last - first) * row_bytes
+        if len(self._space) < size:
+            self._space = bytearray(size)
+        with self.header.file.open("rb", buffering=0) as stream:
+            stream.seek(named.entry.start + first * row_bytes)
+            filled = stream.readinto(memoryview(self._space)[:size])
+        if filled != size:
+            raise SlipstreamError(f"model {str(self.header.file)!r} ends within tensor {named.entry.name!r}")
+        return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
+
+
+@dataclass(frozen=True)
+class _Shallow:
+    """What transformers' reader asks of a model, without the parts of its parts: for each it makes all names anew."""
+
+    module: Any
+    depth: int
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def named_children(self) -> list[tuple[str, _Shallow]]:
+        return [(name, _Shallow(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
+
+
+def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
+    """The file's tensor for each of the model's parameters that has one."""
+    for given in (_Shallow(model, 1), model):
+        names = {theirs: ours for ours, theirs in reader.get_gguf_hf_weights_map(given, processor).items()}
+        if names.keys() >= model.state_dict().keys():
+            break
+    return names

@@ -35,33 +35,43 @@ static void read_codes(int64_t format, const uint8_t *block, uint8_t *codes) {
             for (int j = 0; j < 32; j++) codes[j] = block[2 + j] ^ 0x80;
             break;
         case Q4_K: case Q5_K:
-            for (int j = 0; j < SUPER; j++) {
-                int run = j / 32, l = j % 32;
-                uint8_t both = block[(format == Q4_K ? 16 : 48) + run / 2 * 32 + l], code = run % 2 ? both >> 4 : both & 15;
-                codes[j] = format == Q4_K ? code : (uint8_t)(code | (block[16 + l] >> run & 1) << 4);
+            for (int run = 0; run < 8; run++) {
+                const uint8_t *both = block + (format == Q4_K ? 16 : 48) + run / 2 * 32;
+                uint8_t *own = codes + run * 32;
+                for (int l = 0; l < 32; l++) own[l] = both[l] >> run % 2 * 4 & 15;
+                if (format == Q5_K)
+                    for (int l = 0; l < 32; l++) own[l] |= (uint8_t)((block[16 + l] >> run & 1) << 4);
             }
             break;
         default:
-            for (int j = 0; j < SUPER; j++) {
-                int half = j / 128, run = j / 32 % 4, l = j % 32;
-                uint8_t both = block[half * 64 + run % 2 * 32 + l], low = run < 2 ? both & 15 : both >> 4;
-                codes[j] = (uint8_t)(low | (block[128 + half * 32 + l] >> (2 * run) & 3) << 4);
+            for (int run = 0; run < 8; run++) {
+                const uint8_t *low = block + run / 4 * 64 + run % 2 * 32, *high = block + 128 + run / 4 * 32;
+                for (int l = 0; l < 32; l++)
+                    codes[run * 32 + l] = (uint8_t)((low[l] >> run / 2 % 2 * 4 & 15) | (high[l] >> run % 4 * 2 & 3) << 4);
             }
     }
 }
 
-/* Puts the codes of 32 inputs of output `lane` into their vectors. */
+/* Puts the codes of 32 inputs of output `lane` into their vectors, four inputs at a time. */
 static void place_codes(int64_t format, const uint8_t *codes, int lane, uint8_t *to) {
-    for (int j = 0; j < GROUP; j++) {
-        int v = j / 4, at = lane * 4 + j % 4;
-        uint8_t code = codes[j];
-        if (format == Q8_0) {
-            to[v * 64 + at] = code;
-            continue;
-        }
-        to[v % 4 * 64 + at] |= (uint8_t)((code & 15) << (v < 4 ? 0 : 4));
-        if (SHAPES[format].codes == 320) to[256 + at] |= (uint8_t)((code >> 4) << v);
-        if (format == Q6_K) to[256 + v / 4 * 64 + at] |= (uint8_t)((code >> 4) << 2 * (v % 4));
+    uint32_t four[8], fifth = 0, late[2] = {0, 0};
+    memcpy(four, codes, sizeof four);
+    to += lane * 4;
+    if (format == Q8_0) {
+        for (int v = 0; v < 8; v++) memcpy(to + v * 64, &four[v], 4);
+        return;
+    }
+    for (int v = 0; v < 4; v++) {
+        uint32_t both = (four[v] & 0x0F0F0F0F) | (four[v + 4] & 0x0F0F0F0F) << 4;
+        memcpy(to + v * 64, &both, 4);
+    }
+    if (SHAPES[format].codes == 320) {
+        for (int v = 0; v < 8; v++) fifth |= (four[v] >> 4 & 0x01010101) << v;
+        memcpy(to + 256, &fifth, 4);
+    }
+    if (format == Q6_K) {
+        for (int v = 0; v < 8; v++) late[v / 4] |= (four[v] >> 4 & 0x03030303) << 2 * (v % 4);
+        memcpy(to + 256, &late[0], 4), memcpy(to + 320, &late[1], 4);
     }
 }
 

@@ -1,0 +1,158 @@
+"""One GGUF file in our kernels and in llama.cpp: forwards by width, prompts, memory, and cold starts, in one run.
+
+    python benchmarks/beside_llama_cpp.py MODEL.gguf
+    python benchmarks/beside_llama_cpp.py MODEL.gguf --beside FOLDER --turns 15 --json FILE
+
+Needs llama-cpp-python (extra `llama`) and Linux. Each engine is a process of its own with as many threads; they take
+turns, and medians count. beside: another model for our kernels, such as the same one in bfloat16. Forwards follow
+--context tokens and give the likeliest token after each of theirs; a prompt is read up to its first new token. A cold
+start is from the beginning of a process to the first token of an answer, the file being in the system's cache. The
+memory's bandwidth is measured between the turns: a large tensor summed by all threads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from terminal import Count, JsonFile, console, run
+
+from slipstream.bench.llama_cpp_model import bindings, gguf_file
+from slipstream.errors import SlipstreamError
+
+WORKER = str(Path(__file__).with_name("forward_worker.py"))
+LLAMA = "llama.cpp"
+MESSAGE = "Name three rivers."
+FLOATS = 1 << 28  # 1 GiB, more than any cache
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes which model. name: in tables."""
+
+    name: str
+    kind: str
+    target: str
+
+    def command(self, asked: str) -> list[str]:
+        """The worker's command line."""
+        return [sys.executable, WORKER, self.kind, self.target, asked]
+
+    def cold_start(self) -> float:
+        """Seconds from the start of a process to the first token."""
+        started = perf_counter()
+        done = subprocess.run(self.command(f"first {MESSAGE}"), capture_output=True, text=True)
+        if done.returncode:
+            raise SlipstreamError(f"{self.name}: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
+        return perf_counter() - started
+
+
+class Worker:
+    """A process of an engine that is asked by lines."""
+
+    def __init__(self, engine: Engine, context: int) -> None:
+        self.engine = engine
+        self._process = subprocess.Popen(
+            engine.command(str(context)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._line()
+
+    def ask(self, line: str) -> Any:
+        """The answer to one line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._line())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SlipstreamError(f"the process of {self.engine.name} has ended; see above")
+        return line
+
+
+def main(
+    target: str,
+    widths: str = "1,4,8,16",
+    prompt: Count = 256,
+    turns: Count = 9,
+    cold: Annotated[int, typer.Option(min=0, help="cold starts of each")] = 3,
+    context: Count = 200,
+    beside: Annotated[str | None, typer.Option()] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Print medians, what they are relative to llama.cpp and to one token, memory and bandwidth."""
+    file, _ = gguf_file(target, "this command"), bindings("this command")
+    engines = [Engine("slipstream", "slipstream", str(file)), Engine(LLAMA, LLAMA, str(file))]
+    engines += [] if beside is None else [Engine(beside, "slipstream", beside)]
+    asked = [*(f"tokens {width}" for width in widths.split(",")), f"prompt {prompt}"]
+    large = torch.ones(FLOATS)
+    workers, times, bandwidth = [Worker(engine, context) for engine in engines], {}, list[float]()
+    for turn in range(turns + 1):
+        for line in asked:
+            for worker in workers:
+                taken = worker.ask(line)
+                if turn:  # the first warms up
+                    times.setdefault((worker.engine.name, line), []).append(taken)
+        bandwidth.append(_bandwidth(large))
+    del large
+    memory = {worker.engine.name: worker.ask("memory") for worker in workers}
+    for worker in workers:
+        worker.close()
+    starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
+    middle = {key: median(values) for key, values in times.items()}
+    console.print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, {torch.get_num_threads()} threads")
+    console.print(f"memory bandwidth: {median(bandwidth):.1f} GB/s, at most {max(bandwidth):.1f}")
+    console.print(_forwards([engine.name for engine in engines], asked, middle))
+    console.print(_processes([engine.name for engine in engines], memory, starts))
+    if json_file is not None:
+        found = {f"{name}, {line}": values for (name, line), values in times.items()}
+        result = {"target": target, "bandwidth": bandwidth, "milliseconds": found, "memory": memory, "starts": starts}
+        json_file.write_text(json.dumps(result) + "\n")
+
+
+def _bandwidth(large: torch.Tensor) -> float:
+    """GB/s of reading it once."""
+    started = perf_counter()
+    large.sum()
+    return large.numel() * large.element_size() / (perf_counter() - started) / 1e9
+
+
+def _forwards(names: Sequence[str], asked: Sequence[str], middle: dict[tuple[str, str], float]) -> Table:
+    table = Table("median ms", *names, "relative to one token", f"{LLAMA} / slipstream", title_justify="left")
+    ours = names[0]
+    for line in asked:
+        relative = ", ".join(f"{middle[name, line] / middle[name, asked[0]]:.2f}" for name in names)
+        cells = [f"{middle[name, line]:.1f}" for name in names]
+        table.add_row(line, *cells, relative, f"{middle[LLAMA, line] / middle[ours, line]:.2f}")
+    return table
+
+
+def _processes(names: Sequence[str], memory: dict[str, Any], starts: dict[str, list[float]]) -> Table:
+    table = Table("process", *names)
+    for kind in ("resident", "anonymous"):
+        table.add_row(f"{kind} MB", *(f"{memory[name][kind] / 1e6:.0f}" for name in names))
+    if starts:
+        table.add_row("cold start, s", *(f"{median(starts[name]):.2f}" for name in names))
+    return table
+
+
+if __name__ == "__main__":
+    run(main)

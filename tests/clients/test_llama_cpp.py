@@ -1,0 +1,87 @@
+"""llama.cpp itself, on a file that both read: its numbers, and its arms beside ours."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from client_runs import ROOT, needs
+from gguf_files import write_model
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.bench.arms import parse_arms
+from slipstream.bench.lineup import Lineup
+from slipstream.bench.llama_cpp_model import LlamaCppModel, versions
+from slipstream.bench.plan import name_prompts, plan
+from slipstream.bench.records import Header, start
+from slipstream.bench.runner import Runner
+from slipstream.bench.summary import summarise, wrong_texts
+from slipstream.errors import SlipstreamError
+from slipstream.text.prompts import NamedPrompt
+
+pytestmark = [
+    pytest.mark.slow,
+    needs("llama_cpp"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+]
+IDS = [5, 9, 5, 9, 5, 9, 70, 71, 33, 100]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    """The binding's environment behind this one: it brings C functions and needs nothing that is not here."""
+    (packages,) = (ROOT / ".clients" / "llama_cpp" / "lib").glob("python*/site-packages")
+    sys.path.append(str(packages))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
+    write_model(path, "llama", "Q8_0")
+    return path
+
+
+def test_its_logits_are_ours_but_for_rounding(file: Path) -> None:
+    theirs, ours = LlamaCppModel(file, 1), SpeculativeDecoder(str(file))
+    expected = torch.stack([ours.next_logits(IDS[: n + 1]) for n in range(len(IDS))]).float()
+    got = torch.from_numpy(theirs.forward(IDS, 0).copy())
+    assert theirs.vocab_size == expected.shape[1]
+    scale = float(expected.std())
+    assert float((got - expected).abs().max()) < 0.1 * scale
+    assert float((got.flip(0) - expected).abs().max()) > scale  # those of other positions are far away
+    again = torch.from_numpy(theirs.forward(IDS[4:], 4).copy())  # what the cache held from there on is forgotten
+    assert float((again - expected[4:]).abs().max()) < 0.1 * scale
+    assert int(theirs.read(IDS).argmax()) == int(got[-1].argmax())
+    theirs.close()
+
+
+def test_a_prompt_of_several_batches_and_a_cache_that_grows(file: Path) -> None:
+    model, long = LlamaCppModel(file, 1), (IDS * 120)[:1100]
+    whole = torch.from_numpy(model.read(long).copy())
+    model.reserve(6000)
+    assert torch.allclose(torch.from_numpy(model.read(long).copy()), whole, atol=1e-3)
+    model.close()
+
+
+def test_arms_run_beside_ours(file: Path, tmp_path: Path) -> None:
+    lineup = Lineup(
+        SpeculativeDecoder(str(file)), parse_arms("none,ngram@3,llama,llama-lookup@3"), SamplingParams(max_tokens=16)
+    )
+    prompts = name_prompts([NamedPrompt("ababab"), NamedPrompt("cdcd cdcd")])
+    start(tmp_path, Header({}, {}, {}, "now"))
+    runs = list(Runner(lineup, plan(lineup.arms, prompts, [1], 1), tmp_path).run([]))
+    assert not any(run.error for run in runs)
+    found = {one.arm: one for one in summarise(runs, "llama")}
+    assert found["ngram@3"].verdicts["identical"] == 2 and wrong_texts(list(found.values())) == []
+    assert found["llama"].block_efficiency == 1.0 and found["llama"].time_split is not None
+    assert "llama.cpp" in versions("a test")
+
+
+def test_what_it_cannot_read_is_one_line(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(SlipstreamError, match=r"^llama\.cpp cannot read '.*damaged\.gguf': \S.*$"):
+        LlamaCppModel(damaged, 1)
