@@ -14,6 +14,7 @@ from slipstream.errors import UsageError
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("auto", "int8", "int15")
+QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
@@ -44,7 +45,11 @@ class DecoderConfig:
     )
     activations: str = setting(
         "auto",
-        "of a GGUF target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to rounding)",
+        "of a quantised target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to "
+        "rounding)",
+    )
+    quantize: str = setting(
+        "none", "the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
     )
     draft_vocabulary: int | str = setting(
         "auto",
@@ -62,7 +67,8 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
-        for name, allowed in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("activations", ACTIVATIONS)):
+        named = {"dtype": DTYPES, "draft_dtype": DRAFT_DTYPES, "activations": ACTIVATIONS, "quantize": QUANTIZE}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in ("fast", "reproducible"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     if loaded.model.dtype == torch.float32 and not loaded.packed:
         return loaded.model
     if loaded.packed:
-        from slipstream.models.hf.weights import load_model
+        from slipstream.models.hf.block_loading import load_float32
 
-        return load_model(loaded.name, LoadOptions("float32", options.device, False, options.extra))[1].eval()
+        return load_float32(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
     return copy.deepcopy(loaded.model).float().eval()
 
 
