@@ -87,12 +87,14 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) ->
         load(str(own.folder), LoadOptions())
 
 
-def test_rows_that_are_no_multiple_of_32_and_unknown_methods(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = write_checkpoint(tmp_path / "odd", group=40, intermediate_size=520, num_hidden_layers=1)
+def test_groups_and_rows_that_are_no_multiple_of_32_are_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = write_checkpoint(tmp_path / "odd", group=8, intermediate_size=520, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, "slipstream"):
         loaded = load(str(made.folder), LoadOptions())
     assert not block_linears(loaded.model)
-    assert any("in groups of 40; computed with: multiples of 32" in record.message for record in caplog.records)
+    assert any("in groups of 8; computed with: multiples of 32" in record.message for record in caplog.records)
 
 
 def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Made) -> None:

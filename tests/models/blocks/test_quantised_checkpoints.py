@@ -73,9 +73,7 @@ def own(tmp_path: Path) -> Made:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_logits_are_those_of_the_numbers_that_the_codes_mean(case: tuple, tmp_path: Path) -> None:  # type: ignore[type-arg]
     form, name, bits, group, symmetric, dtype = case
-    made = write_checkpoint(
-        tmp_path / "made", form, name, bits=bits, group=group, symmetric=symmetric, dtype=dtype, num_hidden_layers=1
-    )
+    made = write_checkpoint(tmp_path / "made", form, name, bits=bits, group=group, symmetric=symmetric, dtype=dtype)
     expected = reference(made)
     near, coarse = (load(str(made.folder), LoadOptions(activations=kind)) for kind in ("int15", "int8"))
     assert near.backend.shape_independent and near.packed and near.arithmetic.endswith("blocks, int15 activations")

@@ -101,11 +101,11 @@ def test_texts_are_the_same_with_speculation_and_in_batches(quantize: str, folde
     assert len({tuple(text) for text in plain}) == len(PROMPTS)
 
 
-@kernels
 def test_a_draft_model_is_not_quantised_with_its_target(folder: str) -> None:
-    decoder = SpeculativeDecoder(folder, folder, quantize="int8", draft_dtype="bfloat16", drafter="model")
-    assert decoder.draft is not None and not block_linears(decoder.draft.model) and decoder.draft.name == folder
-    assert decoder.generate(PROMPTS[0], SamplingParams(max_tokens=8)).stats.num_draft_tokens > 0
+    draft = load(folder, LoadOptions(fast=False, rounding="int8").for_draft("bfloat16"))
+    assert not block_linears(draft.model) and draft.name == folder and draft.rounding == "none"
+    original = load_float32(folder, LoadOptions()).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(draft.model.model.layers[0].mlp.up_proj.weight, original.bfloat16())
 
 
 def test_without_kernels_the_rounded_weights_are_unpacked_with_one_warning(
@@ -129,6 +129,8 @@ def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> Non
         SpeculativeDecoder("toy", quantize="int4")
     with pytest.raises(UsageError, match=r"quantize='int4', but the models are loaded already; allowed: 'none'"):
         SpeculativeDecoder(fresh("llama"), quantize="int4")
+    with pytest.raises(UsageError, match=r"quantize='int4', but the model is loaded already; allowed: 'none'"):
+        SpeculativeDecoder(fresh("llama"), folder, quantize="int4")
     with pytest.raises(UsageError, match=r"quantize='int8', but model 'a.gguf' is quantised already, in GGUF"):
         load("a.gguf", LoadOptions(rounding="int8"))
     made = write_checkpoint(tmp_path / "gptq", num_hidden_layers=1)

@@ -28,11 +28,13 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
 
     Raises `UsageError` where it is to be quantised and is already.
     """
+    if options.rounding == "none" and _for_transformers(options):
+        return None
     folder = resolve(source)
-    config = _configuration(source, folder)
+    config = _configuration(folder)
     scheme = scheme_of(source, config)
     if options.rounding == "none":
-        return None if scheme is None or _for_transformers(options) else QuantisedCheckpoint(source, folder, scheme)
+        return None if scheme is None else QuantisedCheckpoint(source, folder, scheme)
     quantisation = config.get("quantization_config")
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
@@ -51,12 +53,13 @@ def _for_transformers(options: LoadOptions) -> bool:
     return bool(options.extra) or gpu or options.device.startswith("cuda")
 
 
-def _configuration(source: str, folder: str) -> dict[str, Any]:
+def _configuration(folder: str) -> dict[str, Any]:
+    """What config.json says; nothing where it cannot be read, which whoever builds the model will say."""
     try:
         file = file_of(folder, CONFIG)
         found = {} if file is None else json.loads(file.read_text())
-    except READER_ERRORS as error:
-        raise not_loaded(source, folder, error) from error
+    except READER_ERRORS:
+        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -98,9 +101,12 @@ class _Checkpoint:
 
         try:
             with quietly():
-                model, report = AutoModelForCausalLM.from_pretrained(
+                config = self._config()
+                with torch.device("meta"):
+                    kind = type(AutoModelForCausalLM.from_config(config))
+                model, report = kind.from_pretrained(
                     None,
-                    config=self._config(),
+                    config=config,
                     state_dict=weights,
                     dtype=_dtype(options),
                     ignore_mismatched_sizes=True,
@@ -160,7 +166,8 @@ class RoundedCheckpoint(_Checkpoint):
         for name, module in model.named_modules():
             parameter = f"{name}.weight"
             if isinstance(module, nn.Linear | nn.Embedding) and parameter in files:
-                found[parameter] = tensors.unpacked(parameter, tuple(module.weight.shape)).to(_dtype(options))
+                outputs, inputs = module.weight.shape
+                found[parameter] = tensors.unpacked(parameter, (outputs, inputs)).to(_dtype(options))
         for name in files.shapes:
             if name not in found:
                 found[name] = tensors.values(name, files.shapes[name]).to(_dtype(options))

@@ -10,6 +10,7 @@ from slipstream.errors import SlipstreamError
 
 METHODS = ("gptq", "awq", "compressed-tensors", "torchao")
 BITS = (2, 4, 8)
+PACKED = "pack-quantized"  # the format of compressed-tensors
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class _Reader:
         self._source, self._config = source, config
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        value = self._config.get(name, default)
+        value = self._config.get(name)
+        value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
         if isinstance(value, bool) or value not in allowed:
             raise self.wrong(name, value, ", ".join(str(choice) for choice in allowed if choice is not None))
@@ -76,11 +78,13 @@ def _check_packed(read: _Reader, quantisation: Mapping[str, Any]) -> None:
     groups = quantisation.get("config_groups") or {}
     if not isinstance(groups, Mapping):
         raise read.wrong("config_groups", groups, "a mapping")
-    read.one_of("format", ("pack-quantized",))
+    read.one_of("format", (PACKED, "mixed-precision"))
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or weights.get("type", "int") != "int":
             raise read.wrong(f"config_groups.{name}.weights", weights, "weights of type int")
+        if group.get("format", PACKED) not in (PACKED, None):
+            raise read.wrong(f"config_groups.{name}.format", group["format"], PACKED)
         if weights.get("num_bits") not in BITS:
             raise read.wrong(f"config_groups.{name}.weights.num_bits", weights.get("num_bits"), "2, 4, 8")
         if (activations := group.get("input_activations")) is not None:
