@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.errors import UsageError
-from slipstream.models.hf.block_loading import load_float32
+from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
@@ -132,7 +132,7 @@ def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, 
     if tokenizer is None:
         raise UsageError("--kl needs a file with a tokenizer")
     ids = torch.tensor([tokenizer.encode("\n".join(prompt.prompt for prompt in builtin_prompts()))[:count]])
-    reference = load_float32(target, LoadOptions(device="cpu"))
+    reference = load_unpacked(target, LoadOptions("float32", "cpu"))
     with torch.inference_mode():
         expected = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0].double(), -1)
     found = {}

@@ -63,7 +63,9 @@ def rounded(weight: Tensor, bits: int, group: int, *, symmetric: bool, dtype: to
         high = numpy.maximum(-low, high)
         low = -high
     scales = torch.from_numpy((high - low) / top + 1e-9).to(dtype).float().numpy()
-    zeros = numpy.full(scales.shape, (top + 1) // 2) if symmetric else (-low / scales).round().clip(0, top)
+    zeros = (
+        numpy.full(scales.shape, (top + 1) // 2) if symmetric else (-low / scales).round().clip(1, top)
+    )  # the first GPTQ has no 0
     codes = (cut / scales[..., None] + zeros[..., None]).round().clip(0, top)
     return Rounded(bits, group, codes.reshape(numbers.shape).astype(numpy.int64), scales, zeros.astype(numpy.int64))
 

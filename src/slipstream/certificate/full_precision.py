@@ -17,9 +17,10 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     if loaded.model.dtype == torch.float32 and not loaded.packed:
         return loaded.model
     if loaded.packed:
-        from slipstream.models.hf.block_loading import load_float32
+        from slipstream.models.hf.block_loading import load_unpacked
 
-        return load_float32(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
+        wanted = replace(options, dtype="float32", rounding=loaded.rounding)
+        return load_unpacked(loaded.source or loaded.name, wanted)
     return copy.deepcopy(loaded.model).float().eval()
 
 

@@ -102,6 +102,8 @@ def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Ma
     load(own.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
     with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
         load(own.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
+        load(str(own.folder), LoadOptions(fast=False))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf import block_model
-from slipstream.models.hf.block_loading import load_float32
+from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 
@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_numbers_that_the_codes_mean(case: tuple, tmp_pa
     near, coarse = (load(str(made.folder), LoadOptions(activations=kind)) for kind in ("int15", "int8"))
     assert near.backend.shape_independent and near.packed and near.arithmetic.endswith("blocks, int15 activations")
     assert kl(expected, logits(near)) < 1e-6 and kl(expected, logits(near)) < kl(expected, logits(coarse)) / 10 < 0.01
-    whole = load_float32(str(made.folder), LoadOptions())
+    whole = load_unpacked(str(made.folder), LoadOptions("float32"))
     for parameter, number in made.reference.state_dict().items():
         assert torch.equal(whole.state_dict()[parameter], number), parameter
     assert not block_linears(whole)
@@ -128,9 +128,9 @@ def test_a_forward_has_the_same_bits_at_every_width(gptq: Made) -> None:
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
-def test_other_precisions_fast_false_and_draft_dtype_unpack_it(gptq: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_precisions_and_fast_false_unpack_it(gptq: Made, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
-        for options in (LoadOptions("bfloat16"), LoadOptions(fast=False), LoadOptions().for_draft("int8")):
+        for options in (LoadOptions("bfloat16", fast=False), LoadOptions(fast=False)):
             loaded = load(str(gptq.folder), options)
             assert not block_linears(loaded.model) and loaded.model.dtype == BRAIN and not loaded.arithmetic
     assert not [record for record in caplog.records if "unpacked" in record.message]
@@ -165,7 +165,7 @@ def test_act_order_is_unpacked_with_one_warning(own: Made, caplog: pytest.LogCap
     first = [(int(tensors[f"{name}.qweight"][i // 8, 0]) >> 4 * (i % 8)) & 15 for i in range(256)]  # of output 0
     own_zero = [(int(word) & 15) + 1 for word in zeros[:, 0]]
     expected = [(first[i] - own_zero[groups[i]]) * float(scales[groups[i], 0]) for i in range(256)]
-    found = load_float32(folder, LoadOptions()).model.layers[0].self_attn.q_proj.weight[0]
+    found = load_unpacked(folder, LoadOptions("float32")).model.layers[0].self_attn.q_proj.weight[0]
     assert torch.equal(found, torch.tensor(expected)) and loaded.model.dtype == BRAIN
 
 

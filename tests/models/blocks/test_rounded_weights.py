@@ -18,7 +18,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
-from slipstream.models.hf.block_loading import load_float32
+from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.rounded_weights import rounded
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
@@ -80,7 +80,7 @@ def test_the_model_is_the_one_of_the_rounded_weights(quantize: str, folder: str)
     assert loaded.arithmetic == f"{formats[quantize]} blocks, int15 activations"
     loaded.backend.reserve(1, 64)
     found = loaded.backend.forward(IDS, [0], first_slot=0, logits=True)
-    own, original = (load_float32(folder, LoadOptions(rounding=kind)) for kind in (quantize, "none"))
+    own, original = (load_unpacked(folder, LoadOptions("float32", rounding=kind)) for kind in (quantize, "none"))
     with torch.inference_mode():
         near, far = (kl(model(input_ids=IDS, use_cache=False).logits, found) for model in (own, original))
     assert near < 1e-6 and near < far / 10
@@ -104,7 +104,7 @@ def test_texts_are_the_same_with_speculation_and_in_batches(quantize: str, folde
 def test_a_draft_model_is_not_quantised_with_its_target(folder: str) -> None:
     draft = load(folder, LoadOptions(fast=False, rounding="int8").for_draft("bfloat16"))
     assert not block_linears(draft.model) and draft.name == folder and draft.rounding == "none"
-    original = load_float32(folder, LoadOptions()).model.layers[0].mlp.up_proj.weight
+    original = load_unpacked(folder, LoadOptions("float32")).model.layers[0].mlp.up_proj.weight
     assert torch.equal(draft.model.model.layers[0].mlp.up_proj.weight, original.bfloat16())
 
 
@@ -117,7 +117,7 @@ def test_without_kernels_the_rounded_weights_are_unpacked_with_one_warning(
     said = [record.message for record in caplog.records if "unpacked" in record.message]
     assert said == [f"{folder} is unpacked to bfloat16, which rounds its weights: SLIPSTREAM_KERNELS is off"]
     assert loaded.model.dtype == torch.bfloat16 and loaded.name.endswith("quantised to int4, group 32")
-    own = load_float32(folder, LoadOptions(rounding="int4")).model.layers[0].mlp.up_proj.weight
+    own = load_unpacked(folder, LoadOptions("float32", rounding="int4")).model.layers[0].mlp.up_proj.weight
     unpacked = load(folder, LoadOptions(fast=False, rounding="int4")).model.model.layers[0].mlp.up_proj.weight
     assert torch.equal(own.bfloat16(), unpacked)
 

@@ -82,10 +82,13 @@ def _otherwise(options: LoadOptions) -> str | None:
     return None if device in ("auto", "cpu") else f"device={device!r}"
 
 
-def load_float32(source: str, options: LoadOptions) -> Any:
-    """The numbers that a model means, in float32: of quantised weights what their codes stand for."""
+def load_unpacked(source: str, options: LoadOptions) -> Any:
+    """A model in floating point, on the weights as transformers loads them or, of quantised ones, what they mean.
+
+    options: of them dtype, device, extra and rounding count.
+    """
     from slipstream.models.hf.weights import load_model
 
-    wanted = LoadOptions("float32", options.device, False, options.extra, rounding=options.rounding)
+    wanted = LoadOptions(options.dtype, options.device, False, options.extra, rounding=options.rounding)
     found = load_in_blocks(source, wanted)
     return (load_model(source, wanted)[1] if found is None else found.model).eval()

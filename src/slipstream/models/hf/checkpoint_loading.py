@@ -15,7 +15,7 @@ from slipstream.models.hf.checkpoint_files import CheckpointFiles, file_of
 from slipstream.models.hf.model_files import not_loaded, resolve
 from slipstream.models.hf.packed_matrices import PackedMatrices
 from slipstream.models.hf.quantisation_schemes import Scheme, scheme_of
-from slipstream.models.hf.quantised_checkpoint import CheckpointTensors, unpacked_weights
+from slipstream.models.hf.quantised_checkpoint import CheckpointTensors, extra_bias, unpacked_weights
 from slipstream.models.hf.rounded_weights import RoundedTensors
 from slipstream.models.hf.weights import DTYPES, READER_ERRORS, check_weights, device_named, quietly
 from slipstream.models.loaded import LoadOptions
@@ -95,6 +95,12 @@ class _Checkpoint:
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model
 
+    def _leave_out_biases(self, weights: dict[str, Tensor], parameters: set[str]) -> None:
+        """Biases of zeros, which some quantisers add to layers that have none; others are refused."""
+        for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
+            if f"{name.removesuffix('.bias')}.weight" in parameters and bool(weights.pop(name).any()):
+                raise extra_bias(self.source, name)
+
     def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:
         """An ordinary model with these weights."""
         from transformers import AutoModelForCausalLM
@@ -103,8 +109,9 @@ class _Checkpoint:
             with quietly():
                 config = self._config()
                 with torch.device("meta"):
-                    kind = type(AutoModelForCausalLM.from_config(config))
-                model, report = kind.from_pretrained(
+                    empty = AutoModelForCausalLM.from_config(config)
+                self._leave_out_biases(weights, {name for name, _ in empty.named_parameters()})
+                model, report = type(empty).from_pretrained(
                     None,
                     config=config,
                     state_dict=weights,

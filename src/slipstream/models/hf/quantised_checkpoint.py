@@ -67,12 +67,19 @@ class CheckpointTensors:
         left = [name for name in self._files.shapes if name not in self._used]
         for name in [name for name in left if name.endswith(".bias")]:
             if bool(self._files.tensor(name, None, FLOATS).any()):
-                raise self._files.wrong(name, "is a bias that this architecture has not", "biases of zeros")
+                raise extra_bias(self._files.source, name)
             left.remove(name)
         if left:
             log.warning(
                 "model %s: %d weights of the file are not used, first %s", self._files.source, len(left), min(left)
             )
+
+
+def extra_bias(source: str, name: str) -> SlipstreamError:
+    """What to raise about a bias that the model has not."""
+    return SlipstreamError(
+        f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
+    )
 
 
 def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -86,11 +93,6 @@ def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, 
         found[f"{module}{WEIGHT}"] = matrix.values().to(dtype)
         taken.update(matrices.tensors_of(module))
     for name in files.shapes:
-        if name in taken:
-            continue
-        numbers = files.tensor(name, None, FLOATS)
-        if not (
-            name.endswith(".bias") and f"{name.removesuffix('.bias')}{WEIGHT}" in found and not bool(numbers.any())
-        ):
-            found[name] = numbers.to(dtype)
+        if name not in taken:
+            found[name] = files.tensor(name, None, FLOATS).to(dtype)
     return found
