@@ -1,11 +1,13 @@
-"""Forwards of a GGUF file computed in its own blocks: time by width, memory, bits and distance from the file's numbers.
+"""Forwards of a quantised model in its own blocks: time by width, memory, bits and distance from the file's numbers.
 
     python benchmarks/quantised_forwards.py MODEL.gguf
     python benchmarks/quantised_forwards.py MODEL.gguf --beside FOLDER --kl 160
+    python benchmarks/quantised_forwards.py FOLDER --quantize int4,int8 --activations int8 --beside FOLDER --kl 160
 
-Widths take turns; medians count. beside: another model to time, such as the same one unpacked to bfloat16. kl:
-so many tokens of the package's own prompts through the float32 dequantisation (4 bytes a weight) and both activations.
-Memory is the process's anonymous memory (Linux) on top of what it was before the model and its tokenizer were loaded.
+Widths take turns; medians count. MODEL: a GGUF file or a folder of quantised weights, or, with --quantize, of others.
+beside: another model to time, such as the same one unpacked to bfloat16. kl: so many tokens of the package's own
+prompts through the model in float32 (4 bytes a weight), before it is quantised at load. Memory is the process's
+anonymous memory (Linux) on top of what it was before the model and its tokenizer were loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.errors import UsageError
+from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.model_files import quiet
-from slipstream.models.hf.weights import load_model
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 from slipstream.text.prompts import builtin_prompts
@@ -39,28 +41,29 @@ def main(
     turns: int = 15,
     context: int = 200,
     activations: str = "int8,int15",
+    quantize: str = "none",
     beside: Annotated[str | None, typer.Option()] = None,
     kl: int = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Print milliseconds and ratios per width, memory over the size of the file, and whether bits are the same."""
     quiet()
-    if not target.endswith(".gguf"):
-        raise UsageError(f"target {target!r}; allowed: a .gguf file")
-    sizes, size = [int(width) for width in widths.split(",")], Path(target).stat().st_size
+    sizes, size = [int(width) for width in widths.split(",")], _size(Path(target).expanduser())
     _warm_up()
     models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
-    for name in activations.split(","):
-        watch = Watch()
-        watch.start()
-        models[name] = load(target, LoadOptions(activations=name))
-        stays = _anonymous() - watch.before
-        peak = watch.stop()
-        found[name] = {"peak": peak / size, "stays": stays / size}
-        console.print(
-            f"{target}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes {peak / MEGA:.0f} MB "
-            f"({peak / size:.2f} of the file) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
-        )
+    for rounding in quantize.split(","):
+        for kind in activations.split(","):
+            name = kind if rounding == "none" else f"{rounding}, {kind}"
+            watch = Watch()
+            watch.start()
+            models[name] = load(target, LoadOptions(activations=kind, rounding=rounding))
+            stays = _anonymous() - watch.before
+            peak = watch.stop()
+            found[name] = {"peak": peak / size, "stays": stays / size, "megabytes": stays / MEGA}
+            console.print(
+                f"{models[name].name}, {models[name].arithmetic}: file {size / MEGA:.0f} MB, loading takes "
+                f"{peak / MEGA:.0f} MB ({peak / size:.2f}) at most, {stays / MEGA:.0f} MB stay ({stays / size:.2f})"
+            )
     if beside is not None:
         models[beside] = load(beside, LoadOptions())
     most = min(1000, *(loaded.backend.vocab_size for loaded in models.values()))
@@ -83,6 +86,14 @@ def main(
             console.print(f"{name}: KL {distance[0]:.2g}, the likeliest token is the same at {distance[1]:.1%}")
     if json_file is not None:
         json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n")
+
+
+def _size(target: Path) -> int:
+    """Bytes of a file, or of a folder's weights."""
+    files = [target] if target.suffix == ".gguf" else list(target.glob("*.safetensors"))
+    if not files or not all(file.is_file() for file in files):
+        raise UsageError(f"target {str(target)!r}; allowed: a .gguf file, or a folder of safetensors files")
+    return sum(file.stat().st_size for file in files)
 
 
 def _warm_up() -> None:
@@ -116,12 +127,12 @@ def _timed(
 
 
 def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, tuple[float, float]]:
-    """Mean KL from the float32 dequantisation of the file, and how often the likeliest token is the same."""
+    """Mean KL from the numbers of the file in float32, and how often the likeliest token is the same."""
     tokenizer = next(iter(models.values())).tokenizer
     if tokenizer is None:
         raise UsageError("--kl needs a file with a tokenizer")
     ids = torch.tensor([tokenizer.encode("\n".join(prompt.prompt for prompt in builtin_prompts()))[:count]])
-    _, reference = load_model(target, LoadOptions("float32", "cpu", False))
+    reference = load_unpacked(target, LoadOptions("float32", "cpu"))
     with torch.inference_mode():
         expected = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0].double(), -1)
     found = {}

@@ -15,6 +15,7 @@ EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("auto", "int8", "int15")
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
+QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
 
 
@@ -45,7 +46,11 @@ class DecoderConfig:
     )
     activations: str = setting(
         "auto",
-        "of a GGUF target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to rounding)",
+        "of a quantised target computed in its own blocks: auto (int8) | int8 | int15 (the file's own numbers, to "
+        "rounding)",
+    )
+    quantize: str = setting(
+        "none", "the target's weights at load, on CPU, which makes it another model: none | int4 | int8"
     )
     draft_vocabulary: int | str = setting(
         "auto",
@@ -68,7 +73,8 @@ class DecoderConfig:
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
-        for name, allowed in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("activations", ACTIVATIONS)):
+        named = {"dtype": DTYPES, "draft_dtype": DRAFT_DTYPES, "activations": ACTIVATIONS, "quantize": QUANTIZE}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in ("fast", "reproducible"):

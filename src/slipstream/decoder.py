@@ -35,11 +35,9 @@ log = logging.getLogger("slipstream")
 class SpeculativeDecoder(ModelHolder):
     """Generates exactly what `target` would, faster.
 
-    target, draft: a hub id, a local folder, a .gguf file, "smollm2" (the embedded default), "toy", or a loaded
-    `PreTrainedModel`.
+    target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`.
     tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a loaded draft model's, if another.
     The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
-
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.
     """
@@ -59,6 +57,7 @@ class SpeculativeDecoder(ModelHolder):
         dtype: str = DecoderConfig.dtype,
         draft_dtype: str = DecoderConfig.draft_dtype,
         activations: str = DecoderConfig.activations,
+        quantize: str = DecoderConfig.quantize,
         draft_vocabulary: int | str = DecoderConfig.draft_vocabulary,
         draft_context: int | str = DecoderConfig.draft_context,
         device: str = DecoderConfig.device,
@@ -74,6 +73,7 @@ class SpeculativeDecoder(ModelHolder):
             dtype=dtype,
             draft_dtype=draft_dtype,
             activations=activations,
+            quantize=quantize,
             draft_vocabulary=draft_vocabulary,
             draft_context=draft_context,
             device=device,
@@ -208,9 +208,9 @@ class SpeculativeDecoder(ModelHolder):
         yield from self._in_turns(chunks_of(row, self.run([row]), self.tokenizer))
 
     def batch(self, source: Any, output: Any, params: SamplingParams | None = None, **options: Any) -> JobReport:
-        """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md).
+        """Answer a file of requests, or a list of dictionaries, into a file (docs/batch.md); called again, it goes on.
 
-        Killed and called again, it goes on. params: of lines that bring none; options: `errors`, and `JobOptions`.
+        params: of lines that bring none; options: `errors`, and `JobOptions`.
         """
         from slipstream.jobs.batch_job import run_batch
 

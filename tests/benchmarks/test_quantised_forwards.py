@@ -1,4 +1,4 @@
-"""The benchmark of GGUF files, end to end on a tiny one."""
+"""The benchmark of quantised models, end to end on tiny ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import quantised_forwards
 from gguf_files import write_model
+from quantised_files import SHAPE
+from tiny import fresh, tokenizer
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_kernels import NEEDED
@@ -30,6 +32,16 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(found["int8"]["milliseconds"]) == {"1", "3"} and found["file"] > 0
 
 
+def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_forwards, "_warm_up", lambda: None)
+    fresh("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    out = tmp_path / "out.json"
+    quantised_forwards.main(str(tmp_path), "1,3", 1, 20, "int15", "int4,int8", str(tmp_path), 24, out)
+    found = json.loads(out.read_text())
+    assert found["int8, int15"]["kl"] < found["int4, int15"]["kl"] / 10 and found["int4, int15"]["same_bits"] is True
+
+
 def test_other_models_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file"):
+    with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file, or a folder"):
         quantised_forwards.main("smollm2")

@@ -41,6 +41,7 @@ def test_the_constructor_takes_what_the_design_says() -> None:
         "dtype": "auto",
         "draft_dtype": "auto",
         "activations": "auto",
+        "quantize": "none",
         "draft_vocabulary": "auto",
         "draft_context": "auto",
         "device": "auto",

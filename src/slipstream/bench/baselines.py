@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -96,9 +96,9 @@ def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
     if not loaded.packed:
         return loaded.model
-    from slipstream.models.hf.weights import load_model
+    from slipstream.models.hf.block_loading import load_unpacked
 
-    return load_model(loaded.name, options)[1].eval()
+    return load_unpacked(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
 
 
 @contextmanager

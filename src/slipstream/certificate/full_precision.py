@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     if loaded.model.dtype == torch.float32 and not loaded.packed:
         return loaded.model
     if loaded.packed:
-        from slipstream.models.hf.weights import load_model
+        from slipstream.models.hf.block_loading import load_unpacked
 
-        return load_model(loaded.name, LoadOptions("float32", options.device, False, options.extra))[1].eval()
+        wanted = replace(options, dtype="float32", rounding=loaded.rounding)
+        return load_unpacked(loaded.source or loaded.name, wanted)
     return copy.deepcopy(loaded.model).float().eval()
 
 

@@ -13,7 +13,8 @@ from slipstream.models.loading import load
 
 def load_options_of(config: DecoderConfig) -> LoadOptions:
     """How the target is loaded."""
-    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, activations=config.activations)
+    own = {"activations": config.activations, "rounding": config.quantize}
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
 
 
 def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Loaded | None:

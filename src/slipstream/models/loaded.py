@@ -24,7 +24,8 @@ class Loaded:
 
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
     and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
-    vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype.
+    vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype. source, rounding: what
+    it was loaded from, and `LoadOptions.rounding`; the name tells of both.
     """
 
     backend: Backend
@@ -36,6 +37,8 @@ class Loaded:
     fingerprint: str = ""
     restricted: RestrictedHead | None = None
     arithmetic: str = ""
+    source: str = ""
+    rounding: str = "none"
 
     @property
     def precision(self) -> str:
@@ -52,7 +55,8 @@ class LoadOptions:
     quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
     extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
-    activations: of products with a GGUF file's blocks, see `DecoderConfig.activations`.
+    activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what an ordinary
+    checkpoint's weights are quantised to at load, see `DecoderConfig.quantize`; quantise is the draft model's.
     """
 
     dtype: str = "auto"
@@ -62,12 +66,12 @@ class LoadOptions:
     quantise: str | None = None
     vocabulary: int | str = "full"
     activations: str = "auto"
+    rounding: str = "none"
 
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
         """The same for the draft model, whose precision and vocabulary are its own matter."""
-        if dtype in ("auto", "int4", "int8"):
-            return replace(self, quantise=dtype, vocabulary=vocabulary, activations="auto")
-        return replace(self, dtype=dtype, vocabulary=vocabulary, activations="auto")
+        own = replace(self, vocabulary=vocabulary, activations="auto", rounding="none")
+        return replace(own, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(own, dtype=dtype)
 
 
 def is_toy(source: Any) -> bool:
@@ -92,6 +96,7 @@ def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
         ("device", options.device, ["auto", "cpu"] if toys else ["auto"]),
         ("load_options", options.extra, [{}]),
         ("activations", options.activations, ["auto"]),
+        ("quantize", options.rounding, ["none"]),
     ]
     for name, value, allowed in checks:
         if value not in allowed:

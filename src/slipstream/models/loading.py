@@ -17,6 +17,9 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
     source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
     Hugging Face model.
     """
+    if options.rounding != "none" and (is_toy(source) or isinstance(source, torch.nn.Module)):
+        why = "the toy model has no weights" if is_toy(source) else "the model is loaded already"
+        raise UsageError(f"quantize={options.rounding!r}, but {why}; allowed: 'none'")
     if is_toy(source):
         from slipstream.models.toy import load_toy
 

@@ -39,6 +39,24 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
     return (struct block_part){format, outputs, data};
 }
 
+/* The same of a kind of grouped.c: codes of 4 bits, and numbers with small exponents. */
+static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outputs, int64_t inputs) {
+    int64_t head = kind == INT4 ? 4 : 8, format = kind + KINDS * group;
+    int64_t size = kind == INT4 || kind == INT4_MINIMA ? outputs * (inputs / group) * (head + group)
+                                                        : outputs * inputs * (kind == FLOAT32 ? 4 : 2);
+    uint8_t *rows = malloc(size);
+    for (int64_t i = 0; i < size; i++) rows[i] = i % 2 ? 0x24 : 0;
+    if (kind == INT4 || kind == INT4_MINIMA)
+        for (int64_t b = 0; b < size; b += head + group)
+            for (int64_t j = 0; j < group; j++) rows[b + head + j] = next_byte() & 15;
+    int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
+    uint8_t *data = aligned_alloc(64, panels);
+    memset(data, 0, panels);
+    pack_panels(format, rows, outputs, inputs, data);
+    free(rows);
+    return (struct block_part){format, outputs, data};
+}
+
 static int wrong = 0;
 
 static void exercise_linear(const struct block_linear *w, int64_t planes) {
@@ -102,6 +120,14 @@ int main(void) {
                 exercise_linear(&narrow, planes);
                 free((void *)odd.data);
             }
+            free((void *)parts[0].data), free((void *)parts[1].data);
+        }
+    for (int64_t kind = INT4; kind <= FLOAT32; kind++)
+        for (int64_t group = 32; group <= 160; group += 128) {
+            struct block_part parts[2] = {grouped_part(kind, group, 37, 160), part_of(Q4_0, 16, 160)};
+            struct block_linear w = {160, 53, 2, parts, bias};
+            for (int64_t planes = 1; planes <= 2; planes++) exercise_linear(&w, planes);
+            exercise_rows(parts, 160);
             free((void *)parts[0].data), free((void *)parts[1].data);
         }
     for (int64_t size = 32; size <= 256; size *= 2)

@@ -13,7 +13,8 @@ INPUTS, LARGEST_HEAD, MOST_REPEATS = 32, 256, 64  # GROUP, MAX_HEAD and MAX_REPE
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A block type of GGUF. code: as in the kernels; number: as in files; size, bytes: values and bytes of a block."""
+    """A block type. code: as in the kernels; number: as in GGUF files, -1 if in none; size, bytes: of a block, values
+    and bytes."""
 
     name: str
     code: int
@@ -32,6 +33,9 @@ FORMATS = (
     BlockFormat("Q5_K", 6, 13, 256, 176),
     BlockFormat("Q6_K", 7, 14, 256, 210),
 )
+
+GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
+KINDS = 64
 
 
 class PartStruct(ctypes.Structure):
@@ -92,4 +96,6 @@ BLOCK_CONSTANTS: Mapping[str, int] = {
     "MAX_REPEATS": MOST_REPEATS,
     **{block.name: block.code for block in FORMATS},
     "FORMATS": len(FORMATS),
+    **GROUPED,
+    "KINDS": KINDS,
 }

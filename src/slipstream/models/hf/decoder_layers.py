@@ -17,16 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.block_linear import block_linears
 
-DIGEST_ROWS = 64  # rows of the embedding that enter a model's digest
+DIGEST_ROWS, DIGEST_BYTES = 64, 4096  # rows of the embedding and bytes of blocks that enter a model's digest
 
 
 def digest(model: Any) -> str:
-    """A digest of a model's weights: the embedding's first rows and the norms, which packing and fusing leave alone."""
+    """A digest of a model's weights: the embedding's first rows and the norms, which packing and fusing leave alone.
+
+    Of quantised weights also the first outputs of each layer: the same model may have been quantised in many ways.
+    """
     norms = [p for name, p in model.named_parameters() if p.dim() == 1 and name.endswith("weight")]
     digested = hashlib.sha256(f"{model.config.get_text_config().num_hidden_layers} layers".encode())
     for weight in (model.get_input_embeddings().weight[:DIGEST_ROWS], *norms):
         digested.update(weight.detach().float().cpu().numpy().tobytes())
+    for part in (part for linear in block_linears(model) for part in linear.parts):
+        digested.update(part.data[:DIGEST_BYTES].numpy().tobytes())
     return digested.hexdigest()[:20]
 
 

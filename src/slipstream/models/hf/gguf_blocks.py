@@ -1,143 +1,39 @@
 """A model that computes with the blocks of its GGUF file: nothing is unpacked, and no second file is written.
 
-The model is transformers' own, in float32. Its linear layers and its embedding are replaced by those of the kernels;
-norms and biases are the file's float32 numbers. `gguf_description.py` has the configuration and the tokenizer.
+`block_model.py` builds it; `gguf_description.py` has the configuration and the tokenizer.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from slipstream.models.cpu.block_kernels import block_kernels
-from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart
-from slipstream.models.cpu.kernel_build import NoKernelsError
-from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader
-from slipstream.models.hf.gguf_tensors import GGUFTensors, NotInBlocksError, check_kind
-from slipstream.models.hf.weights import READER_ERRORS, quietly
+from slipstream.models.hf.gguf_tensors import GGUFTensors, check_kind
 
 
 def check_blocks(header: GGUFHeader) -> None:
     """Raise `NotInBlocksError` where the kernels are missing or a matrix is of a type that they do not take."""
-    try:
-        block_kernels()
-    except NoKernelsError as error:
-        raise NotInBlocksError(str(error)) from error
+    check_kernels()
     for entry in header.tensors.values():
         if len(entry.shape) > 1:
             check_kind(entry)
 
 
 def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
-    """The model of a file, from its configuration in `folder`.
+    """The model of a file, from its configuration in `folder`; see `block_model.fill`.
 
-    header: one that both checks passed. activations: "int8" or "int15". Raises `NotInBlocksError` where the file's
-    weights must be unpacked, and `SlipstreamError` where the file is damaged.
+    header: one that both checks passed. activations: "int8" or "int15".
     """
-    library = block_kernels()
-    model = _empty_model(header, folder)
-    builder = _Builder(GGUFTensors(header, model), model, activations, library)
-    builder.fill_the_rest()
-    builder.replace_embedding()
-    builder.replace_linears()
-    if left := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
-        raise NotInBlocksError(f"{left[0]} belongs to no layer that is computed with blocks")
-    return model.eval()
 
+    def config() -> Any:
+        from transformers import AutoConfig
 
-def _empty_model(header: GGUFHeader, folder: Path) -> Any:
-    """The model without its weights; buffers, which no file holds, are there."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+        made = AutoConfig.from_pretrained(folder)
+        made.tie_word_embeddings = "output.weight" not in header.tensors
+        return made
 
-    try:
-        with quietly(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder)
-            config.tie_word_embeddings = "output.weight" not in header.tensors
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except READER_ERRORS as error:
-        raise unreadable_gguf(header.file, error) from error
-    for module in model.modules():
-        empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        for name, buffer in empty.items():
-            number = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, number, device="cpu")
-        if empty:
-            model._init_weights(module)
-    if unknown := [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]:
-        raise NotInBlocksError(f"{type(model).__name__} does not say what {unknown[0]} is")
-    return model
-
-
-class _Builder:
-    """Puts a file's tensors into a model without weights."""
-
-    def __init__(self, tensors: GGUFTensors, model: Any, activations: str, library: Any) -> None:
-        self._tensors, self._model, self._activations, self._library = tensors, model, activations, library
-        self._names = {module: name for name, module in model.named_modules()}
-        self._parts: dict[str, BlockPart] = {}
-
-    def fill_the_rest(self) -> None:
-        """Norms and whatever else is neither a linear layer nor an embedding."""
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                continue
-            for key, parameter in list(module.named_parameters(recurse=False)):
-                values = self._tensors.values(f"{name}.{key}", tuple(parameter.shape))
-                setattr(module, key, nn.Parameter(values, requires_grad=False))
-
-    def replace_embedding(self) -> None:
-        """The table of the tokens; other embeddings are not computed with blocks."""
-        tokens = self._model.get_input_embeddings()
-        if others := [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m is not tokens]:
-            raise NotInBlocksError(f"{self._names[others[0]]} is a second embedding")
-        made = BlockEmbedding(self._part(self._names[tokens], tokens), tokens)
-        self._model.set_input_embeddings(made)
-
-    def replace_linears(self) -> None:
-        """All linear layers, those of one input together."""
-        calls = self._calls()
-        called = {linear for linear, _ in calls}
-        for module in self._model.modules():
-            if type(module) is nn.Linear and module not in called:
-                raise NotInBlocksError(f"{self._names[module]} does not run as a layer")
-        fuse(self._model, calls=calls, join=self._linear)
-        pack(self._model, lambda linear: self._linear([linear]))
-
-    def _calls(self) -> Calls:
-        """`linear_calls`, while the linear layers give zeros: they have no weights yet."""
-        linears = [module for module in self._model.modules() if type(module) is nn.Linear]
-        for linear in linears:
-            linear.forward = partial(_zeros, linear.out_features)  # type: ignore[method-assign]
-        try:
-            return linear_calls(self._model)
-        finally:
-            for linear in linears:
-                del linear.forward
-
-    def _linear(self, linears: list[nn.Linear]) -> nn.Module:
-        parts = [self._part(self._names[linear], linear) for linear in linears]
-        biases = [self._bias(linear) for linear in linears if linear.bias is not None]
-        return BlockLinear(parts, torch.cat(biases) if biases else None, self._activations)
-
-    def _bias(self, linear: nn.Linear) -> Tensor:
-        return self._tensors.values(f"{self._names[linear]}.bias", (linear.out_features,))
-
-    def _part(self, name: str, module: nn.Linear | nn.Embedding) -> BlockPart:
-        """The matrix of a layer; one that the embedding and the output layer share is there once."""
-        tied = module is self._model.get_output_embeddings() and self._model.config.tie_word_embeddings
-        source = next(iter(self._parts)) if tied else name  # the embedding is the first
-        if source not in self._parts:
-            rows, columns = module.weight.shape
-            self._parts[source] = self._tensors.part(f"{source}.weight", (rows, columns), self._library)
-        return self._parts[source]
-
-
-def _zeros(outputs: int, x: Tensor) -> Tensor:
-    return x.new_zeros(*x.shape[:-1], outputs)
+    model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
+    return fill(model, GGUFTensors(header, model), activations)

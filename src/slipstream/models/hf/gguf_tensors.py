@@ -13,14 +13,11 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, fits_blocks
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
 
 SUPPORTED = ", ".join(block.name for block in FORMATS)
-
-
-class NotInBlocksError(Exception):
-    """Why a file's weights must be unpacked instead of computed with as they are."""
 
 
 @dataclass(frozen=True)

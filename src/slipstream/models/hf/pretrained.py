@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -13,6 +14,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
+from slipstream.models.cpu.block_structs import INPUTS
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.kernel_build import version
 from slipstream.models.cpu.packed_linear import pack, unsupported
@@ -159,25 +161,28 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
 
 def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     """Load a folder, a .gguf file, the embedded model or a hub id."""
-    from slipstream.models.hf.gguf_loading import load_blocks
+    from slipstream.models.hf.block_loading import load_in_blocks
     from slipstream.models.hf.weights import load_model
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
-    blocks = load_blocks(source, options)
-    folder, model = load_model(source, options) if blocks is None else blocks
+    found = load_in_blocks(source, options)
+    folder, model = load_model(source, options) if found is None else (found.folder, found.model)
+    in_blocks = found is not None and found.in_blocks
     if model.device.type == "cpu":
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
     convert = None
-    if blocks is None:
+    if not in_blocks:
         convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast, convert)
-    ends, packed = end_ids(model, backend.vocab_size), convert is not None or blocks is not None
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
     made_of = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
-    return Loaded(backend, source, ends, wrapped, model, packed, made_of, head, arithmetic_of(model))
+    name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"
+    made = Loaded(backend, name, ends, wrapped, model, packed, made_of, head, arithmetic_of(model))
+    return replace(made, source=source, rounding=options.rounding)
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:

@@ -60,7 +60,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
         raise not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
     if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
-        model = model.to(_device(options.device))
+        model = model.to(device_named(options.device))
     return folder, model
 
 
@@ -72,7 +72,7 @@ def _dequantised(source: str, device: str) -> tuple[str, Any]:
 
     header = read_header(Path(source).expanduser())
     header.check()
-    return str(described(header)), dequantised(header.file, torch.float32).to(_device(device))
+    return str(described(header)), dequantised(header.file, torch.float32).to(device_named(device))
 
 
 def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = False) -> None:
@@ -122,7 +122,8 @@ def _read_ahead(folder: Path) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def _device(device: str) -> torch.device:
+def device_named(device: str) -> torch.device:
+    """The device of this name. Raises `UsageError` for one that is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

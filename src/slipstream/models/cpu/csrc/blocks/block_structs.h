@@ -27,6 +27,10 @@ enum {
 
 enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
 
+/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. The codes stand as
+ * those of Q4_0, then per group 16 scales and 16 offsets or minima; numbers 16 at a time, those of an input together. */
+enum grouped { INT4 = 16, INT4_MINIMA, BFLOAT16, FLOAT16, FLOAT32, KINDS = 64 };
+
 /* Outputs of one format. data: panels, see above. */
 struct block_part {
     int64_t format, outputs;

@@ -34,6 +34,14 @@ void quantise(const float *x, int64_t inputs, int64_t tokens, int64_t planes, ui
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
+/* The same for the kinds of grouped.c. plain: activations that are not rounded; sums: [places(rows)][LANES]. */
+static inline int is_grouped(int64_t format) { return format >= FORMATS; }
+int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
+void pack_grouped(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to);
+void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
+void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                  const float *plain, float *sums);
+
 void attend_float(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
                   float *out, int64_t *groups);
 
@@ -41,6 +49,6 @@ void attend_float(const struct float_layer *layer, const struct float_cache *m, 
 static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 ? 6 : (int)tokens; }
 
 /* A tile's bytes of 32 inputs: codes [8 vectors][planes][places][4], then per place the scale, the scaled sum, and the
- * five sums that products begin with. */
-enum { MARKS = 7 };
+ * five sums that products begin with, in this order. */
+enum mark { SCALE, TOTAL, BEGIN_8, BEGIN_16, BEGIN_128, BEGIN_LOW, BEGIN_HIGH, MARKS };
 static inline int64_t group_bytes(int64_t planes, int64_t count) { return (32 * planes + 4 * MARKS) * count; }

@@ -2,6 +2,7 @@
 #include "blocks.h"
 
 int64_t panel_bytes(int64_t format, int64_t inputs) {
+    if (is_grouped(format)) return grouped_panel_bytes(format, inputs);
     const struct shape *of = &SHAPES[format];
     return up(inputs / GROUP * of->codes + inputs / of->size * of->scales, 64);
 }
@@ -96,6 +97,10 @@ static void place_scales(int64_t format, const uint8_t *block, int lane, uint8_t
 /* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
  * counts 0. to: the panels of these rows, zeroed. */
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
+    if (is_grouped(format)) {
+        pack_grouped(format, rows, count, inputs, to);
+        return;
+    }
     const struct shape *of = &SHAPES[format];
     int64_t blocks = inputs / of->size, each = panel_bytes(format, inputs), all = inputs / GROUP * of->codes;
     #pragma omp parallel for
@@ -135,6 +140,10 @@ static float weight(int64_t format, int code, const uint8_t *scales, int lane, i
 
 /* Weights [count][inputs] of some outputs of a part. */
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to) {
+    if (is_grouped(part->format)) {
+        unpack_grouped(part, inputs, outputs, count, to);
+        return;
+    }
     const struct shape *of = &SHAPES[part->format];
     int64_t each = panel_bytes(part->format, inputs), all = inputs / GROUP * of->codes;
     for (int64_t row = 0; row < count; row++) {

@@ -8,9 +8,6 @@
 
 enum { AHEAD = 4096, HANDED_OUT = 65536 /* bytes prefetched; of panels that a thread takes at a time */ };
 
-/* Where the marks of a place stand in a tile's 32 inputs. */
-enum mark { SCALE, TOTAL, BEGIN_8, BEGIN_16, BEGIN_128, BEGIN_LOW, BEGIN_HIGH };
-
 ALWAYS float float_at(const uint8_t *from) {
     float x;
     memcpy(&x, from, 4);
@@ -155,14 +152,16 @@ static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
 
 /* One panel of a part times all tokens. first: the layer's output that the panel begins with. */
 static void multiply_panel(const struct block_linear *w, const struct block_part *part, int64_t panel, int64_t first,
-                           int64_t tokens, int64_t planes, const uint8_t *x, float *out) {
+                           int64_t tokens, int64_t planes, const float *plain, const uint8_t *x, float *out) {
     float sums[TILE * LANES];
     const uint8_t *data = part->data + panel * panel_bytes(part->format, w->inputs);
     int64_t each = w->inputs / GROUP * group_bytes(planes, 1), there = least(LANES, part->outputs - panel * LANES);
     first += panel * LANES;
     for (int64_t done = 0; done < tokens; done += TILE) {
         int64_t rows = least(TILE, tokens - done);
-        FUNCTIONS[part->format][planes - 1][places(rows)](data, w->inputs, x + done * each, sums);
+        if (is_grouped(part->format))
+            grouped_sums(part->format, data, w->inputs, rows, planes, x + done * each, plain + done * w->inputs, sums);
+        else FUNCTIONS[part->format][planes - 1][places(rows)](data, w->inputs, x + done * each, sums);
         for (int64_t i = 0; i < rows; i++) {
             float *to = out + (done + i) * w->outputs + first;
             for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
@@ -183,7 +182,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
             if (chunk > fair) chunk = fair;
             #pragma omp for schedule(dynamic, chunk > 0 ? chunk : 1) nowait
             for (int64_t panel = 0; panel < count; panel++)
-                multiply_panel(w, part, panel, first, tokens, planes, space, out);
+                multiply_panel(w, part, panel, first, tokens, planes, x, space, out);
         }
     }
 }

@@ -1,0 +1,219 @@
+/* Panels of quantised checkpoints, beside those of GGUF's blocks: 4-bit codes whose groups have any multiple of 32
+ * inputs, and matrices that were left in floating point.
+ *
+ * Rows come with a group's scales before its codes, one byte a code. INT4: a float16 scale, a signed byte of offset and
+ * a byte of nothing; a weight is scale * (code - 8 + offset). INT4_MINIMA: a float32 scale and a float32 minimum; it is
+ * scale * (code - 8) + minimum. Weights in floating point are multiplied by activations that are not rounded, and added
+ * in one order, even and odd inputs apart: here, too, a token's result does not depend on the tokens beside it.
+ */
+#include "blocks.h"
+
+enum { CODES = 256 /* bytes of 32 inputs */, FAR_AHEAD = 4096 /* bytes prefetched */ };
+
+static int64_t scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
+static int64_t row_head(int64_t kind) { return kind == INT4 ? 4 : 8; }
+static int64_t number_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
+static int is_float(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16 || kind == FLOAT32; }
+
+int64_t grouped_panel_bytes(int64_t format, int64_t inputs) {
+    int64_t kind = format % KINDS, group = format / KINDS;
+    if (is_float(kind)) return inputs * LANES * number_bytes(kind);
+    return up(inputs / GROUP * CODES + inputs / group * scale_bytes(kind), 64);
+}
+
+static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
+    size_t bytes = (size_t)number_bytes(kind);
+    for (int64_t i = 0; i < inputs; i++) memcpy(to + (i * LANES + lane) * (int64_t)bytes, row + i * (int64_t)bytes, bytes);
+}
+
+static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
+    uint8_t *scales = to + inputs / GROUP * CODES;
+    for (int64_t at = 0; at < inputs; at += group, scales += scale_bytes(kind)) {
+        const uint8_t *codes = row + row_head(kind);
+        memcpy(scales + lane * (kind == INT4 ? 2 : 4), row, kind == INT4 ? 2 : 4);
+        if (kind == INT4) scales[2 * LANES + lane] = row[2];
+        else memcpy(scales + 4 * LANES + lane * 4, row + 4, 4);
+        for (int64_t j = 0; j < group; j++) {
+            int v = (int)(j % GROUP) / 4;
+            uint8_t *vectors = to + (at + j) / GROUP * CODES;
+            vectors[v % 4 * 64 + lane * 4 + j % 4] |= (uint8_t)(codes[j] << (v < 4 ? 0 : 4));
+        }
+        row = codes + group;
+    }
+}
+
+/* See pack_panels. */
+void pack_grouped(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
+    int64_t kind = format % KINDS, group = format / KINDS, panel_size = grouped_panel_bytes(format, inputs);
+    int64_t row = is_float(kind) ? inputs * number_bytes(kind) : inputs / group * (row_head(kind) + group);
+    #pragma omp parallel for
+    for (int64_t panel = 0; panel < (count + LANES - 1) / LANES; panel++)
+        for (int lane = 0; lane < LANES && panel * LANES + lane < count; lane++) {
+            const uint8_t *from = rows + (panel * LANES + lane) * row;
+            if (is_float(kind)) pack_numbers(kind, from, inputs, lane, to + panel * panel_size);
+            else pack_groups(kind, group, from, inputs, lane, to + panel * panel_size);
+        }
+}
+
+static float float_from(const uint8_t *from) {
+    float x;
+    memcpy(&x, from, 4);
+    return x;
+}
+
+static float number(int64_t kind, const uint8_t *from) {
+    uint16_t half;
+    if (kind == FLOAT32) return float_from(from);
+    memcpy(&half, from, 2);
+    if (kind == FLOAT16) return half_to_float(half);
+    uint32_t bits = (uint32_t)half << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* See unpack_rows. */
+void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to) {
+    int64_t kind = part->format % KINDS, group = part->format / KINDS;
+    for (int64_t row = 0; row < count; row++) {
+        const uint8_t *own = part->data + outputs[row] / LANES * grouped_panel_bytes(part->format, inputs);
+        int64_t lane = outputs[row] % LANES;
+        for (int64_t i = 0; i < inputs; i++) {
+            if (is_float(kind)) {
+                to[row * inputs + i] = number(kind, own + (i * LANES + lane) * number_bytes(kind));
+                continue;
+            }
+            int v = (int)(i % GROUP) / 4;
+            int code = (own[i / GROUP * CODES + v % 4 * 64 + lane * 4 + i % 4] >> (v < 4 ? 0 : 4) & 15) - 8;
+            const uint8_t *scales = own + inputs / GROUP * CODES + i / group * scale_bytes(kind);
+            if (kind == INT4)
+                to[row * inputs + i] = number(FLOAT16, scales + lane * 2) * (float)(code + (int8_t)scales[2 * LANES + lane]);
+            else
+                to[row * inputs + i] = float_from(scales + lane * 4) * (float)code + float_from(scales + (LANES + lane) * 4);
+        }
+    }
+}
+
+/* A panel of codes times a tile: sums [rows][LANES]; as add_panel of products.c. */
+ALWAYS void add_codes(const int kind, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
+                      int64_t group, const uint8_t *x, float *sums) {
+    const uint8_t *scales = panel + inputs / GROUP * CODES;
+    const int stride = planes * rows * 4;
+    floats whole[TILE];
+    ints sum[2][TILE];
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
+    for (int64_t at = 0, left = group; at < inputs; at += GROUP) {
+        const uint8_t *marks = x + 32 * planes * rows;
+        for (int line = 0; line < CODES; line += 64) prefetch(panel + line + FAR_AHEAD);
+        #pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            int32_t begins;
+            memcpy(&begins, marks + (BEGIN_8 * rows + i) * 4, 4);
+            sum[planes - 1][i] = all_ints(begins);
+            if (planes == 2) sum[0][i] = all_ints(0);
+        }
+        #pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            bytes both = load_bytes(panel + v * 64), low = low_bits(both), high = high_bits(both);
+            #pragma GCC unroll 8
+            for (int i = 0; i < rows; i++)
+                #pragma GCC unroll 2
+                for (int p = 0; p < planes; p++) {
+                    const uint8_t *four = x + v * stride + (p * rows + i) * 4;
+                    sum[p][i] = add_dot(add_dot(sum[p][i], low, four, 6), high, four + 4 * stride, 6);
+                }
+        }
+        floats scale = kind == INT4 ? load_halves(scales) : load_floats((const float *)scales), minimum;
+        if (kind == INT4) minimum = multiply_floats(scale, load_signed(scales + 2 * LANES));
+        else minimum = load_floats((const float *)scales + LANES);
+        #pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            ints exact = planes == 1 ? sum[0][i] : add_ints(times_128(sum[0][i]), sum[1][i]);
+            floats size = all_floats(float_from(marks + (SCALE * rows + i) * 4));
+            whole[i] = add_product(whole[i], multiply_floats(to_floats(exact), size), scale);
+            whole[i] = add_product(whole[i], all_floats(float_from(marks + (TOTAL * rows + i) * 4)), minimum);
+        }
+        panel += CODES, x += (32 * planes + 4 * MARKS) * rows, left -= GROUP;
+        if (left == 0) scales += kind == INT4 ? 3 * LANES : 8 * LANES, left = group;
+    }
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
+}
+
+ALWAYS floats load_brain_floats(const uint8_t *from) {
+#if defined(__AVX512VNNI__)
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16));
+#else
+    uint16_t halves[LANES];
+    uint32_t bits[LANES];
+    float numbers[LANES];
+    memcpy(halves, from, sizeof halves);
+    for (int o = 0; o < LANES; o++) bits[o] = (uint32_t)halves[o] << 16;
+    memcpy(numbers, bits, sizeof numbers);
+    return load_floats(numbers);
+#endif
+}
+
+ALWAYS floats load_weights(const int kind, const uint8_t *from) {
+    return kind == FLOAT32 ? load_floats((const float *)from) : kind == FLOAT16 ? load_halves(from) : load_brain_floats(from);
+}
+
+/* A panel of numbers times tokens [there][inputs]: sums [rows][LANES], those beyond `there` of no meaning. */
+ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, int64_t inputs, const float *x,
+                        int64_t there, float *sums) {
+    const int each = LANES * (kind == FLOAT32 ? 4 : 2);
+    const float *row[TILE];
+    floats even[TILE], odd[TILE];
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) row[i] = x + (i < there ? i : 0) * inputs, even[i] = odd[i] = all_floats(0);
+    for (int64_t in = 0; in < inputs; in += 2, panel += 2 * each) {
+        prefetch(panel + FAR_AHEAD);
+        if (kind == FLOAT32) prefetch(panel + FAR_AHEAD + 64);
+        floats first = load_weights(kind, panel), second = load_weights(kind, panel + each);
+        #pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            even[i] = add_product(even[i], first, all_floats(row[i][in]));
+            odd[i] = add_product(odd[i], second, all_floats(row[i][in + 1]));
+        }
+    }
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, add_floats(even[i], odd[i]));
+}
+
+typedef void codes_function(const uint8_t *panel, int64_t inputs, int64_t group, const uint8_t *x, float *sums);
+typedef void numbers_function(const uint8_t *panel, int64_t inputs, const float *x, int64_t there, float *sums);
+
+#define CODES_OF(kind, rows, planes)                                                                          \
+    static void kind##_##rows##_##planes(const uint8_t *p, int64_t n, int64_t g, const uint8_t *x, float *s) { \
+        add_codes(kind, rows, planes, p, n, g, x, s);                                                          \
+    }
+#define NUMBERS_OF(kind, rows, unused)                                                                        \
+    static void kind##_##rows##_0(const uint8_t *p, int64_t n, const float *x, int64_t there, float *s) {      \
+        add_numbers(kind, rows, p, n, x, there, s);                                                            \
+    }
+#define ALL_ROWS(of, kind, planes) \
+    of(kind, 1, planes) of(kind, 2, planes) of(kind, 3, planes) of(kind, 4, planes) of(kind, 6, planes) of(kind, 8, planes)
+ALL_ROWS(CODES_OF, INT4, 1) ALL_ROWS(CODES_OF, INT4, 2) ALL_ROWS(CODES_OF, INT4_MINIMA, 1) ALL_ROWS(CODES_OF, INT4_MINIMA, 2)
+ALL_ROWS(NUMBERS_OF, BFLOAT16, 0) ALL_ROWS(NUMBERS_OF, FLOAT16, 0) ALL_ROWS(NUMBERS_OF, FLOAT32, 0)
+
+#define TABLE(kind, planes)                                                                      \
+    {                                                                                            \
+        [1] = kind##_1_##planes, [2] = kind##_2_##planes, [3] = kind##_3_##planes,               \
+        [4] = kind##_4_##planes, [6] = kind##_6_##planes, [8] = kind##_8_##planes                \
+    }
+static codes_function *const OF_CODES[][2][TILE + 1] = {
+    [INT4 - INT4] = {TABLE(INT4, 1), TABLE(INT4, 2)},
+    [INT4_MINIMA - INT4] = {TABLE(INT4_MINIMA, 1), TABLE(INT4_MINIMA, 2)},
+};
+static numbers_function *const OF_NUMBERS[][TILE + 1] = {
+    [BFLOAT16 - BFLOAT16] = TABLE(BFLOAT16, 0), [FLOAT16 - BFLOAT16] = TABLE(FLOAT16, 0),
+    [FLOAT32 - BFLOAT16] = TABLE(FLOAT32, 0),
+};
+
+void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
+                  const float *plain, float *sums) {
+    int64_t kind = format % KINDS;
+    if (is_float(kind)) OF_NUMBERS[kind - BFLOAT16][places(rows)](panel, inputs, plain, rows, sums);
+    else OF_CODES[kind - INT4][planes - 1][places(rows)](panel, inputs, format / KINDS, x, sums);
+}

@@ -1,0 +1,139 @@
+"""Matrices of quantised checkpoints as rows of blocks that the kernels take, with no number changed.
+
+A weight is (code - zero) * scale, or (code - 8) * scale + minimum, and a group of inputs shares what is not the code.
+Where one of GGUF's block types means exactly that, it is used; else those of `csrc/blocks/grouped.c`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.cpu.block_structs import FORMATS, GROUPED, INPUTS, KINDS, BlockFormat
+
+Q4_0, Q8_0 = (next(block for block in FORMATS if block.name == name) for name in ("Q4_0", "Q8_0"))
+NUMBERS = {
+    torch.bfloat16: BlockFormat("BF16", GROUPED["BFLOAT16"] + KINDS * INPUTS, -1, INPUTS, 2 * INPUTS),
+    torch.float16: BlockFormat("F16", GROUPED["FLOAT16"] + KINDS * INPUTS, -1, INPUTS, 2 * INPUTS),
+    torch.float32: BlockFormat("F32", GROUPED["FLOAT32"] + KINDS * INPUTS, -1, INPUTS, 4 * INPUTS),
+}
+CENTRE = {2: 2, 4: 8, 8: 128}  # by bits: the zero point of symmetric codes
+SPARE_BITS = 0xF  # of a float32 scale: where they are 0, its product with 4 bits is exact
+
+
+class NotInBlocksError(Exception):
+    """Why a file's weights must be unpacked instead of computed with as they are."""
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """Weights [outputs, inputs] as codes.
+
+    bits: 2, 4 or 8; codes: uint8 [outputs, inputs]; scales: float32 [outputs, groups]; zeros: int32 [outputs, groups];
+    minima: float32 [outputs, groups] or None; group: inputs that share a scale. owners: [inputs] the group of each
+    input where they are in another order.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    minima: Tensor | None
+    group: int
+    owners: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """[outputs, inputs] float32: the weights, rounded at most once."""
+        owners = torch.arange(self.codes.shape[1]) // self.group if self.owners is None else self.owners
+        values = (self.codes.int() - self.zeros[:, owners]).float() * self.scales[:, owners]
+        return values if self.minima is None else values + self.minima[:, owners]
+
+    def in_blocks(self) -> tuple[BlockFormat, Any]:
+        """The block type that holds exactly these weights, and the rows [outputs, bytes] in it, a numpy array.
+
+        Raises `NotInBlocksError` if there is none.
+        """
+        inputs = self.codes.shape[1]
+        if self.owners is not None:
+            raise NotInBlocksError("has groups of inputs that are no neighbours (act-order); computed with: neighbours")
+        if inputs % INPUTS or self.group % INPUTS:
+            raise NotInBlocksError(
+                f"has {inputs} inputs in groups of {self.group}; computed with: multiples of {INPUTS}"
+            )
+        whole = self._divided()
+        short = whole.minima is None and torch.equal(whole.scales.half().float(), whole.scales)
+        centred = bool((whole.zeros == CENTRE[self.bits]).all())
+        if self.bits == 8:
+            if not (short and centred):
+                what = "scales beyond float16" if centred else "zero points other than 128"
+                raise NotInBlocksError(f"has 8 bits and {what}; computed with: 8 bits, symmetric, 4 and 2 bits")
+            return Q8_0, whole._spread(INPUTS).q8_0()
+        if not short:
+            return whole._int4_minima()
+        if centred and self.bits == 4 and whole.group == INPUTS:
+            return Q4_0, whole._q4_0()
+        return grouped_format("INT4", whole.group), whole.int4()
+
+    def q8_0(self) -> Any:
+        """[outputs, bytes]: rows of `Q8_0`, of 8 bits with centred zero points and scales that are float16 numbers."""
+        return self._rows(self.scales.half(), (self.codes ^ 0x80).unflatten(1, (-1, INPUTS)))
+
+    def int4(self) -> Any:
+        """[outputs, bytes]: rows of `grouped_format("INT4", group)`, of scales that are float16 numbers."""
+        offsets = (8 - self.zeros).to(torch.int8)
+        heads = torch.cat([_bytes(self.scales.half()), _bytes(torch.stack([offsets, offsets * 0], -1))], -1)
+        return self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
+
+    def _divided(self) -> GroupedMatrix:
+        """The same in groups that divide the inputs: the last group of a row may be short."""
+        inputs = self.codes.shape[1]
+        return self if inputs % self.group == 0 else self._spread(INPUTS)
+
+    def _spread(self, group: int) -> GroupedMatrix:
+        """The same in smaller groups."""
+        if group == self.group:
+            return self
+        owner = torch.arange(0, self.codes.shape[1], group) // self.group
+        minima = None if self.minima is None else self.minima[:, owner]
+        return replace(self, scales=self.scales[:, owner], zeros=self.zeros[:, owner], minima=minima, group=group)
+
+    def _q4_0(self) -> Any:
+        codes = self.codes.unflatten(1, (-1, 2, 16))
+        return self._rows(self.scales.half(), codes[:, :, 0] | codes[:, :, 1] << 4)
+
+    def _int4_minima(self) -> tuple[BlockFormat, Any]:
+        minima = self.scales * (8 - self.zeros).float() if self.minima is None else self.minima
+        spare = not bool((self.scales.view(torch.int32) & SPARE_BITS).any())
+        centred = bool((self.zeros == 8).all())
+        if not (spare or centred) if self.minima is None else not (spare and centred):
+            raise NotInBlocksError("has scales of more than 20 significant bits; computed with: 20 and less")
+        heads = torch.cat([_bytes(self.scales), _bytes(minima)], -1)
+        return grouped_format("INT4_MINIMA", self.group), self._rows(heads, self.codes.unflatten(1, (-1, self.group)))
+
+    def _rows(self, heads: Tensor, codes: Tensor) -> Any:
+        """[outputs, bytes]: per group its head, then its codes [outputs, groups, bytes]."""
+        return torch.cat([_bytes(heads), codes], -1).flatten(1).numpy()
+
+
+def grouped_format(kind: str, group: int) -> BlockFormat:
+    """The type of 4-bit codes in groups of this size. kind: a key of `GROUPED`."""
+    code, head = GROUPED[kind] + KINDS * group, 4 if kind == "INT4" else 8
+    return BlockFormat(f"int4 group {group}", code, -1, group, head + group)
+
+
+def number_format(dtype: torch.dtype, inputs: int) -> BlockFormat:
+    """The type of a matrix in floating point. Raises `NotInBlocksError` for others."""
+    if dtype not in NUMBERS or inputs % INPUTS:
+        what = f"is of type {str(dtype).removeprefix('torch.')}" if dtype not in NUMBERS else f"has {inputs} inputs"
+        raise NotInBlocksError(f"{what}; computed with: bfloat16, float16 and float32, multiples of {INPUTS} inputs")
+    return NUMBERS[dtype]
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """[..., groups, bytes] uint8 of [..., groups] numbers, or of [..., groups, n] bytes."""
+    if numbers.dtype in (torch.uint8, torch.int8) and numbers.dim() == 3:
+        return numbers.view(torch.uint8)
+    return numbers.contiguous().unsqueeze(-1).view(torch.uint8)

@@ -1,0 +1,147 @@
+"""Models that compute with blocks, built from what holds their tensors: a GGUF file or a quantised checkpoint.
+
+The model is transformers' own, in float32. Its linear layers and its embedding are replaced by those of the kernels;
+norms and biases are the file's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_kernels import block_kernels
+from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart
+from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.kernel_build import NoKernelsError
+from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.hf.weights import READER_ERRORS, quietly
+
+
+class TensorSource(Protocol):
+    """What holds a model's tensors, by the names of its parameters."""
+
+    def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter [shape] in float32."""
+
+    def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """A matrix [shape] for the kernels."""
+
+
+def check_kernels() -> None:
+    """Raise `NotInBlocksError` where the kernels cannot be had."""
+    try:
+        block_kernels()
+    except NoKernelsError as error:
+        raise NotInBlocksError(str(error)) from error
+
+
+def empty_model(make_config: Callable[[], Any], unreadable: Callable[[Exception], SlipstreamError]) -> Any:
+    """The model of a configuration without its weights; buffers, which no file holds, are there.
+
+    unreadable: what to raise where transformers cannot make it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quietly(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(make_config(), dtype=torch.float32)
+    except READER_ERRORS as error:
+        raise unreadable(error) from error
+    for module in model.modules():
+        empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for name, buffer in empty.items():
+            number = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, number, device="cpu")
+        if empty:
+            model._init_weights(module)
+    if unknown := [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]:
+        raise NotInBlocksError(f"{type(model).__name__} does not say what {unknown[0]} is")
+    return model
+
+
+def fill(model: Any, tensors: TensorSource, activations: str) -> Any:
+    """Give an empty model its tensors, in blocks where they are matrices. activations: "int8" or "int15".
+
+    Raises `NotInBlocksError` where the weights must be unpacked, and `SlipstreamError` where the file is damaged.
+    """
+    builder = _Builder(tensors, model, activations, block_kernels())
+    builder.fill_the_rest()
+    builder.replace_embedding()
+    builder.replace_linears()
+    if left := [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]:
+        raise NotInBlocksError(f"{left[0]} belongs to no layer that is computed with blocks")
+    return model.eval()
+
+
+class _Builder:
+    """Puts a file's tensors into a model without weights."""
+
+    def __init__(self, tensors: TensorSource, model: Any, activations: str, library: Any) -> None:
+        self._tensors, self._model, self._activations, self._library = tensors, model, activations, library
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parts: dict[str, BlockPart] = {}
+
+    def fill_the_rest(self) -> None:
+        """Norms and whatever else is neither a linear layer nor an embedding."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                continue
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                values = self._tensors.values(f"{name}.{key}", tuple(parameter.shape))
+                setattr(module, key, nn.Parameter(values, requires_grad=False))
+
+    def replace_embedding(self) -> None:
+        """The table of the tokens; other embeddings are not computed with blocks."""
+        tokens = self._model.get_input_embeddings()
+        if others := [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m is not tokens]:
+            raise NotInBlocksError(f"{self._names[others[0]]} is a second embedding")
+        made = BlockEmbedding(self._part(self._names[tokens], tokens), tokens)
+        self._model.set_input_embeddings(made)
+
+    def replace_linears(self) -> None:
+        """All linear layers, those of one input together."""
+        calls = self._calls()
+        called = {linear for linear, _ in calls}
+        for module in self._model.modules():
+            if type(module) is nn.Linear and module not in called:
+                raise NotInBlocksError(f"{self._names[module]} does not run as a layer")
+        fuse(self._model, calls=calls, join=self._linear)
+        pack(self._model, lambda linear: self._linear([linear]))
+
+    def _calls(self) -> Calls:
+        """`linear_calls`, while the linear layers give zeros: they have no weights yet."""
+        linears = [module for module in self._model.modules() if type(module) is nn.Linear]
+        for linear in linears:
+            linear.forward = partial(_zeros, linear.out_features)  # type: ignore[method-assign]
+        try:
+            return linear_calls(self._model)
+        finally:
+            for linear in linears:
+                del linear.forward
+
+    def _linear(self, linears: list[nn.Linear]) -> nn.Module:
+        parts = [self._part(self._names[linear], linear) for linear in linears]
+        biases = [self._bias(linear) for linear in linears if linear.bias is not None]
+        return BlockLinear(parts, torch.cat(biases) if biases else None, self._activations)
+
+    def _bias(self, linear: nn.Linear) -> Tensor:
+        return self._tensors.values(f"{self._names[linear]}.bias", (linear.out_features,))
+
+    def _part(self, name: str, module: nn.Linear | nn.Embedding) -> BlockPart:
+        """The matrix of a layer; one that the embedding and the output layer share is there once."""
+        tied = module is self._model.get_output_embeddings() and self._model.config.tie_word_embeddings
+        source = next(iter(self._parts)) if tied else name  # the embedding is the first
+        if source not in self._parts:
+            rows, columns = module.weight.shape
+            self._parts[source] = self._tensors.part(f"{source}.weight", (rows, columns), self._library)
+        return self._parts[source]
+
+
+def _zeros(outputs: int, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], outputs)

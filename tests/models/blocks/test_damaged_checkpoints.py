@@ -1,0 +1,134 @@
+"""Quantised checkpoints that are damaged, or of settings that are not known: one line that names the tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_files import Made, write_checkpoint
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.processor import processor
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Made:
+    """One that a test may change."""
+    return write_checkpoint(tmp_path / "own", group=64, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("bits", 3, r"quantization_config.bits of config.json is 3; allowed: 2, 4, 8"),
+        ("group_size", 0, r"quantization_config.group_size of config.json is 0; allowed: a whole number from 1, or -1"),
+        ("checkpoint_format", "marlin", r"checkpoint_format of config.json is 'marlin'; allowed: gptq, gptq_v2"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused(key: str, value: object, message: str, own: Made) -> None:
+    described = json.loads((own.folder / "config.json").read_text())
+    described["quantization_config"][key] = value
+    (own.folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(SlipstreamError, match=message):
+        load(str(own.folder), LoadOptions())
+
+
+DAMAGE = {
+    "qweight": (lambda t: t[:-1], r"qweight' is \[31, 256\]; allowed: \[32, 256\], by config.json"),
+    "scales": (lambda t: t.int(), r"scales' is of type int32; allowed: bfloat16, float16, float32"),
+    "qzeros": (lambda t: t | 15, r"qzeros' stores 15, a zero point of 16; allowed: 0 to 15"),
+    "g_idx": (lambda t: t + 9, r"g_idx' names groups from 9 to 12; allowed: 0 to 3"),
+}
+
+
+@pytest.mark.parametrize("key", DAMAGE)
+def test_damaged_tensors_are_refused_by_name(key: str, own: Made) -> None:
+    tensors, name = own.tensors(), f"model.layers.0.self_attn.q_proj.{key}"
+    change, message = DAMAGE[key]
+    folder = own.change(tensors | {name: change(tensors[name]).contiguous()})
+    with pytest.raises(SlipstreamError, match=rf"tensor 'model.layers.0.self_attn.q_proj.{message}"):
+        load(folder, LoadOptions())
+    without = {other: tensor for other, tensor in tensors.items() if other != name}
+    if key != "g_idx":
+        with pytest.raises(SlipstreamError, match=r"tensor 'model.layers.0.self_attn.q_proj.\w+' is missing"):
+            load(own.change(without), LoadOptions())
+    infinite = tensors[f"{name.rpartition('.')[0]}.scales"] * torch.inf
+    with pytest.raises(SlipstreamError, match="scales' holds numbers that are not finite"):
+        load(own.change(tensors | {f"{name.rpartition('.')[0]}.scales": infinite}), LoadOptions())
+
+
+def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) -> None:
+    file = own.folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(
+        SlipstreamError, match=r"tensor '[\w.]+' ends at byte [\d,]+ of model.safetensors; allowed: its"
+    ):
+        load(str(own.folder), LoadOptions())
+    for head in (b"", whole[:5], struct.pack("<Q", 1 << 40), whole[:200]):
+        file.write_bytes(head)
+        with pytest.raises(SlipstreamError, match=r"model.safetensors could not be read: its header is no JSON"):
+            load(str(own.folder), LoadOptions())
+    file.unlink()
+    with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):
+        load(str(own.folder), LoadOptions())
+
+
+def test_groups_and_rows_that_are_no_multiple_of_32_are_unpacked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = write_checkpoint(tmp_path / "odd", group=8, intermediate_size=520, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        loaded = load(str(made.folder), LoadOptions())
+    assert not block_linears(loaded.model)
+    assert any("in groups of 8; computed with: multiples of 32" in record.message for record in caplog.records)
+
+
+def test_biases_that_the_model_has_not_are_refused_unless_they_are_zeros(own: Made) -> None:
+    tensors, name = own.tensors(), "model.layers.0.self_attn.o_proj.bias"
+    load(own.change(tensors | {name: torch.zeros(256, dtype=torch.float16)}), LoadOptions())
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
+        load(own.change(tensors | {name: torch.ones(256, dtype=torch.float16)}), LoadOptions())
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' is a bias that this architecture has not"):
+        load(str(own.folder), LoadOptions(fast=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_type": "Float8Tensor"}, r"is of torchao's type Float8Tensor; allowed: Int4Tensor, Intx"),
+        (
+            {"_data": {"activation_quantization": "int8_asym_per_token"}},
+            r"changes activations too; allowed: only weights",
+        ),
+    ],
+)
+def test_torchao_tensors_that_are_not_known_are_refused(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    made = write_checkpoint(tmp_path / "ao", "torchao", dtype=torch.bfloat16, num_hidden_layers=1)
+    file = made.folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    name = "model.layers.0.mlp.up_proj.weight"
+    described = json.loads(header["__metadata__"][name])
+    header["__metadata__"][name] = json.dumps(described | change)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with pytest.raises(SlipstreamError, match=rf"tensor '{name}' {message}|tensor '{name}' \(Int4Tensor\) {message}"):
+        load(str(made.folder), LoadOptions())
