@@ -11,7 +11,7 @@ import quantised_forwards
 from gguf_files import write_model
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
 
 pytest.importorskip("gguf")

@@ -53,7 +53,7 @@ class BlockLayerOps:
         """See `Ops.project_qkv_rope`."""
         batch, width = hidden.shape[:2]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
-        self._call(self._library.project_heads, hidden, (*self._rope(hidden, rope), out))
+        self._call(self._library.project_qkv_rope, hidden, (*self._rope(hidden, rope), out))
         heads = out.transpose(1, 2)
         both = self.heads + self.key_heads
         return heads[:, :both], heads[:, both:]
@@ -61,7 +61,7 @@ class BlockLayerOps:
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `Ops.residual_mlp`."""
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self._call(self._library.feed_forward, hidden, (out,), attended.contiguous())
+        self._call(self._library.residual_mlp, hidden, (out,), attended.contiguous())
         return out
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
@@ -77,7 +77,7 @@ class BlockLayerOps:
         numbers = address(keys), address(values), keys.shape[2], spec.window or 0, spec.scaling
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         cached = FloatCacheStruct(*numbers, *where)
-        self._call(self._library.whole_float_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)
+        self._call(self._library.whole_layer, hidden, (*self._rope(hidden, rope), out), cached=cached)
         self.shape_independent = True
         return out
 

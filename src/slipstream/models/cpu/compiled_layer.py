@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
 from slipstream.models.cpu.compressed_linear import CompressedLinear, KernelLinear
-from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
@@ -121,7 +122,7 @@ class CompiledOps:
         first = [] if cached is None else [ctypes.byref(cached)]
         inputs = [rows] if attended is None else [rows, attended]
         before, after = ([ctypes.c_void_p(x.data_ptr()) for x in some] for some in (inputs, (*others, scratch)))
-        function(self._this, *first, *before, ctypes.c_long(tokens), *after)
+        function(self._this, *first, *before, ctypes.c_int64(tokens), *after)
 
 
 def compiled_ops(ops: LayerOps) -> CompiledOps | None:

@@ -94,7 +94,7 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
         finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
         return;
     }
-    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 ? BEGIN_128 : -1, sum);
+    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 && !SUBTRACTS_128 ? BEGIN_128 : -1, sum);
     #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
         bytes one, other;
@@ -170,20 +170,41 @@ static void multiply_panel(const struct block_linear *w, const struct block_part
     }
 }
 
+/* A product that a team computes. next: the chunk of panels that nobody has taken yet. */
+struct product {
+    const struct block_linear *w;
+    const float *x;
+    int64_t tokens, planes;
+    float *out;
+    uint8_t *space;
+    _Atomic int64_t next;
+};
+
+/* How many panels of a part a thread takes at a time. */
+static int64_t chunk_of(const struct block_linear *w, const struct block_part *part) {
+    int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
+    if (chunk > fair) chunk = fair;
+    return chunk > 0 ? chunk : 1;
+}
+
+static void multiply_in_team(const struct member *me, void *given) {
+    struct product *of = given;
+    const struct block_linear *w = of->w;
+    quantise(me, of->x, w->inputs, of->tokens, of->planes, of->space);
+    int64_t taken = take(&of->next), before = 0, first = 0;
+    for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
+        const struct block_part *part = w->parts + p;
+        int64_t count = up(part->outputs, LANES) / LANES, chunk = chunk_of(w, part), chunks = up(count, chunk) / chunk;
+        for (; taken < before + chunks; taken = take(&of->next)) {
+            int64_t panel = (taken - before) * chunk, end = least(count, panel + chunk);
+            for (; panel < end; panel++) multiply_panel(w, part, panel, first, of->tokens, of->planes, of->space, of->out);
+        }
+        before += chunks;
+    }
+}
+
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space) {
-    #pragma omp parallel
-    {
-        quantise(x, w->inputs, tokens, planes, space);
-        int64_t first = 0;
-        for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
-            const struct block_part *part = w->parts + p;
-            int64_t count = up(part->outputs, LANES) / LANES;
-            int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = count / 16;
-            if (chunk > fair) chunk = fair;
-            #pragma omp for schedule(dynamic, chunk > 0 ? chunk : 1) nowait
-            for (int64_t panel = 0; panel < count; panel++)
-                multiply_panel(w, part, panel, first, tokens, planes, space, out);
-        }
-    }
+    struct product product = {w, x, tokens, planes, out, space, 0};
+    in_team(multiply_in_team, &product);
 }

@@ -1,6 +1,8 @@
 /* AVX2 with FMA and F16C, and VNNI of 256 bits where there is: each vector is two registers. */
 #pragma once
 
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+
 #include <immintrin.h>
 
 typedef struct { __m256 a, b; } floats;
