@@ -35,7 +35,7 @@ ALWAYS floats four_bits(const uint8_t *words, const int at) {
     return FLOATS(_mm256_cvtepi32_ps(_mm256_and_si256(a, kept)), _mm256_cvtepi32_ps(_mm256_and_si256(b, kept)));
 }
 
-/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which `table` turns into an exponent. */
+/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_half(__m256i data, __m256i codes, const uint8_t *table, uint16_t *to) {
     __m256i upper = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
     __m256i lowest = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(table + 16)));

@@ -19,7 +19,7 @@ ALWAYS void transpose_words(const uint16_t *from, int64_t stride, uint32_t *to, 
     transpose((const float *)(const void *)from, stride / 2, (float *)(void *)to, step);
 }
 
-/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which `table` turns into an exponent. */
+/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
     __m512i upper = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
     __m512i lowest = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)(table + 16)));

@@ -36,7 +36,7 @@ ALWAYS floats four_bits(const uint8_t *words, const int at) {
     return y;
 }
 
-/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which `table` turns into an exponent. */
+/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
     uint8x16_t uppers = vld1q_u8(table), lowests = vld1q_u8(table + 16), sign = vdupq_n_u8(0x80);
     EACH {

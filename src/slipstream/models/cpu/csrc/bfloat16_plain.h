@@ -35,7 +35,7 @@ ALWAYS floats four_bits(const uint8_t *words, const int at) {
     return y;
 }
 
-/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which `table` turns into an exponent. */
+/* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
     for (int i = 0; i < 64; i++) {
         int lane = i / 16, within = i % 16, place = within / 8 * 32 + lane * 8 + within % 8, code = codes.v[i];

@@ -44,7 +44,7 @@ static void expand(const struct compressed_block *of, int first) {
 static void add_and_expand(int rows, const struct tokens *of, const uint16_t *block, int quads,
                            const struct compressed_block *next) {
     switch (rows) { EVERY_BESIDE(AND_EXPAND) }
-    expand(next, EXPANDS_BESIDE ? quads : 0);
+    expand(next, EXPANDED(rows, quads));
 }
 
 #define ONLY(rows) case rows: add(rows, of, block, quads, NULL); break

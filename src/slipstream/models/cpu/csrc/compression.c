@@ -39,14 +39,9 @@ static int choose_highest(const uint32_t seen[TALLIES][256]) {
     return highest;
 }
 
-/* The code of a weight; CODES if it is 0 or an exception. */
-static int code_of(uint16_t weight, int highest) {
-    int below = highest - exponent(weight);
-    return below >= 0 && below < CODES && exponent(weight) ? below : CODES;
-}
-
 static int is_exception(uint16_t weight, int highest) {
-    return code_of(weight, highest) == CODES && exponent(weight) != 0;
+    uint16_t below = (uint16_t)(highest - exponent(weight));
+    return (exponent(weight) != 0) & (below >= CODES);
 }
 
 struct matrix {
@@ -87,36 +82,48 @@ void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint
     for_each((outputs + PANEL - 1) / PANEL, 1, choose_of_panel, &matrix);
 }
 
-/* The weights of up to PAIRS pairs of inputs from `pair` on, each pair [64] in the order of its bytes; 0 past the last
- * output and input. */
-static void gather(const struct matrix *m, int64_t first, int64_t pair, uint16_t to[PAIRS][64]) {
-    int64_t count = least(PAIRS, m->inputs / 2 - pair);
-    memset(to, 0, PAIRS * sizeof *to);
-    for (int64_t output = 0; output < least(PANEL, m->outputs - first); output++) {
-        const uint16_t *from = m->weights + (first + output) * m->inputs + pair * 2;
-        int64_t place = output % 16 / 4 * 16 + output / 16 * 8 + output % 4 * 2;
-        for (int64_t i = 0; i < count; i++) memcpy(to[i] + place, from + i * 2, 4);
+/* PAIRS pairs of inputs of a panel: each [2 sides][16 outputs][2], the order of the expanded block. */
+union square {
+    float words[PAIRS][PANEL]; /* as `transpose` takes them */
+    uint16_t weights[PAIRS][64];
+};
+
+/* The weights from `pair` on; 0 past the last output and input. */
+static void gather(const struct matrix *m, int64_t first, int64_t pair, union square *to) {
+    int64_t count = least(PAIRS, m->inputs / 2 - pair), rows = least(PANEL, m->outputs - first), stride = m->inputs;
+    const uint16_t *from = m->weights + first * m->inputs + pair * 2;
+    uint16_t edge[PANEL][2 * PAIRS];
+    if (count < PAIRS || rows < PANEL) {
+        memset(edge, 0, sizeof edge);
+        for (int64_t row = 0; row < rows; row++) memcpy(edge[row], from + row * stride, count * 4);
+        from = edge[0], stride = 2 * PAIRS;
     }
+    for (int side = 0; side < 2; side++)
+        transpose((const float *)(const void *)(from + side * 16 * stride), stride / 2, to->words[0] + side * 16, PANEL);
 }
 
-/* Signs and mantissas of 64 weights and their codes; returns whether there are exceptions. */
+/* Signs and mantissas of 64 weights and their codes, in the order of the data; returns whether there are exceptions. */
 static int encode(const uint16_t weights[64], int highest, uint8_t *data, uint8_t codes[64]) {
-    uint8_t odd = 0;
+    uint8_t bytes_of[64], codes_of[64];
+    uint16_t odd = 0;
     for (int i = 0; i < 64; i++) {
-        data[i] = (uint8_t)((weights[i] >> 8 & 0x80) | (weights[i] & 0x7f));
-        codes[i] = (uint8_t)code_of(weights[i], highest);
-        odd |= (uint8_t)is_exception(weights[i], highest);
+        uint16_t own = weights[i] >> 7 & 0xff, below = (uint16_t)(highest - own);
+        uint16_t reached = (uint16_t)((below < CODES) & (own != 0));
+        codes_of[i] = (uint8_t)(reached ? below : CODES);
+        bytes_of[i] = (uint8_t)((weights[i] >> 8 & 0x80) | (weights[i] & 0x7f));
+        odd |= (uint16_t)((own != 0) & !reached);
+    }
+    for (int part = 0; part < 8; part++) { /* 4 outputs of one side, then of the other */
+        int place = part % 4 * 16 + part / 4 * 8;
+        memcpy(data + place, bytes_of + part * 8, 8), memcpy(codes + place, codes_of + part * 8, 8);
     }
     return odd;
 }
 
-/* Appends the exceptions of a pair of inputs to `next`, in the order of the expanded block. */
+/* Appends the exceptions of a pair of inputs to `next`. */
 static uint32_t *append_exceptions(const uint16_t weights[64], int highest, int64_t pair, uint32_t *next) {
-    for (int i = 0; i < 64; i++) {
-        int side = i / 32, word = i % 32; /* byte word / 8 * 16 + side * 8 + word % 8 */
-        uint16_t weight = weights[word / 8 * 16 + side * 8 + word % 8];
-        if (is_exception(weight, highest)) *next++ = (uint32_t)(pair % (BLOCK / 2) * 64 + i) << 16 | weight;
-    }
+    for (int i = 0; i < 64; i++)
+        if (is_exception(weights[i], highest)) *next++ = (uint32_t)(pair % (BLOCK / 2) * 64 + i) << 16 | weights[i];
     return next;
 }
 
@@ -125,14 +132,14 @@ static void compress_panel(int64_t panel, void *given) {
     int highest = m->tables[panel * 32] << 1 | m->tables[panel * 32 + 16] >> 7;
     uint32_t *next = m->exceptions + m->offsets[panel * m->blocks];
     for (int64_t pair = 0; pair < m->inputs / 2; pair += PAIRS) {
-        uint16_t weights[PAIRS][64];
-        gather(m, panel * PANEL, pair, weights);
+        union square square;
+        gather(m, panel * PANEL, pair, &square);
         uint8_t *quad = m->data + (panel * m->inputs / 4 + pair / 2) * QUAD;
         for (int64_t i = 0; i < least(PAIRS, m->inputs / 2 - pair); i += 2, quad += QUAD) {
             uint8_t codes[2][64];
             for (int64_t j = 0; j < 2; j++)
-                if (encode(weights[i + j], highest, quad + 64 * j, codes[j]))
-                    next = append_exceptions(weights[i + j], highest, pair + i + j, next);
+                if (encode(square.weights[i + j], highest, quad + 64 * j, codes[j]))
+                    next = append_exceptions(square.weights[i + j], highest, pair + i + j, next);
             for (int k = 0; k < 64; k++) quad[128 + k] = (uint8_t)(codes[0][k] | codes[1][k] << 4);
         }
     }

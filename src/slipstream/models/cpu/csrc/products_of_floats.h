@@ -3,8 +3,10 @@
 enum {
     ROWS = 6,      /* tokens whose sums are in registers */
     BOTH = 3,      /* tokens up to which those of all 32 outputs are, not of 16 after another */
-    BESIDE_MOST = ROWS, BESIDE_MANY = ROWS, EXPANDS_BESIDE = 0
+    BESIDE_MOST = ROWS, BESIDE_MANY = ROWS
 };
+/* How many quads of the next block have been expanded beside so many tokens. */
+#define EXPANDED(rows, quads) ((rows) <= BOTH ? (quads) : 0)
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6);
 #define EVERY_ROWS EVERY_BESIDE
 
@@ -27,7 +29,7 @@ struct tokens {
 
 /* Adds the products of `sides` times 16 outputs from number 16 * `side` on. */
 ALWAYS void add_sides(const int rows, const int side, const int sides, const struct tokens *of, const uint16_t *block,
-                      int quads) {
+                      int quads, const struct compressed_block *next) {
     floats sum[ROWS][2];
     #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
@@ -35,6 +37,7 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         for (int j = 0; j < sides; j++)
             sum[i][j] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
     for (int pair = 0; pair < 2 * quads; pair++) {
+        if (next && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
         #pragma GCC unroll 2
         for (int j = 0; j < sides; j++) {
             floats first, second;
@@ -53,14 +56,13 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         for (int j = 0; j < sides; j++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[i][j]);
 }
 
-/* Adds a block's products to the sums. `next` is expanded by itself. */
+/* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few, so that neither waits. */
 ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,
                 const struct compressed_block *next) {
-    (void)next;
     if (rows <= BOTH) {
-        add_sides(rows, 0, 2, of, block, quads);
+        add_sides(rows, 0, 2, of, block, quads, next);
     } else {
-        add_sides(rows, 0, 1, of, block, quads);
-        add_sides(rows, 1, 1, of, block, quads);
+        add_sides(rows, 0, 1, of, block, quads, NULL);
+        add_sides(rows, 1, 1, of, block, quads, NULL);
     }
 }

@@ -3,8 +3,9 @@
 enum {
     ROWS = 12,     /* tokens whose sums are in registers */
     BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is expanded: if that is all of them, and if not */
-    EXPANDS_BESIDE = 1
 };
+/* How many quads of the next block have been expanded beside so many tokens. */
+#define EXPANDED(rows, quads) (quads)
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6); of(7); of(8); of(9); of(10);
 #define EVERY_ROWS(of) EVERY_BESIDE(of) of(11); of(12);
 

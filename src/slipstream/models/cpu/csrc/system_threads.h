@@ -20,7 +20,6 @@ struct start {
 };
 
 #ifdef _WIN32
-#define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 
 typedef SRWLOCK system_lock;

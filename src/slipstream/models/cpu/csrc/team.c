@@ -1,4 +1,4 @@
-/* Teams by OpenMP's functions, looked up in the process, or by a pool of threads.
+/* Teams by OpenMP's functions, found in the process, or by a pool of threads.
  *
  * A thread of the pool that has nothing to do looks for work for a moment and then sleeps. While one caller uses the
  * pool, others compute alone.
