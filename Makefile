@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist 
 # Other projects that tests and benchmarks run, each in an environment of its own.
 CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
 
-.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clients clean
+.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clients wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -29,8 +29,8 @@ test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow and not smollm2 and not models"
 
 check: $(STAMP)
-	@$(BIN)/ruff format --check src tests benchmarks examples
-	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check src tests benchmarks examples packaging
+	@$(BIN)/ruff check src tests benchmarks examples packaging
 	@$(BIN)/mypy
 
 # A tiny random model of every type that transformers calls a causal language model, two at a time.
@@ -62,6 +62,15 @@ clients: $(CLIENTS:%=.clients/%/.installed)
 	@.clients/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	@touch $@
 
+# Into dist/: wheels with the kernels compiled for four platforms, one without, and the source distribution.
+wheels: $(STAMP) .wheels/.installed
+	@$(BIN)/python packaging/build_wheels.py --tools .wheels/bin/python
+
+.wheels/.installed: packaging/requirements.txt
+	@test -x .wheels/bin/python || $(PYTHON) -m venv .wheels
+	@.wheels/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (once) ..."
@@ -69,4 +78,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf .venv .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients .wheels build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

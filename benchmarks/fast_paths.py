@@ -26,7 +26,8 @@ from terminal import JsonFile, console, run
 
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import set_attended_lengths
-from slipstream.models.cpu.kernel_build import SWITCH, kernels
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_build import SWITCH
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
@@ -54,7 +55,7 @@ def main(
         raise typer.BadParameter(f"--context {context}; allowed: from 0")
     if "compiled" in chosen and kernels() is None:
         chosen.remove("compiled")
-        console.print("no compiled kernels here: they need a C compiler and a processor with AVX-512 and bfloat16")
+        console.print("no compiled kernels here: they need a C compiler and a processor with AVX2")
     models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
     tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
     for way, loaded in models.items():

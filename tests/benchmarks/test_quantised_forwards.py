@@ -13,7 +13,7 @@ from quantised_files import SHAPE
 from tiny import fresh, tokenizer
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
 
 pytest.importorskip("gguf")

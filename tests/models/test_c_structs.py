@@ -28,14 +28,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_sizes_offsets_and_constants_are_those_of_the_compiler(library: ctypes.CDLL) -> None:
     check_layout(library)
     compiled = c_structs._compiled(library)
-    assert compiled["linear.data"] == 3 * ctypes.sizeof(ctypes.c_long) and compiled["QUAD"] == 192
+    assert compiled["linear.data"] == 3 * ctypes.sizeof(ctypes.c_int64) and compiled["QUAD"] == 192
     assert sum(name.startswith("layer.") for name in compiled) == len(MIRRORS["layer"]._fields_)
 
 
 class Longer(ctypes.Structure):
     """A field too many, at the end."""
 
-    _fields_ = [*LinearStruct._fields_, ("more", ctypes.c_long)]
+    _fields_ = [*LinearStruct._fields_, ("more", ctypes.c_int64)]
 
 
 class Swapped(ctypes.Structure):

@@ -12,26 +12,16 @@ from tiny import fast, fresh
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu import kernel_build as native
+from slipstream.models.cpu import bfloat16_kernels, kernel_build
+from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, recipe_of, variant_of
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.kernel_build import (
-    COMMON_FLAGS,
-    FLAGS,
-    INSTRUCTIONS,
-    SOURCES,
-    NoKernelsError,
-    Recipe,
-    built,
-    check_processor,
-    version,
-)
+from slipstream.models.cpu.instruction_sets import NoKernelsError
+from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, built
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
 
-needs_kernels = pytest.mark.skipif(
-    native.kernels() is None, reason="needs a C compiler and a processor with AVX-512 and bfloat16"
-)
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
 
 def layer(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:
@@ -44,7 +34,7 @@ def layer(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn
 
 
 def compressed(linear: nn.Linear) -> CompressedLinear:
-    return CompressedLinear(linear, native.kernels())
+    return CompressedLinear(linear, kernels())
 
 
 def tokens(count: int, inputs: int, seed: int = 1) -> Tensor:
@@ -138,35 +128,48 @@ def test_a_model_gives_its_own_logits() -> None:
     assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
-FOUND = "flags\t\t: fpu " + " ".join(INSTRUCTIONS)
+FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512"])
+PLAIN = recipe_of("plain")
+
+
+@pytest.mark.parametrize(
+    ("description", "wanted", "variant"),
+    [
+        (FOUND, None, "avx512"),
+        (FOUND, "avx2", "avx2"),
+        (FOUND.replace("avx512_bf16", ""), None, "avx2"),
+        (FOUND.replace("avx512_bf16", ""), "avx512", "avx2"),
+        (FOUND + " avx_vnni", "avxvnni", "avx2"),
+        ("Features : fp asimd asimddp", None, "neon"),
+        (FOUND + " amx_bf16", "avx512", "avx512"),
+        (FOUND, "plain", "plain"),
+    ],
+)
+def test_the_best_variant_is_chosen(description: str, wanted: str | None, variant: str) -> None:
+    assert variant_of(parse(description), wanted) == variant
 
 
 @pytest.mark.parametrize(
     ("description", "reason"),
-    [
-        ("", "a processor with avx512f"),
-        (FOUND.replace("avx512_bf16", "avx512_vnni"), "a processor with avx512_bf16"),
-        (FOUND + " amx_bf16 amx_tile", "AMX"),
-    ],
+    [("", "AVX2, FMA and F16C"), ("flags: fpu avx512f avx512bw", "AVX2"), (FOUND + " amx_bf16 amx_tile", "AMX")],
 )
 def test_other_processors_are_told_apart(description: str, reason: str) -> None:
-    check_processor(parse("processor: 0\n" + FOUND + "\n"))
     with pytest.raises(NoKernelsError, match=reason):
-        check_processor(parse(description))
+        variant_of(parse(description), None)
 
 
 def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
     with pytest.raises(NoKernelsError, match=r"no C compiler \(no-such-compiler\)"):
-        built(tmp_path, {"CC": "no-such-compiler"})
+        built(tmp_path, {"CC": "no-such-compiler"}, PLAIN)
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     """Two short files of C in the place of the kernels, which take seconds to compile."""
-    (tmp_path / "csrc").mkdir()
-    for number, name in enumerate(("one", "two"), 1):
-        (tmp_path / "csrc" / f"{name}.c").write_text(f"int {name}(void) {{ return {number}; }}\n")
-    return Recipe(tmp_path / "csrc", COMMON_FLAGS)
+    sources = tuple(tmp_path / f"{name}.c" for name in ("one", "two"))
+    for number, source in enumerate(sources, 1):
+        source.write_text(f"int {source.stem}(void) {{ return {number}; }}\n")
+    return Recipe("short", sources, COMMON_FLAGS)
 
 
 @needs_kernels
@@ -181,7 +184,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
     compiler.write_text("#!/bin/sh\necho 'cannot compile this' >&2\nexit 3\n")
     compiler.chmod(0o755)
     with pytest.raises(NoKernelsError, match="broken failed: cannot compile this"):
-        built(tmp_path / "cache", {"CC": str(compiler)})
+        built(tmp_path / "cache", {"CC": str(compiler)}, PLAIN)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -189,18 +192,13 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
 def test_the_library_is_compiled_once(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     made = built(cache, {}, recipe)
-    monkeypatch.setattr(native, "_run", lambda command: pytest.fail("compiled again"))
+    monkeypatch.setattr(kernel_build, "_run", lambda command: pytest.fail("compiled again"))
     assert built(cache, {}, recipe) == made and list(cache.iterdir()) == [made]
     with pytest.raises(pytest.fail.Exception):
         built(cache, {}, replace(recipe, flags=(*recipe.flags, "-g")))
-    (recipe.sources / "two.c").write_text("int two(void) { return 3; }\n")
+    recipe.sources[1].write_text("int two(void) { return 3; }\n")
     with pytest.raises(pytest.fail.Exception):
         built(cache, {}, recipe)
-
-
-def test_by_default_the_kernels_for_bfloat16_are_compiled() -> None:
-    recipe = Recipe(SOURCES, FLAGS)
-    assert version("gcc") == version("gcc", recipe=recipe) != version("gcc", recipe=replace(recipe, flags=()))
 
 
 @pytest.mark.parametrize(
@@ -211,15 +209,15 @@ def test_without_kernels_a_warning_says_why_once_where_that_is_slower(
 ) -> None:
     warn_slower.cache_clear()
     caplog.set_level("INFO", "slipstream")
-    monkeypatch.setattr(native, "processor", lambda: parse(found))
+    monkeypatch.setattr(bfloat16_kernels, "processor", lambda: parse(found))
     for _ in range(2):
-        assert native._library.__wrapped__() is None
+        assert bfloat16_kernels.kernels_for.__wrapped__(None) is None
     reasons = [
         r.getMessage() for r in caplog.records if "PyTorch's kernels are used, not Slipstream's own" in r.message
     ]
     assert {record.levelname for record in caplog.records} == {level}
     assert len(reasons) == (1 if level == "WARNING" else 2)
-    assert ("a processor with avx512f" if level == "WARNING" else "AMX") in reasons[0]
+    assert ("a processor with AVX2" if level == "WARNING" else "AMX") in reasons[0]
 
 
 def test_models_that_need_no_kernels_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,8 +227,8 @@ def test_models_that_need_no_kernels_say_nothing(caplog: pytest.LogCaptureFixtur
 
 
 def test_they_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "off")
-    assert native.kernels() is None and type(compressed_or_packed(layer(64, 64))) is PackedLinear
-    monkeypatch.setenv(native.SWITCH, "maybe")
+    monkeypatch.setenv(SWITCH, "off")
+    assert kernels() is None and type(compressed_or_packed(layer(64, 64))) is PackedLinear
+    monkeypatch.setenv(SWITCH, "maybe")
     with pytest.raises(UsageError, match="SLIPSTREAM_KERNELS='maybe'; allowed: 'on' or 'off'"):
-        native.kernels()
+        kernels()

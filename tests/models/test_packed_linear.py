@@ -52,12 +52,26 @@ def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
     has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fresh("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(packed_linear, "kernels", lambda: None)
     assert unsupported(model) is None
     monkeypatch.setattr(packed_linear, "_memory", lambda: 1000)
     reason = unsupported(model)
     assert (reason is None) == has_bf16
     assert reason is None or "float32 copies of the weights would take" in reason
     assert unsupported(fresh("llama")) is None  # float32 weights are packed, not copied to another type
+
+
+def test_own_kernels_need_neither_copies_nor_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = fresh("llama", dtype=torch.bfloat16), torch.ones(2, 96).bfloat16()
+    monkeypatch.setattr(packed_linear, "_has_bf16", lambda: False)
+    monkeypatch.setattr(packed_linear, "_memory", lambda: 1000)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(packed_linear, "kernels", lambda: None)
+    assert unsupported(model) == "this PyTorch has no oneDNN"
+    monkeypatch.setattr(packed_linear, "kernels", object)
+    assert unsupported(model) is None and unsupported(fresh("llama")) is not None
+    with torch.inference_mode():
+        assert torch.equal(PackedLinear(layer(torch.bfloat16, True), WIDTH)(x), layer(torch.bfloat16, True)(x))
 
 
 def test_a_packed_bfloat16_model_gives_its_own_logits(has_bf16: bool) -> None:

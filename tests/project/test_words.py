@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KINDS = {".py", ".md", ".c", ".h", ".ipynb", ".toml"}
-AREAS = ("src", "docs", "examples", "benchmarks", "tests", "README.md", "Makefile", "pyproject.toml")
+AREAS = ("src", "docs", "examples", "benchmarks", "tests", "packaging", "README.md", "Makefile", "pyproject.toml")
 FILES = sorted(
     path
     for area in AREAS
@@ -118,6 +118,6 @@ MADE = {"runs.jsonl", "predictions.json", "slipstream.json", "tune.json", "vllm.
 
 @pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    here = [str(path.relative_to(ROOT)) for area in AREAS[:5] for path in (ROOT / area).rglob("*")]
+    here = [str(path.relative_to(ROOT)) for area in AREAS[:6] for path in (ROOT / area).rglob("*")]
     named = {one or two for one, two in NAMED.findall(page.read_text())} - MADE
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []

@@ -1,5 +1,5 @@
 /* Calls every kernel on buffers of exactly the size it needs, for a build with sanitizers: ends with 0 if none complains.
- */
+ * Prints a checksum of every result, which all sets of instructions must agree on. */
 #include "blocks.h"
 
 #include <stdio.h>
@@ -7,7 +7,7 @@
 
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
-void whole_float_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
+void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
 int64_t float_scratch(const struct float_layer *layer, int64_t tokens);
 
@@ -59,6 +59,13 @@ static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outpu
 
 static int wrong = 0;
 
+/* FNV-1a of some bytes, in a line of its own. */
+static void print_checksum(const char *of, int64_t format, int64_t planes, int64_t count, const void *data, int64_t size) {
+    uint64_t sum = 14695981039346656037u;
+    for (int64_t i = 0; i < size; i++) sum = (sum ^ ((const uint8_t *)data)[i]) * 1099511628211u;
+    printf("%s %d %d %d %016llx\n", of, (int)format, (int)planes, (int)count, (unsigned long long)sum);
+}
+
 static void exercise_linear(const struct block_linear *w, int64_t planes) {
     for (int64_t tokens = 1; tokens <= 19; tokens++) {
         float *x = numbers(tokens * w->inputs, 3), *out = malloc(tokens * w->outputs * sizeof *out);
@@ -68,6 +75,7 @@ static void exercise_linear(const struct block_linear *w, int64_t planes) {
         uint8_t *one = malloc(activation_bytes(w->inputs, 1, planes));
         multiply_blocks(w, x + (tokens - 1) * w->inputs, 1, planes, alone, one);
         if (memcmp(alone, out + (tokens - 1) * w->outputs, w->outputs * sizeof *out)) wrong++;
+        print_checksum("product", w->parts->format, planes, tokens, out, tokens * w->outputs * sizeof *out);
         free(x), free(out), free(alone), free(space), free(one);
     }
 }
@@ -76,6 +84,7 @@ static void exercise_rows(const struct block_part *part, int64_t inputs) {
     int64_t outputs[] = {0, part->outputs - 1};
     float *to = malloc(2 * inputs * sizeof *to);
     unpack_rows(part, inputs, outputs, 2, to);
+    print_checksum("rows", part->format, 0, 2, to, 2 * inputs * sizeof *to);
     free(to);
 }
 
@@ -100,8 +109,9 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes) {
     struct float_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
     float *x = numbers(tokens * hidden, 1), *out = malloc(tokens * hidden * sizeof *out);
     float *angles = numbers(tokens * size, 1), *space = malloc(float_scratch(&layer, tokens) * sizeof *space);
-    whole_float_layer(&layer, &m, x, tokens, angles, angles, out, space);
+    whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
     for (int64_t i = 0; i < tokens * hidden; i++) wrong += !isfinite(out[i]);
+    print_checksum("layer", size, planes, window, out, tokens * hidden * sizeof *out);
     free(norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
     for (int i = 0; i < 4; i++) free((void *)parts[i].data);
 }

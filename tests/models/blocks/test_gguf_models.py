@@ -12,9 +12,9 @@ from gguf_files import write_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
+from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 from slipstream.models.hf import gguf_loading

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf import gguf_loading
 from slipstream.models.hf.model_files import embedded_model

@@ -16,7 +16,7 @@ from stateful import make_model
 
 from slipstream import SpeculativeDecoder, custom_generate
 from slipstream.errors import UsageError
-from slipstream.models.cpu.kernel_build import kernels
+from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.recurrent.recurrence import Segment
 from slipstream.models.hf.recurrent.states import RecurrentStates

@@ -36,7 +36,7 @@ class BlockLayerOps(LayerCalls):
         self._attends = ops.size <= LARGEST_HEAD and ops.heads <= MOST_REPEATS * ops.key_heads
         library = self._library
         functions = LayerFunctions(
-            library.project_heads, library.feed_forward, library.whole_float_layer, FloatCacheStruct
+            library.project_qkv_rope, library.residual_mlp, library.whole_layer, FloatCacheStruct
         )
         super().__init__(ops, functions, layer, alone=True)
 

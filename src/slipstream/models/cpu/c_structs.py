@@ -9,6 +9,7 @@ from slipstream.errors import SlipstreamError
 
 LANES = 16  # numbers that the kernels take at a time
 PANEL, BLOCK, QUAD = 32, 128, 192  # outputs, inputs and bytes of weights in 12 bits
+SPACE = 3  # bfloat16 numbers of space per input of a product
 GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
@@ -18,7 +19,7 @@ class LinearStruct(ctypes.Structure):
     """`struct linear`."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("data", "tables", "offsets", "exceptions", "bias")),
     ]
 
@@ -36,7 +37,7 @@ class LayerStruct(ctypes.Structure):
         *((name, LinearStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, NormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
         *((name, NormStruct) for name in ("before_feed_forward", "after_feed_forward")),
-        *((name, ctypes.c_long) for name in ("hidden", "inner", "heads", "key_heads", "size")),
+        *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")),
         *((name, ctypes.c_float) for name in ("slope", "cubic")),
     ]
 
@@ -46,7 +47,7 @@ class CacheStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_long) for name in ("length", "window")),
+        *((name, ctypes.c_int64) for name in ("length", "window")),
         ("scaling", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths")),
     ]
@@ -57,8 +58,8 @@ class RecurrenceStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "rate", "shift", "skip")),
-        *((name, ctypes.c_long) for name in ("channels", "taps", "inputs", "heads", "key_heads", "key_size")),
-        *((name, ctypes.c_long) for name in ("value_size", "queries", "keys", "values", "ring")),
+        *((name, ctypes.c_int64) for name in ("channels", "taps", "inputs", "heads", "key_heads", "key_size")),
+        *((name, ctypes.c_int64) for name in ("value_size", "queries", "keys", "values", "ring")),
         *((name, ctypes.c_int32) for name in ("corrects", "normalised", "is_float")),
     ]
 
@@ -84,6 +85,7 @@ CONSTANTS: Mapping[str, int] = {
     "QUAD": QUAD,
     "GROUP": GROUP,
     "RECORD": RECORD,
+    "SPACE": SPACE,
     "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
     "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
     "MAX_STATE": MAX_STATE,
@@ -94,7 +96,7 @@ CONSTANTS: Mapping[str, int] = {
 class _Entry(ctypes.Structure):
     """`struct entry` of layout.c."""
 
-    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_long)]
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_int64)]
 
 
 def check_layout(

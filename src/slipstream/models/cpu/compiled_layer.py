@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_SHARED_HEADS, CacheStruct, LayerStruct, NormStruct
 from slipstream.models.cpu.compressed_linear import CompressedLinear, KernelLinear
-from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.layer_calls import MANY, LayerCalls, LayerFunctions
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower

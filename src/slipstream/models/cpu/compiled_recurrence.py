@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
-from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.cpu.kernel_build import address
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.recurrent.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
 
@@ -48,7 +49,7 @@ class CompiledRecurrence:
         given = (SegmentStruct * len(segments))(
             *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)
         )
-        before = ctypes.byref(self._struct), given, ctypes.c_long(len(segments))
+        before = ctypes.byref(self._struct), given, ctypes.c_int64(len(segments))
         tensors = (rows, memory.inputs, memory.states, out)
         self._advance(*before, *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
         return out

@@ -1,4 +1,4 @@
-"""Linear layers whose bfloat16 weights take 12 bits each, without loss, for processors with AVX-512 and bfloat16.
+"""Linear layers whose bfloat16 weights take 12 bits each, without loss.
 
 A forward of few tokens takes as long as reading its weights, so a quarter less to read is a quarter less time. No
 weight changes: `csrc/compression.c` says how. The specification of a compressed layer is the `nn.Linear` it replaces.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.c_structs import BLOCK, PANEL, QUAD, LinearStruct
-from slipstream.models.cpu.kernel_build import address, kernels
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.c_structs import BLOCK, PANEL, QUAD, SPACE, LinearStruct
+from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.packed_linear import packed
 
 WORTH = 1 / 64  # share of exceptions above which a weight is packed instead
@@ -45,9 +46,9 @@ class KernelLinear(nn.Module):
         rows = x.contiguous()
         out = rows.new_empty(*x.shape[:-1], self.out_features)
         count = rows.numel() // self.in_features
-        space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK)
+        space = rows.new_empty(-(-self.in_features // BLOCK) * count * BLOCK * SPACE)
         weights = ctypes.byref(self.weights)
-        self._multiply(weights, _pointer(rows), ctypes.c_long(count), _pointer(out), _pointer(space))
+        self._multiply(weights, _pointer(rows), ctypes.c_int64(count), _pointer(out), _pointer(space))
         return out
 
 
@@ -61,7 +62,7 @@ class CompressedLinear(KernelLinear):
         weight = linear.weight.detach().contiguous()
         panels, blocks = -(-self.out_features // PANEL), -(-self.in_features // BLOCK)
         tables, counts = torch.empty(panels, 32, dtype=torch.uint8), torch.empty(panels * blocks, dtype=torch.int32)
-        source = _pointer(weight), ctypes.c_long(self.out_features), ctypes.c_long(self.in_features)
+        source = _pointer(weight), ctypes.c_int64(self.out_features), ctypes.c_int64(self.in_features)
         library.choose_codes(*source, _pointer(tables), _pointer(counts))
         offsets = torch.zeros(panels * blocks + 1, dtype=torch.int32)
         torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])

@@ -1,8 +1,8 @@
-"""Slipstream's own kernels, compiled on the user's machine when first needed and saved in the cache folder.
+"""Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
 
-They need a compiler and a processor with the instructions they are written for. Where either is missing, PyTorch's
-kernels are used and a warning says why; SLIPSTREAM_KERNELS=off in the environment does so without a warning. They use
-the OpenMP that PyTorch has loaded, so that both share one set of threads.
+A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed. Without either, or on a
+processor without the instructions that the kernels are written for, PyTorch's kernels are used and a warning says why;
+SLIPSTREAM_KERNELS=off in the environment does so without a warning.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +22,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.cpu.c_structs import check_layout
-from slipstream.models.cpu.processor import Processor, processor
-from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.cpu.instruction_sets import NoKernelsError
 
 log = logging.getLogger("slipstream")
 
-SOURCES = Path(__file__).with_name("csrc")
-INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("prebuilt")
 # no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
-COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
-FLAGS = (
-    *COMMON_FLAGS,
-    *("-m" + name.replace("_", "") for name in INSTRUCTIONS),
-)
+COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
+LIBRARIES = ("-lpthread", "-ldl", "-lm")
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
 SWITCH = "SLIPSTREAM_KERNELS"
-
-
-class NoKernelsError(Exception):
-    """Why the kernels cannot be used here. slower: whether PyTorch's are slower."""
-
-    def __init__(self, reason: str, slower: bool = True) -> None:
-        super().__init__(reason)
-        self.slower = slower
 
 
 def switched_on() -> bool:
@@ -58,82 +47,91 @@ def switched_on() -> bool:
     return switch == "on"
 
 
-def kernels() -> ctypes.CDLL | None:
-    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
-    return _library() if switched_on() else None
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        check_processor(processor())
-        library = ctypes.CDLL(str(built(cache_folder() / "kernels", os.environ)))
-    except (NoKernelsError, OSError) as error:
-        reason = f"PyTorch's kernels are used, not Slipstream's own: {error}"
-        if isinstance(error, NoKernelsError) and not error.slower:
-            log.info(reason)
-        else:
-            warn_slower(reason)
-        return None
-    check_layout(library)
-    library.scratch_per_token.restype = ctypes.c_long
-    return library
-
-
 def address(tensor: Tensor | None) -> int | None:
     """Where a tensor's numbers begin."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def check_processor(processor: Processor) -> None:
-    """Raise unless the processor has the instructions, and no better ones."""
-    if missing := [name for name in INSTRUCTIONS if name not in processor.flags]:
-        raise NoKernelsError(f"they need a processor with {missing[0]}")
-    if "amx_bf16" in processor.flags:
-        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN uses", slower=False)
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What is compiled to one library, and how. sources: the folder of its C files."""
+    """What is compiled to one library, and how. name: the library's; sources: its C files."""
 
-    sources: Path
+    name: str
+    sources: tuple[Path, ...]
     flags: tuple[str, ...]
 
+    @property
+    def headers(self) -> tuple[Path, ...]:
+        """All headers: those that the sources include are among them."""
+        return tuple(sorted(SOURCES.rglob("*.h")))
 
-def built(folder: Path, environment: Mapping[str, str], recipe: Recipe | None = None) -> Path:
-    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc.
 
-    recipe: by default that of the kernels for bfloat16.
+def library_file(recipe: Recipe) -> Path:
+    """The compiled library: the prebuilt one if it is of these sources, else compiled here.
+
+    Raises `NoKernelsError` where neither can be had.
     """
-    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
+    name = prebuilt_name(recipe, sys.platform)
+    if (PREBUILT / name).exists():
+        return PREBUILT / name
+    if others := sorted(PREBUILT.glob(f"{recipe.name}-*")):
+        log.info("%s was built of other sources: the kernels are compiled", others[0].name)
+    return built(cache_folder() / "kernels", os.environ, recipe)
+
+
+def prebuilt_name(recipe: Recipe, platform: str) -> str:
+    """The name of a prebuilt library, which tells its sources. platform: as `sys.platform`."""
+    return f"{recipe.name}-{_digest(recipe)}{SUFFIX.get(platform, '.so')}"
+
+
+def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
+    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
     candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
     compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
         raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
-    sources = sorted(recipe.sources.glob("*.c"))
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             linked = Path(scratch) / "library.so"
-            objects = [f"{scratch}/{source.stem}.o" for source in sources]
-            commands = [
-                [*compiler, *recipe.flags, "-c", str(source), "-o", made]
-                for source, made in zip(sources, objects, strict=True)
-            ]
-            with ThreadPoolExecutor(os.cpu_count()) as compilers:
-                list(compilers.map(_run, commands))
-            _run([*compiler, "-shared", *objects, "-o", str(linked)])  # OpenMP is PyTorch's
+            compile_library(compiler, recipe, linked)
             linked.rename(library)
     return library
 
 
-def version(*compiler: str, recipe: Recipe | None = None) -> str:
+def compile_library(compiler: list[str], recipe: Recipe, library: Path, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Compile and link a library. Raises `NoKernelsError` with the compiler's first line where it fails."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [f"{scratch}/{source.stem}.o" for source in recipe.sources]
+        commands = [
+            [*compiler, *recipe.flags, "-c", str(source), "-o", made]
+            for source, made in zip(recipe.sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            list(compilers.map(_run, commands))
+        _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
+
+
+def version(*compiler: str, recipe: Recipe) -> str:
     """A name for these kernels: a digest of their source and of the way they are compiled."""
-    recipe = Recipe(SOURCES, FLAGS) if recipe is None else recipe
-    texts = [path.read_text() for path in sorted(recipe.sources.glob("*.[ch]"))]
-    return "kernels-" + hashlib.sha256("\0".join((*texts, *compiler, *recipe.flags)).encode()).hexdigest()[:16]
+    return f"kernels-{_digest(recipe, *compiler)}"
+
+
+def _digest(recipe: Recipe, *compiler: str) -> str:
+    texts = [path.read_text(encoding="utf-8") for path in (*recipe.sources, *recipe.headers)]
+    return hashlib.sha256("\0".join((*texts, *compiler, *recipe.flags)).encode()).hexdigest()[:16]
+
+
+@cache
+def loaded(recipe: Recipe) -> ctypes.CDLL:
+    """The library, ready to compute with as many threads as PyTorch. Raises `NoKernelsError`."""
+    try:
+        library = ctypes.CDLL(str(library_file(recipe)))
+    except OSError as error:
+        raise NoKernelsError(str(error)) from error
+    library.set_pool_threads(ctypes.c_int64(torch.get_num_threads()))
+    return library
 
 
 def _run(command: list[str]) -> None:

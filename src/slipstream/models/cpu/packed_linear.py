@@ -3,8 +3,9 @@
 These are the operators PyTorch's own CPU freezing uses. A forward of a few tokens then reads its weights at memory
 speed. The specification of a packed layer is the `nn.Linear` it replaces.
 
-Processors without bfloat16 instructions (AVX2 only) multiply packed float32 copies of bfloat16 weights: the same
-weights and sums of higher precision, at twice the memory. PyTorch's own bfloat16 products take several times as long.
+Without bfloat16 instructions and without Slipstream's own kernels, packed float32 copies of bfloat16 weights are
+multiplied: the same weights and sums of higher precision, at twice the memory. PyTorch's own bfloat16 products take
+several times as long.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.bfloat16_kernels import kernels
+
 WIDTH = 4  # tokens for whose number the layout is chosen
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight exists in packed form only."""
+    """An `nn.Linear` whose weight exists in packed form only; as it was where PyTorch has no oneDNN."""
 
     def __init__(self, linear: nn.Linear, width: int) -> None:
         super().__init__()
@@ -31,10 +34,14 @@ class PackedLinear(nn.Module):
         self._computed = torch.float32 if needs_float32(weight.dtype) else weight.dtype
         self._bias = None if self.bias is None else self.bias.detach().to(self._computed)
         # the layout is chosen for inputs of about `width` tokens and serves any number
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._computed), width)
+        self._plain = None if torch.backends.mkldnn.is_available() else weight
+        if self._plain is None:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._computed), width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
+        if self._plain is not None:
+            return nn.functional.linear(x, self._plain, self.bias)
         x = x.to(self._computed)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out.to(self._dtype)
@@ -42,7 +49,7 @@ class PackedLinear(nn.Module):
 
 def needs_float32(dtype: torch.dtype) -> bool:
     """Whether weights of this type are packed as float32, because oneDNN has no kernels for them here."""
-    return dtype == torch.bfloat16 and not _has_bf16()
+    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and not _has_bf16()
 
 
 def _has_bf16() -> bool:
@@ -56,7 +63,8 @@ def _memory() -> int:
 
 def unsupported(model: Any) -> str | None:
     """Why a model cannot be packed, or None if it can."""
-    if not torch.backends.mkldnn.is_available():
+    own = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
+    if not torch.backends.mkldnn.is_available() and not own:
         return "this PyTorch has no oneDNN"
     if next(model.parameters()).device.type != "cpu":
         return "packing is for CPU"
@@ -67,7 +75,7 @@ def unsupported(model: Any) -> str | None:
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if not linears:
         return "the model has no nn.Linear"
-    if needs_float32(model.dtype):
+    if needs_float32(model.dtype) and not own:
         copies = 4 * sum(linear.weight.numel() for linear in linears)
         memory = _memory()
         if copies > SHARE * memory:

@@ -1,30 +1,68 @@
-"""What the operating system says of the processor: its model name and its instruction sets."""
+"""What the operating system or the processor says of itself: its model name and its instruction sets.
+
+Linux tells in /proc/cpuinfo, macOS by sysctl. On Windows a function of the prebuilt kernels asks the processor.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+DETECTION = Path(__file__).with_name("prebuilt")  # of csrc/detection/, where a wheel has it
+OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """model_name: empty where it is not known; flags: instruction sets, none where they are not known."""
+    """model_name: empty where it is not known; flags: instruction sets that programs may use, by Linux's names, none
+    where they are not known."""
 
     model_name: str = ""
     flags: frozenset[str] = frozenset()
 
 
 def processor(file: Path = CPU_INFO) -> Processor:
-    """The first processor of this machine. Only Linux tells, in /proc/cpuinfo."""
-    return parse(file.read_text(errors="replace")) if file.exists() else Processor()
+    """The first processor of this machine."""
+    if file.exists():
+        return parse(file.read_text(errors="replace"))
+    return elsewhere(sys.platform)
 
 
 def parse(text: str) -> Processor:
-    """text: what /proc/cpuinfo holds."""
+    """text: what /proc/cpuinfo holds, of x86 (flags) or ARM (Features)."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    return Processor(fields.get("model name", ""), frozenset(fields.get("flags", "").split()))
+    flags = fields.get("flags") or fields.get("Features", "")
+    return Processor(fields.get("model name", ""), frozenset(flags.split()))
+
+
+@cache
+def elsewhere(platform: str) -> Processor:
+    """Where there is no /proc/cpuinfo. platform: as `sys.platform`."""
+    if platform == "darwin":
+        library = ctypes.CDLL(None)
+        flags = frozenset(flag for name, flag in OF_APPLE.items() if _sysctl(library, name)[:1] == b"\1")
+        return Processor(_sysctl(library, "machdep.cpu.brand_string").rstrip(b"\0").decode(), flags)
+    library_file = next(DETECTION.glob("detection-*"), None)
+    return Processor() if library_file is None else asked(ctypes.CDLL(str(library_file)))
+
+
+def asked(library: ctypes.CDLL) -> Processor:
+    """What the processor says of itself. library: of csrc/detection/."""
+    name, flags = ctypes.create_string_buffer(64), ctypes.create_string_buffer(256)
+    library.describe_processor(name, flags)
+    return Processor(name.value.decode(errors="replace").strip(), frozenset(flags.value.decode().split()))
+
+
+def _sysctl(library: ctypes.CDLL, name: str) -> bytes:
+    """A value of macOS's sysctl; empty if there is none of this name."""
+    value = ctypes.create_string_buffer(256)
+    size = ctypes.c_size_t(len(value))
+    failed = library.sysctlbyname(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return b"" if failed else value.raw[: size.value]

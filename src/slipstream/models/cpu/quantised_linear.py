@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import GROUP
 from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.kernel_build import kernels
 from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, pack
 from slipstream.models.cpu.processor import processor
 

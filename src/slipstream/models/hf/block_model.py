@@ -17,7 +17,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
-from slipstream.models.cpu.kernel_build import NoKernelsError
+from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.hf.weights import READER_ERRORS, quietly

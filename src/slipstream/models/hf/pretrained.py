@@ -12,11 +12,11 @@ from weakref import WeakSet
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.bfloat16_kernels import bfloat16_version
 from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.block_structs import INPUTS
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.kernel_build import version
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
@@ -204,7 +204,7 @@ def _fingerprint(backend: AnyBackend, packed: bool) -> str:
     model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
-    exact = f"{version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    exact = f"{bfloat16_version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
     if arithmetic := arithmetic_of(model):
         exact = f"{block_version()} {arithmetic} "
     fused = "fused " if any(is_fused(module) for module in model.modules()) else ""

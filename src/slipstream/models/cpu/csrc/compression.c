@@ -19,8 +19,8 @@ enum {
 static int exponent(uint16_t weight) { return weight >> 7 & 0xff; }
 
 /* How often each exponent occurs among `count` weights. */
-static void tally(const uint16_t *weights, long count, uint32_t seen[TALLIES][256]) {
-    long i = 0;
+static void tally(const uint16_t *weights, int64_t count, uint32_t seen[TALLIES][256]) {
+    int64_t i = 0;
     for (; i + TALLIES <= count; i += TALLIES)
         for (int j = 0; j < TALLIES; j++) seen[j][exponent(weights[i + j])]++;
     for (; i < count; i++) seen[0][exponent(weights[i])]++;
@@ -28,108 +28,127 @@ static void tally(const uint16_t *weights, long count, uint32_t seen[TALLIES][25
 
 /* The largest of the neighbouring exponents that most weights have. */
 static int choose_highest(const uint32_t seen[TALLIES][256]) {
-    long total[256], most = -1;
+    int64_t total[256], most = -1;
     int highest = CODES;
-    for (int i = 0; i < 256; i++) total[i] = (long)seen[0][i] + seen[1][i] + seen[2][i] + seen[3][i];
+    for (int i = 0; i < 256; i++) total[i] = (int64_t)seen[0][i] + seen[1][i] + seen[2][i] + seen[3][i];
     for (int top = CODES; top < 256; top++) {
-        long reached = 0;
+        int64_t reached = 0;
         for (int code = 0; code < CODES; code++) reached += total[top - code];
         if (reached > most) most = reached, highest = top;
     }
     return highest;
 }
 
-/* Which of 32 weights are exceptions, and in codes [32] the code of each. */
-static inline __mmask32 encode(__m512i weights, int highest, __m512i *codes) {
-    __m512i exponents = _mm512_and_si512(_mm512_srli_epi16(weights, 7), _mm512_set1_epi16(0xff));
-    __m512i below = _mm512_sub_epi16(_mm512_set1_epi16((short)highest), exponents), none = _mm512_set1_epi16(CODES);
-    __mmask32 nonzero = _mm512_test_epi16_mask(exponents, exponents);
-    __mmask32 reached = _mm512_mask_cmplt_epu16_mask(nonzero, below, none);
-    *codes = _mm512_mask_blend_epi16(reached, none, below);
-    return nonzero & ~reached;
+static int is_exception(uint16_t weight, int highest) {
+    uint16_t below = (uint16_t)(highest - exponent(weight));
+    return (exponent(weight) != 0) & (below >= CODES);
+}
+
+struct matrix {
+    const uint16_t *weights;
+    int64_t outputs, inputs, blocks;
+    uint8_t *tables;
+    int32_t *counts;
+    const int32_t *offsets;
+    uint8_t *data;
+    uint32_t *exceptions;
+};
+
+static void choose_of_panel(int64_t panel, void *given) {
+    const struct matrix *m = given;
+    uint32_t seen[TALLIES][256] = {0};
+    int64_t first = panel * PANEL, last = least(m->outputs, first + PANEL);
+    tally(m->weights + first * m->inputs, (last - first) * m->inputs, seen);
+    int highest = choose_highest((const uint32_t(*)[256])seen);
+    for (int code = 0; code <= CODES; code++) {
+        int stands_for = code < CODES ? highest - code : 0;
+        m->tables[panel * 32 + code] = (uint8_t)(stands_for >> 1);
+        m->tables[panel * 32 + 16 + code] = (uint8_t)(stands_for << 7);
+    }
+    for (int64_t block = 0; block < m->blocks; block++) {
+        int64_t end = least(m->inputs, (block + 1) * BLOCK);
+        int32_t count = 0;
+        for (int64_t output = first; output < last; output++) {
+            const uint16_t *row = m->weights + output * m->inputs;
+            for (int64_t input = block * BLOCK; input < end; input++) count += is_exception(row[input], highest);
+        }
+        m->counts[panel * m->blocks + block] = count;
+    }
 }
 
 /* tables of all panels, and in counts [panels * blocks] how many exceptions each block has. */
-void choose_codes(const uint16_t *weights, long outputs, long inputs, uint8_t *tables, int32_t *counts) {
-    long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
-    #pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < panels; panel++) {
-        uint32_t seen[TALLIES][256] = {0};
-        long first = panel * PANEL, last = min_long(outputs, first + PANEL);
-        tally(weights + first * inputs, (last - first) * inputs, seen);
-        int highest = choose_highest((const uint32_t(*)[256])seen);
-        for (int code = 0; code <= CODES; code++) {
-            int stands_for = code < CODES ? highest - code : 0;
-            tables[panel * 32 + code] = (uint8_t)(stands_for >> 1);
-            tables[panel * 32 + 16 + code] = (uint8_t)(stands_for << 7);
-        }
-        memset(counts + panel * blocks, 0, blocks * sizeof *counts);
-        for (long output = first; output < last; output++)
-            for (long input = 0; input < inputs; input += 32) {
-                __mmask32 there = inputs - input >= 32 ? ~0u : (1u << (inputs - input)) - 1;
-                __m512i codes, some = _mm512_maskz_loadu_epi16(there, weights + output * inputs + input);
-                counts[panel * blocks + input / BLOCK] += __builtin_popcount(encode(some, highest, &codes));
-            }
+void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint8_t *tables, int32_t *counts) {
+    struct matrix matrix = {weights, outputs, inputs, (inputs + BLOCK - 1) / BLOCK, tables, .counts = counts};
+    for_each((outputs + PANEL - 1) / PANEL, 1, choose_of_panel, &matrix);
+}
+
+/* PAIRS pairs of inputs of a panel: each [2 sides][16 outputs][2], the order of the expanded block. */
+union square {
+    float words[PAIRS][PANEL]; /* as `transpose` takes them */
+    uint16_t weights[PAIRS][64];
+};
+
+/* The weights from `pair` on; 0 past the last output and input. */
+static void gather(const struct matrix *m, int64_t first, int64_t pair, union square *to) {
+    int64_t count = least(PAIRS, m->inputs / 2 - pair), rows = least(PANEL, m->outputs - first), stride = m->inputs;
+    const uint16_t *from = m->weights + first * m->inputs + pair * 2;
+    uint16_t edge[PANEL][2 * PAIRS];
+    if (count < PAIRS || rows < PANEL) {
+        memset(edge, 0, sizeof edge);
+        for (int64_t row = 0; row < rows; row++) memcpy(edge[row], from + row * stride, count * 4);
+        from = edge[0], stride = 2 * PAIRS;
     }
+    for (int side = 0; side < 2; side++)
+        transpose((const float *)(const void *)(from + side * 16 * stride), stride / 2, to->words[0] + side * 16, PANEL);
 }
 
-/* The words [PAIRS][16 outputs] of up to PAIRS pairs of inputs from `pair` on; 0 past the last output and input. */
-static inline __attribute__((always_inline)) void gather(const uint16_t *weights, long outputs, long inputs, long first,
-                                                         long pair, __m512i to[PAIRS]) {
-    long left = inputs / 2 - pair;
-    __mmask16 there = (__mmask16)(left >= PAIRS ? 0xffff : (1u << left) - 1);
-    #pragma GCC unroll 16
-    for (int i = 0; i < PAIRS; i++)
-        to[i] = _mm512_maskz_loadu_epi32(first + i < outputs ? there : 0, weights + (first + i) * inputs + pair * 2);
-    transpose_16x16(to);
-}
-
-/* Sign and mantissa of 32 weights. */
-static inline __m512i without_exponents(__m512i weights) {
-    __m512i sign = _mm512_and_si512(_mm512_srli_epi16(weights, 8), _mm512_set1_epi16(0x80));
-    return _mm512_or_si512(sign, _mm512_and_si512(weights, _mm512_set1_epi16(0x7f)));
-}
-
-/* A pair of inputs [2][16 outputs]: its 64 bytes, and the codes that go with them. Appends exceptions to `next`. */
-static inline uint32_t *compress_pair(const __m512i words[2], int highest, long pair, uint8_t *bytes, __m512i *codes,
-                                      uint32_t *next) {
-    __m512i part[2];
-    __mmask32 odd[2] = {encode(words[0], highest, part), encode(words[1], highest, part + 1)};
-    _mm512_storeu_si512(bytes, _mm512_packus_epi16(without_exponents(words[0]), without_exponents(words[1])));
-    *codes = _mm512_packus_epi16(part[0], part[1]);
-    if (odd[0] | odd[1]) {
-        _Alignas(64) uint16_t weights[2][32];
-        for (int side = 0; side < 2; side++) {
-            _mm512_store_si512(weights[side], words[side]);
-            for (__mmask32 rest = odd[side]; rest; rest &= rest - 1) {
-                int word = __builtin_ctz(rest), lane = word >> 3; /* byte lane * 16 + side * 8 + word % 8 */
-                uint32_t place = (uint32_t)(pair % (BLOCK / 2) * 64 + side * 32 + lane * 8 + (word & 7));
-                *next++ = place << 16 | weights[side][word];
-            }
-        }
+/* Signs and mantissas of 64 weights and their codes, in the order of the data; returns whether there are exceptions. */
+static int encode(const uint16_t weights[64], int highest, uint8_t *data, uint8_t codes[64]) {
+    uint8_t bytes_of[64], codes_of[64];
+    uint16_t odd = 0;
+    for (int i = 0; i < 64; i++) {
+        uint16_t own = weights[i] >> 7 & 0xff, below = (uint16_t)(highest - own);
+        uint16_t reached = (uint16_t)((below < CODES) & (own != 0));
+        codes_of[i] = (uint8_t)(reached ? below : CODES);
+        bytes_of[i] = (uint8_t)((weights[i] >> 8 & 0x80) | (weights[i] & 0x7f));
+        odd |= (uint16_t)((own != 0) & !reached);
     }
+    for (int part = 0; part < 8; part++) { /* 4 outputs of one side, then of the other */
+        int place = part % 4 * 16 + part / 4 * 8;
+        memcpy(data + place, bytes_of + part * 8, 8), memcpy(codes + place, codes_of + part * 8, 8);
+    }
+    return odd;
+}
+
+/* Appends the exceptions of a pair of inputs to `next`. */
+static uint32_t *append_exceptions(const uint16_t weights[64], int highest, int64_t pair, uint32_t *next) {
+    for (int i = 0; i < 64; i++)
+        if (is_exception(weights[i], highest)) *next++ = (uint32_t)(pair % (BLOCK / 2) * 64 + i) << 16 | weights[i];
     return next;
 }
 
-/* data and exceptions, as the tables and offsets of choose_codes say. */
-void compress_weights(const uint16_t *weights, long outputs, long inputs, const uint8_t *tables, const int32_t *offsets,
-          uint8_t *data, uint32_t *exceptions) {
-    long panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
-    #pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < panels; panel++) {
-        int highest = tables[panel * 32] << 1 | tables[panel * 32 + 16] >> 7;
-        uint32_t *next = exceptions + offsets[panel * blocks];
-        for (long pair = 0; pair < inputs / 2; pair += PAIRS) {
-            __m512i left[PAIRS], right[PAIRS];
-            gather(weights, outputs, inputs, panel * PANEL, pair, left);
-            gather(weights, outputs, inputs, panel * PANEL + 16, pair, right);
-            uint8_t *quad = data + (panel * inputs / 4 + pair / 2) * QUAD;
-            for (int i = 0; i < min_long(PAIRS, inputs / 2 - pair); i += 2, quad += QUAD) {
-                __m512i codes[2], one[2] = {left[i], right[i]}, other[2] = {left[i + 1], right[i + 1]};
-                next = compress_pair(one, highest, pair + i, quad, codes, next);
-                next = compress_pair(other, highest, pair + i + 1, quad + 64, codes + 1, next);
-                _mm512_storeu_si512(quad + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
-            }
+static void compress_panel(int64_t panel, void *given) {
+    const struct matrix *m = given;
+    int highest = m->tables[panel * 32] << 1 | m->tables[panel * 32 + 16] >> 7;
+    uint32_t *next = m->exceptions + m->offsets[panel * m->blocks];
+    for (int64_t pair = 0; pair < m->inputs / 2; pair += PAIRS) {
+        union square square;
+        gather(m, panel * PANEL, pair, &square);
+        uint8_t *quad = m->data + (panel * m->inputs / 4 + pair / 2) * QUAD;
+        for (int64_t i = 0; i < least(PAIRS, m->inputs / 2 - pair); i += 2, quad += QUAD) {
+            uint8_t codes[2][64];
+            for (int64_t j = 0; j < 2; j++)
+                if (encode(square.weights[i + j], highest, quad + 64 * j, codes[j]))
+                    next = append_exceptions(square.weights[i + j], highest, pair + i + j, next);
+            for (int k = 0; k < 64; k++) quad[128 + k] = (uint8_t)(codes[0][k] | codes[1][k] << 4);
         }
     }
+}
+
+/* data and exceptions, as the tables and offsets of choose_codes say. */
+void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
+                      const int32_t *offsets, uint8_t *data, uint32_t *exceptions) {
+    struct matrix matrix = {weights, outputs, inputs, (inputs + BLOCK - 1) / BLOCK, (uint8_t *)tables, NULL, offsets, data,
+                            exceptions};
+    for_each((outputs + PANEL - 1) / PANEL, 1, compress_panel, &matrix);
 }

@@ -6,7 +6,7 @@
 
 struct entry {
     const char *name;
-    long value;
+    int64_t value;
 };
 
 #define SIZE_OF(type) {"sizeof " #type, sizeof(struct type)}
@@ -39,7 +39,7 @@ const struct entry layout[] = {
     SIZE_OF(segment), OFFSET(segment, slot), OFFSET(segment, start), OFFSET(segment, count), OFFSET(segment, known),
     OFFSET(segment, keep),
 
-    CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(RECORD),
+    CONSTANT(LANES), CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(QUAD), CONSTANT(GROUP), CONSTANT(RECORD), CONSTANT(SPACE),
     CONSTANT(MAX_HEAD_SIZE), CONSTANT(MAX_SHARED_HEADS), CONSTANT(MAX_STATE), CONSTANT(MAX_TAPS),
     {NULL, 0},
 };

@@ -13,6 +13,7 @@ enum {
     QUAD = 192,            /* bytes of 4 inputs of a panel */
     GROUP = 32,            /* inputs that share a scale at 4 bits */
     RECORD = 640,          /* bytes of a group of a panel at 4 bits */
+    SPACE = 3,             /* bfloat16 numbers of space per input of a product: a float32 copy, and sums of them */
     MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
     MAX_SHARED_HEADS = 64, /* query heads that may share a key head */
     MAX_STATE = 65536,     /* numbers in the state of a recurrent head */
@@ -21,7 +22,7 @@ enum {
 
 /* A linear layer as compressed.c reads it (12 bits) or as int4.c does (4 bits: data only). bias: [outputs] or NULL. */
 struct linear {
-    long bits, inputs, outputs;
+    int64_t bits, inputs, outputs;
     const uint8_t *data, *tables;
     const int32_t *offsets;
     const uint32_t *exceptions;
@@ -40,7 +41,7 @@ struct norm {
 struct layer {
     struct linear qkv, out, gate_up, down;
     struct norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
-    long hidden, inner, heads, key_heads, size;
+    int64_t hidden, inner, heads, key_heads, size;
     float slope, cubic;
 };
 
@@ -49,7 +50,7 @@ struct layer {
  * and the places that follow; before, places are positions. NULL for forks: they are everywhere. */
 struct kv_cache {
     uint16_t *keys, *values;
-    long length, window; /* window: positions a token sees, itself included; 0 for all */
+    int64_t length, window; /* window: positions a token sees, itself included; 0 for all */
     float scaling;
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
@@ -59,7 +60,7 @@ struct kv_cache {
  * convolution only. ring: how many of the latest inputs of a slot are kept, that of position p at p modulo it. */
 struct recurrence {
     const float *weight, *bias, *rate, *shift, *skip;
-    long channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
+    int64_t channels, taps, inputs, heads, key_heads, key_size, value_size, queries, keys, values, ring;
     int32_t corrects, normalised, is_float;
 };
 

@@ -43,10 +43,10 @@ static void quantise_group(const float *x, int64_t planes, int place, int count,
     for (int i = 0; i < 5; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
 }
 
-void quantise(const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to) {
-    int64_t groups = inputs / GROUP, each = groups * group_bytes(planes, 1);
-    #pragma omp for
-    for (int64_t unit = 0; unit < tokens * groups; unit++) {
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to) {
+    int64_t groups = inputs / GROUP, each = groups * group_bytes(planes, 1), number = me->number;
+    int64_t end = share_of(me, tokens * groups, number + 1);
+    for (int64_t unit = share_of(me, tokens * groups, number); unit < end; unit++) {
         int64_t token = unit / groups, g = unit % groups, first = token / TILE * TILE;
         int count = places(least(TILE, tokens - first));
         uint8_t *tile = to + first * each;
@@ -56,11 +56,11 @@ void quantise(const float *x, int64_t inputs, int64_t tokens, int64_t planes, ui
     /* places without a token count 0 */
     int64_t rest = tokens % TILE;
     if (rest && places(rest) > rest)
-        #pragma omp for
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t g = share_of(me, groups, number); g < share_of(me, groups, number + 1); g++) {
             float none[GROUP] = {0};
             int count = places(rest);
             for (int place = (int)rest; place < count; place++)
                 quantise_group(none, planes, place, count, to + (tokens - rest) * each + g * group_bytes(planes, count));
         }
+    wait_for_team(me);
 }

@@ -5,7 +5,7 @@
 
 struct entry {
     const char *name;
-    long value;
+    int64_t value;
 };
 
 #define SIZE_OF(type) {"sizeof " #type, sizeof(struct type)}

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "../team.h"
 #include "block_structs.h"
 #include "simd.h"
 
@@ -27,8 +28,9 @@ int64_t panel_bytes(int64_t format, int64_t inputs);
 /* Bytes that `quantise` fills for so many tokens, and those before the tile that begins with a token. */
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 
-/* x [tokens][inputs] as integers in tiles of 8 tokens; see activations.c. To be called by all threads of a team. */
-void quantise(const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to);
+/* x [tokens][inputs] as integers in tiles of 8 tokens; see activations.c. To be called by all threads of a team, which wait
+ * for each other. */
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to);
 
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
@@ -42,7 +44,7 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
 void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                   const float *plain, float *sums);
 
-void attend_float(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
+void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
                   float *out, int64_t *groups);
 
 /* How many tokens' places a tile of this many tokens has: those that the products are compiled for. */

@@ -42,17 +42,28 @@ static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t
     }
 }
 
+struct grouped_packing {
+    int64_t format, count, inputs;
+    const uint8_t *rows;
+    uint8_t *to;
+};
+
+static void pack_grouped_panel(int64_t panel, void *given) {
+    const struct grouped_packing *p = given;
+    int64_t kind = p->format % KINDS, group = p->format / KINDS;
+    int64_t row = is_float(kind) ? p->inputs * number_bytes(kind) : p->inputs / group * (row_head(kind) + group);
+    uint8_t *own = p->to + panel * grouped_panel_bytes(p->format, p->inputs);
+    for (int lane = 0; lane < LANES && panel * LANES + lane < p->count; lane++) {
+        const uint8_t *from = p->rows + (panel * LANES + lane) * row;
+        if (is_float(kind)) pack_numbers(kind, from, p->inputs, lane, own);
+        else pack_groups(kind, group, from, p->inputs, lane, own);
+    }
+}
+
 /* See pack_panels. */
 void pack_grouped(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
-    int64_t kind = format % KINDS, group = format / KINDS, panel_size = grouped_panel_bytes(format, inputs);
-    int64_t row = is_float(kind) ? inputs * number_bytes(kind) : inputs / group * (row_head(kind) + group);
-    #pragma omp parallel for
-    for (int64_t panel = 0; panel < (count + LANES - 1) / LANES; panel++)
-        for (int lane = 0; lane < LANES && panel * LANES + lane < count; lane++) {
-            const uint8_t *from = rows + (panel * LANES + lane) * row;
-            if (is_float(kind)) pack_numbers(kind, from, inputs, lane, to + panel * panel_size);
-            else pack_groups(kind, group, from, inputs, lane, to + panel * panel_size);
-        }
+    struct grouped_packing packing = {format, count, inputs, rows, to};
+    for_each(up(count, LANES) / LANES, 1, pack_grouped_panel, &packing);
 }
 
 static float float_from(const uint8_t *from) {

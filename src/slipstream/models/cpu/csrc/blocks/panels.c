@@ -94,6 +94,28 @@ static void place_scales(int64_t format, const uint8_t *block, int lane, uint8_t
         for (int j = 0; j < 16; j++) to[32 + j * LANES + lane] = block[192 + j];
 }
 
+struct packing {
+    int64_t format, count, inputs;
+    const uint8_t *rows;
+    uint8_t *to;
+};
+
+static void pack_panel(int64_t panel, void *given) {
+    const struct packing *p = given;
+    const struct shape *of = &SHAPES[p->format];
+    int64_t blocks = p->inputs / of->size, all = p->inputs / GROUP * of->codes;
+    uint8_t *own = p->to + panel * panel_bytes(p->format, p->inputs);
+    for (int lane = 0; lane < LANES && panel * LANES + lane < p->count; lane++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const uint8_t *block = p->rows + ((panel * LANES + lane) * blocks + b) * of->bytes;
+            uint8_t codes[SUPER];
+            read_codes(p->format, block, codes);
+            for (int64_t g = 0; g < of->size / GROUP; g++)
+                place_codes(p->format, codes + g * GROUP, lane, own + (b * (of->size / GROUP) + g) * of->codes);
+            place_scales(p->format, block, lane, own + all + b * of->scales);
+        }
+}
+
 /* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
  * counts 0. to: the panels of these rows, zeroed. */
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
@@ -101,19 +123,8 @@ void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inp
         pack_grouped(format, rows, count, inputs, to);
         return;
     }
-    const struct shape *of = &SHAPES[format];
-    int64_t blocks = inputs / of->size, each = panel_bytes(format, inputs), all = inputs / GROUP * of->codes;
-    #pragma omp parallel for
-    for (int64_t panel = 0; panel < (count + LANES - 1) / LANES; panel++)
-        for (int lane = 0; lane < LANES && panel * LANES + lane < count; lane++)
-            for (int64_t b = 0; b < blocks; b++) {
-                const uint8_t *block = rows + ((panel * LANES + lane) * blocks + b) * of->bytes;
-                uint8_t codes[SUPER], *own = to + panel * each;
-                read_codes(format, block, codes);
-                for (int64_t g = 0; g < of->size / GROUP; g++)
-                    place_codes(format, codes + g * GROUP, lane, own + (b * (of->size / GROUP) + g) * of->codes);
-                place_scales(format, block, lane, own + all + b * of->scales);
-            }
+    struct packing packing = {format, count, inputs, rows, to};
+    for_each(up(count, LANES) / LANES, 1, pack_panel, &packing);
 }
 
 static float half_at(const uint8_t *from) {

@@ -36,14 +36,23 @@ ALWAYS void load_codes(const int format, const uint8_t *codes, const int v, byte
     }
 }
 
-/* What one vector of codes adds to a tile's sums. */
-ALWAYS void add_vector(const int bits, const int rows, const int planes, bytes codes, const uint8_t *x,
-                       ints sum[2][TILE]) {
+/* What four vectors of codes add to a tile's sums. x: the activations of each. */
+ALWAYS void add_vectors(const int bits, const int rows, const int planes, const bytes codes[4], const uint8_t *const x[4],
+                        ints sum[2][TILE]) {
+#ifdef ADDS_FOUR_DOTS
     #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) {
-        sum[0][i] = add_dot(sum[0][i], codes, x + i * 4, bits);
-        if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes, x + (rows + i) * 4, bits);
-    }
+    for (int i = 0; i < rows; i++)
+        #pragma GCC unroll 2
+        for (int p = 0; p < planes; p++) sum[p][i] = add_four_dots(sum[p][i], codes, x, (p * rows + i) * 4, bits);
+#else
+    #pragma GCC unroll 4
+    for (int k = 0; k < 4; k++)
+        #pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            sum[0][i] = add_dot(sum[0][i], codes[k], x[k] + i * 4, bits);
+            if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes[k], x[k] + (rows + i) * 4, bits);
+        }
+#endif
 }
 
 /* Begins a tile's integer sums with a mark; of two planes the second. */
@@ -67,37 +76,44 @@ ALWAYS void finish(const int rows, const int planes, const uint8_t *marks, float
     }
 }
 
+ALWAYS int bits_of(const int format) {
+    if (format == Q8_0) return 8;
+    if (format == Q6_K) return 6;
+    return format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
+}
+
 /* 32 inputs. scales: the scales of the block that they belong to; g: which 32 of the block. */
 ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
                       int64_t g, const uint8_t *x, floats whole[TILE]) {
     const uint8_t *marks = x + 32 * planes * rows;
-    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = format == Q8_0 ? 8 : 6;
+    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = bits_of(format);
     ints sum[2][TILE];
     floats d = load_halves(scales), minimum = d;
     if (format == Q6_K) {
-        bytes late[4];
-        begin(rows, planes, marks, BEGIN_LOW, sum);
+        bytes early[4], late[4];
+        const uint8_t *low[4], *high[4];
         #pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
-            bytes early;
-            load_codes(format, codes, v, &early, &late[v]);
-            add_vector(bits, rows, planes, early, x + v * stride, sum);
+            load_codes(format, codes, v, &early[v], &late[v]);
+            low[v] = x + v * stride, high[v] = x + (v + 4) * stride;
         }
+        begin(rows, planes, marks, BEGIN_LOW, sum);
+        add_vectors(bits, rows, planes, early, low, sum);
         const uint8_t *own = scales + 32 + 2 * g * LANES;
         finish(rows, planes, marks, multiply_floats(d, load_signed(own)), sum, whole);
         begin(rows, planes, marks, BEGIN_HIGH, sum);
-        #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) add_vector(bits, rows, planes, late[v], x + (v + 4) * stride, sum);
+        add_vectors(bits, rows, planes, late, high, sum);
         finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
         return;
     }
-    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 ? BEGIN_128 : -1, sum);
-    #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-        bytes one, other;
-        load_codes(format, codes, v, &one, &other);
-        add_vector(bits, rows, planes, one, x + v * stride, sum);
-        add_vector(bits, rows, planes, other, x + (v + 4) * stride, sum);
+    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 && !SUBTRACTS_128 ? BEGIN_128 : -1, sum);
+    #pragma GCC unroll 2
+    for (int v = 0; v < 4; v += 2) {
+        bytes four[4];
+        const uint8_t *of[4] = {x + v * stride, x + (v + 4) * stride, x + (v + 1) * stride, x + (v + 5) * stride};
+        load_codes(format, codes, v, &four[0], &four[1]);
+        load_codes(format, codes, v + 1, &four[2], &four[3]);
+        add_vectors(bits, rows, planes, four, of, sum);
     }
     if (is_super) d = multiply_floats(d, load_unsigned(scales + 64 + g * LANES));
     finish(rows, planes, marks, d, sum, whole);
@@ -169,20 +185,42 @@ static void multiply_panel(const struct block_linear *w, const struct block_part
     }
 }
 
+/* A product that a team computes. next: the chunk of panels that nobody has taken yet. */
+struct product {
+    const struct block_linear *w;
+    const float *x;
+    int64_t tokens, planes;
+    float *out;
+    uint8_t *space;
+    _Atomic int64_t next;
+};
+
+/* How many panels of a part a thread takes at a time. */
+static int64_t chunk_of(const struct block_linear *w, const struct block_part *part) {
+    int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
+    if (chunk > fair) chunk = fair;
+    return chunk > 0 ? chunk : 1;
+}
+
+static void multiply_in_team(const struct member *me, void *given) {
+    struct product *of = given;
+    const struct block_linear *w = of->w;
+    quantise(me, of->x, w->inputs, of->tokens, of->planes, of->space);
+    int64_t taken = take(&of->next), before = 0, first = 0;
+    for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
+        const struct block_part *part = w->parts + p;
+        int64_t count = up(part->outputs, LANES) / LANES, chunk = chunk_of(w, part), chunks = up(count, chunk) / chunk;
+        for (; taken < before + chunks; taken = take(&of->next)) {
+            int64_t panel = (taken - before) * chunk, end = least(count, panel + chunk);
+            for (; panel < end; panel++)
+                multiply_panel(w, part, panel, first, of->tokens, of->planes, of->x, of->space, of->out);
+        }
+        before += chunks;
+    }
+}
+
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space) {
-    #pragma omp parallel
-    {
-        quantise(x, w->inputs, tokens, planes, space);
-        int64_t first = 0;
-        for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
-            const struct block_part *part = w->parts + p;
-            int64_t count = up(part->outputs, LANES) / LANES;
-            int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = count / 16;
-            if (chunk > fair) chunk = fair;
-            #pragma omp for schedule(dynamic, chunk > 0 ? chunk : 1) nowait
-            for (int64_t panel = 0; panel < count; panel++)
-                multiply_panel(w, part, panel, first, tokens, planes, x, space, out);
-        }
-    }
+    struct product product = {w, x, tokens, planes, out, space, 0};
+    in_team(multiply_in_team, &product);
 }

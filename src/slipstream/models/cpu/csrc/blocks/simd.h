@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define ALWAYS static inline __attribute__((always_inline))
 #else
 #define ALWAYS static __attribute__((noinline, unused)) /* plain C inlined as often takes minutes to compile */
@@ -36,6 +36,8 @@ ALWAYS float half_to_float(uint16_t half) {
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
 #include "simd_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "simd_neon.h"
 #else
 #include "simd_plain.h"
 #endif

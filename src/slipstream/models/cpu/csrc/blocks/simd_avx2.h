@@ -1,6 +1,12 @@
 /* AVX2 with FMA and F16C, and VNNI of 256 bits where there is: each vector is two registers. */
 #pragma once
 
+#ifdef __AVXVNNI__
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+#else
+enum { SUBTRACTS_128 = 1 };
+#endif
+
 #include <immintrin.h>
 
 typedef struct { __m256 a, b; } floats;
@@ -124,27 +130,54 @@ ALWAYS bytes with_bits(bytes x, bytes y, const int at, const int count) {
     return BYTES(with_some_bits(x.a, y.a, at, count), with_some_bits(x.b, y.b, at, count));
 }
 
-/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. Without
- * VNNI products are summed in 16 bits, where 8 bits of code are too large: the highest goes by itself. */
-ALWAYS __m256i add_eight_dots(__m256i sum, __m256i codes, __m256i four, const int bits) {
-#ifdef __AVXVNNI__
-    (void)bits;
-    return _mm256_dpbusd_avx_epi32(sum, codes, four);
-#else
-    __m256i one = _mm256_set1_epi16(1);
-    if (bits < 8) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, four), one));
-    __m256i top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
-    __m256i low = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(codes, _mm256_set1_epi8(127)), four), one);
-    __m256i high = _mm256_madd_epi16(_mm256_maddubs_epi16(top, four), one);
-    return _mm256_add_epi32(sum, _mm256_add_epi32(low, _mm256_slli_epi32(high, 7)));
-#endif
-}
-ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+ALWAYS __m256i four_at(const uint8_t *x) {
     int32_t all;
     memcpy(&all, x, 4);
-    __m256i four = _mm256_set1_epi32(all);
-    return INTS(add_eight_dots(sum.a, codes.a, four, bits), add_eight_dots(sum.b, codes.b, four, bits));
+    return _mm256_set1_epi32(all);
 }
+
+#ifdef __AVXVNNI__
+/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. */
+ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+    (void)bits;
+    __m256i four = four_at(x);
+    return INTS(_mm256_dpbusd_avx_epi32(sum.a, codes.a, four), _mm256_dpbusd_avx_epi32(sum.b, codes.b, four));
+}
+#else
+/* Sums of two products in 16 bits. Codes of 8 bits, less 128, are too large unless their signs go to the other side. */
+ALWAYS __m256i two_products(__m256i codes, __m256i four, const int bits) {
+    if (bits < 8) return _mm256_maddubs_epi16(codes, four);
+    codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(four, codes));
+}
+ALWAYS __m256i add_pairs(__m256i sum, __m256i halves) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(halves, _mm256_set1_epi16(1)));
+}
+/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. */
+ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
+    __m256i four = four_at(x);
+    return INTS(add_pairs(sum.a, two_products(codes.a, four, bits)), add_pairs(sum.b, two_products(codes.b, four, bits)));
+}
+
+/* `add_dot` of four vectors with what stands `at` bytes after each x. In 16 bits there is room for eight products of
+ * codes of 5 bits, for four of 6 and for two of 8. */
+#define ADDS_FOUR_DOTS
+ALWAYS __m256i add_eight_of_four(__m256i sum, const __m256i codes[4], const __m256i x[4], const int bits) {
+    __m256i each[4];
+    #pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) each[k] = two_products(codes[k], x[k], bits);
+    if (bits == 8) return add_pairs(add_pairs(add_pairs(add_pairs(sum, each[0]), each[1]), each[2]), each[3]);
+    each[0] = _mm256_add_epi16(each[0], each[1]), each[2] = _mm256_add_epi16(each[2], each[3]);
+    if (bits == 6) return add_pairs(add_pairs(sum, each[0]), each[2]);
+    return add_pairs(sum, _mm256_add_epi16(each[0], each[2]));
+}
+ALWAYS ints add_four_dots(ints sum, const bytes codes[4], const uint8_t *const x[4], int at, const int bits) {
+    __m256i a[4], b[4], four[4];
+    #pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) a[k] = codes[k].a, b[k] = codes[k].b, four[k] = four_at(x[k] + at);
+    return INTS(add_eight_of_four(sum.a, a, four, bits), add_eight_of_four(sum.b, b, four, bits));
+}
+#endif
 
 ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
 

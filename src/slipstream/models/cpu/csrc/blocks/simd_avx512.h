@@ -1,6 +1,8 @@
 /* AVX-512 with VNNI. */
 #pragma once
 
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+
 #include <immintrin.h>
 
 typedef __m512 floats;

@@ -1,6 +1,8 @@
 /* Plain C: what every other variant gives too. */
 #pragma once
 
+enum { SUBTRACTS_128 = 0 }; /* whether `add_dot` does from codes of 8 bits */
+
 typedef struct { float v[16]; } floats;
 typedef struct { int32_t v[16]; } ints;
 typedef struct { uint8_t v[64]; } bytes;

@@ -1,0 +1,74 @@
+"""The kernels of `csrc/` for bfloat16 weights, for the best instructions of this processor.
+
+Sets of instructions give different bits, each its own at any width. SLIPSTREAM_ISA names the best that is used; where
+there is no variant for it, the next one below is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Mapping
+from functools import cache
+
+from slipstream.models.cpu.c_structs import check_layout
+from slipstream.models.cpu.instruction_sets import ISA, NEEDED, NoKernelsError, compiler_flags, isa_of
+from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SOURCES, Recipe, loaded, switched_on, version
+from slipstream.models.cpu.processor import Processor, processor
+from slipstream.models.fast_path_warnings import warn_slower
+
+log = logging.getLogger("slipstream")
+
+# as `NEEDED`
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "avx512": (*NEEDED["avx512"], "avx512_bf16"),
+    "avx2": NEEDED["avx2"],
+    "neon": NEEDED["neon"],
+    "plain": (),
+}
+
+
+def variant_of(processor: Processor, wanted: str | None) -> str:
+    """The variant to use. wanted: see `isa_of`, which raises the errors."""
+    best = isa_of(processor, wanted)
+    allowed = list(NEEDED)[list(NEEDED).index(best) :]
+    found = next(name for name in allowed if set(VARIANTS.get(name, ("none",))) <= processor.flags)
+    if found == "plain" != wanted:
+        raise NoKernelsError("they need a processor with AVX2, FMA and F16C")
+    if "amx_bf16" in processor.flags and not wanted:
+        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN uses", slower=False)
+    return found
+
+
+def recipe_of(variant: str) -> Recipe:
+    """How the kernels are compiled for these instructions."""
+    flags = (*COMMON_FLAGS, *compiler_flags(VARIANTS[variant]))
+    return Recipe(f"bfloat16-{variant}", tuple(sorted(SOURCES.glob("*.c"))), flags)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
+    return kernels_for(os.environ.get(ISA)) if switched_on() else None
+
+
+@cache
+def kernels_for(wanted: str | None) -> ctypes.CDLL | None:
+    """See `kernels`. wanted: of SLIPSTREAM_ISA."""
+    try:
+        library = loaded(recipe_of(variant_of(processor(), wanted)))
+    except NoKernelsError as error:
+        reason = f"PyTorch's kernels are used, not Slipstream's own: {error}"
+        if error.slower:
+            warn_slower(reason)
+        else:
+            log.info(reason)
+        return None
+    check_layout(library)
+    library.scratch_per_token.restype = ctypes.c_int64
+    return library
+
+
+def bfloat16_version() -> str:
+    """A name for the kernels in use, see `version`."""
+    return version(recipe=recipe_of(variant_of(processor(), os.environ.get(ISA))))

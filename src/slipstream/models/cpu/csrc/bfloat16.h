@@ -1,0 +1,24 @@
+/* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
+ *
+ * AVX-512 multiplies pairs of bfloat16 numbers and rounds pairs of products as its instruction does; all others widen
+ * numbers to float32. So bits differ between them, and each has the same ones at every width.
+ */
+#pragma once
+
+#include "blocks/simd.h"
+
+#if defined(__AVX512BF16__)
+#include "bfloat16_avx512.h"
+#elif defined(__AVX2__)
+#include "bfloat16_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "bfloat16_neon.h"
+#else
+#include "bfloat16_plain.h"
+#endif
+
+ALWAYS floats round_bf16(floats x) {
+    uint16_t rounded[16];
+    store_bf16(rounded, x);
+    return load_bf16(rounded);
+}

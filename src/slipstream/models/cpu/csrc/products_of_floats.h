@@ -1,0 +1,68 @@
+/* Products of a block of 12-bit weights in float32, for compressed.c: each input's in turn, one fused operation. */
+
+enum {
+    ROWS = 6,      /* tokens whose sums are in registers */
+    BOTH = 3,      /* tokens up to which those of all 32 outputs are, not of 16 after another */
+    BESIDE_MOST = ROWS, BESIDE_MANY = ROWS
+};
+/* How many quads of the next block have been expanded beside so many tokens. */
+#define EXPANDED(rows, quads) ((rows) <= BOTH ? (quads) : 0)
+#define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6);
+#define EVERY_ROWS EVERY_BESIDE
+
+typedef float input;
+static void copy_inputs(const uint16_t *x, int64_t count, input *to) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) store_floats(to + i, load_bf16(x + i));
+    if (i == count) return;
+    uint16_t rest[16] = {0};
+    memcpy(rest, x + i, (count - i) * sizeof *x);
+    store_floats(to + i, load_bf16(rest));
+}
+
+/* Some tokens' inputs [rows][BLOCK] and their sums [rows][PANEL], from 0 if a panel begins. */
+struct tokens {
+    const input *inputs;
+    float *sums;
+    int begin;
+};
+
+/* Adds the products of `sides` times 16 outputs from number 16 * `side` on. */
+ALWAYS void add_sides(const int rows, const int side, const int sides, const struct tokens *of, const uint16_t *block,
+                      int quads, const struct compressed_block *next) {
+    floats sum[ROWS][2];
+    #pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+        #pragma GCC unroll 2
+        for (int j = 0; j < sides; j++)
+            sum[i][j] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
+    for (int pair = 0; pair < 2 * quads; pair++) {
+        if (next && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
+        #pragma GCC unroll 2
+        for (int j = 0; j < sides; j++) {
+            floats first, second;
+            load_pairs(block + pair * 64 + (side + j) * 32, &first, &second);
+            #pragma GCC unroll 6
+            for (int i = 0; i < rows; i++)
+                sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair]), first);
+            #pragma GCC unroll 6
+            for (int i = 0; i < rows; i++)
+                sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair + 1]), second);
+        }
+    }
+    #pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+        #pragma GCC unroll 2
+        for (int j = 0; j < sides; j++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[i][j]);
+}
+
+/* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few, so that neither waits. */
+ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,
+                const struct compressed_block *next) {
+    if (rows <= BOTH) {
+        add_sides(rows, 0, 2, of, block, quads, next);
+    } else {
+        add_sides(rows, 0, 1, of, block, quads, NULL);
+        add_sides(rows, 1, 1, of, block, quads, NULL);
+    }
+}

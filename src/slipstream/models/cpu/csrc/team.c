@@ -1,0 +1,162 @@
+/* Teams by OpenMP's functions, found in the process, or by a pool of threads.
+ *
+ * A thread of the pool that has nothing to do looks for work for a moment and then sleeps. While one caller uses the
+ * pool, others compute alone.
+ */
+#if !defined(_WIN32)
+#define _GNU_SOURCE /* RTLD_DEFAULT */
+#endif
+
+#include "team.h"
+
+#include "system_threads.h"
+
+enum { MOST = 64 /* threads */, LOOKS = 4000 /* for work, before a thread sleeps or lets others run */ };
+
+struct call {
+    team_function *function;
+    void *of;
+};
+
+/* The functions of OpenMP, NULL where the process has none. Names and types are those of GCC's library, which LLVM's
+ * and Intel's have too. */
+static struct {
+    void (*parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+    void (*barrier)(void);
+    int (*number)(void), (*count)(void);
+} openmp;
+
+static struct {
+    system_lock lock;
+    system_condition wake;
+    struct call call;
+    _Atomic int64_t calls, running, arrived, passed; /* calls so far; threads at work; threads at the barrier; barriers passed */
+    _Atomic int busy, sleeping;
+    int64_t wanted, size; /* threads, the caller's included */
+} pool = {.lock = SYSTEM_LOCK, .wake = SYSTEM_CONDITION, .size = 1};
+
+static system_once once = SYSTEM_ONCE;
+
+static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void in_openmp(void *given) {
+    const struct call *call = given;
+    struct member me = {openmp.number(), openmp.count(), openmp.barrier};
+    call->function(&me, call->of);
+}
+
+/* Lets time pass between two looks. */
+static void pause_at(int64_t look) {
+    if (look < LOOKS) relax();
+    else yield_to_others();
+}
+
+static void wait_in_pool(void) {
+    int64_t passed = atomic_load(&pool.passed);
+    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.size) {
+        atomic_store(&pool.arrived, 0);
+        atomic_fetch_add(&pool.passed, 1);
+        return;
+    }
+    for (int64_t look = 0; atomic_load(&pool.passed) == passed; look++) pause_at(look);
+}
+
+/* Returns when there have been more calls than `seen`. */
+static void sleep_until_called(int64_t seen) {
+    for (int64_t look = 0; look < LOOKS; look++) {
+        if (atomic_load(&pool.calls) != seen) return;
+        relax();
+    }
+    take_lock(&pool.lock);
+    atomic_fetch_add(&pool.sleeping, 1);
+    while (atomic_load(&pool.calls) == seen) wait_on(&pool.wake, &pool.lock);
+    atomic_fetch_sub(&pool.sleeping, 1);
+    give_lock(&pool.lock);
+}
+
+static void work(int64_t number) {
+    for (int64_t seen = 0;; seen++) {
+        sleep_until_called(seen);
+        struct member me = {number, pool.size, wait_in_pool};
+        pool.call.function(&me, pool.call.of);
+        atomic_fetch_sub(&pool.running, 1);
+    }
+}
+
+/* A child of a fork has none of the threads. */
+static void forget_threads(void) {
+    static const system_lock lock = SYSTEM_LOCK;
+    static const system_condition wake = SYSTEM_CONDITION;
+    pool.lock = lock, pool.wake = wake, pool.size = 1;
+    atomic_store(&pool.busy, 0), atomic_store(&pool.sleeping, 0), atomic_store(&pool.calls, 0);
+}
+
+static void prepare(void) {
+    *(void **)&openmp.parallel = symbol_of_process("GOMP_parallel");
+    *(void **)&openmp.barrier = symbol_of_process("GOMP_barrier");
+    *(void **)&openmp.number = symbol_of_process("omp_get_thread_num");
+    *(void **)&openmp.count = symbol_of_process("omp_get_num_threads");
+    if (!openmp.barrier || !openmp.number || !openmp.count) openmp.parallel = 0;
+    if (!pool.wanted) pool.wanted = count_processors();
+    after_fork(forget_threads);
+}
+
+/* How many threads the pool will have, if called before the first team. OpenMP has a number of its own. */
+void set_pool_threads(int64_t threads) { pool.wanted = threads < 1 ? 1 : threads; }
+
+/* Whether teams are OpenMP's. */
+int uses_openmp(void) {
+    run_once(&once, prepare);
+    return openmp.parallel != 0;
+}
+
+static void in_pool(const struct call *call) {
+    if (!atomic_load(&pool.calls))
+        while (pool.size < least_of(pool.wanted, MOST) && start_thread(work, pool.size)) pool.size++;
+    pool.call = *call;
+    atomic_store(&pool.running, pool.size - 1);
+    atomic_fetch_add(&pool.calls, 1);
+    if (atomic_load(&pool.sleeping)) {
+        take_lock(&pool.lock);
+        wake_all(&pool.wake);
+        give_lock(&pool.lock);
+    }
+    struct member me = {0, pool.size, wait_in_pool};
+    call->function(&me, call->of);
+    for (int64_t look = 0; atomic_load(&pool.running); look++) pause_at(look);
+}
+
+void in_team(team_function *function, void *of) {
+    struct call call = {function, of};
+    if (uses_openmp()) {
+        openmp.parallel(in_openmp, &call, 0, 0);
+        return;
+    }
+    int free = 0;
+    if (pool.wanted > 1 && atomic_compare_exchange_strong(&pool.busy, &free, 1)) {
+        in_pool(&call);
+        atomic_store(&pool.busy, 0);
+    } else {
+        struct member me = {0, 1, 0};
+        function(&me, of);
+    }
+}
+
+struct items {
+    int64_t count;
+    item_function *function;
+    void *of;
+};
+
+static void share_items(const struct member *me, void *given) {
+    const struct items *items = given;
+    int64_t last = share_of(me, items->count, me->number + 1);
+    for (int64_t i = share_of(me, items->count, me->number); i < last; i++) items->function(i, items->of);
+}
+
+void for_each(int64_t count, int shared, item_function *function, void *of) {
+    struct items items = {count, function, of};
+    struct member alone = {0, 1, 0};
+    if (shared) in_team(share_items, &items);
+    else share_items(&alone, &items);
+}

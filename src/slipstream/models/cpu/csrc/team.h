@@ -1,0 +1,34 @@
+/* Threads that work on a task together: those of the OpenMP that the process has loaded (PyTorch's), so that both share
+ * one set of threads, or else a small pool of our own. */
+#pragma once
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+/* A thread of a team: its number, and how many there are. */
+struct member {
+    int64_t number, count;
+    void (*wait)(void);
+};
+
+typedef void team_function(const struct member *me, void *of);
+typedef void item_function(int64_t item, void *of);
+
+/* Calls the function in every thread of a team; returns when all have. */
+void in_team(team_function *function, void *of);
+
+/* Calls the function for items 0 to count - 1, in every thread of a team or, unless `shared`, in this one only. */
+void for_each(int64_t count, int shared, item_function *function, void *of);
+
+/* Waits until every thread of the team has come here. */
+static inline void wait_for_team(const struct member *me) {
+    if (me->count > 1) me->wait();
+}
+
+/* The items of `count` that are a thread's share: from `share_of(number)` to `share_of(number + 1)`. */
+static inline int64_t share_of(const struct member *me, int64_t count, int64_t number) {
+    return count * number / me->count;
+}
+
+/* The next of the items that threads take one after the other. */
+static inline int64_t take(_Atomic int64_t *next) { return atomic_fetch_add_explicit(next, 1, memory_order_relaxed); }

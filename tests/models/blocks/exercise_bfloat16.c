@@ -1,0 +1,136 @@
+/* As exercise.c, for the kernels of bfloat16 weights: buffers of the exact size, and a checksum of every result, which
+ * all sets of instructions but AVX-512 agree on. */
+#include "kernels.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint8_t *tables, int32_t *counts);
+void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
+                      const int32_t *offsets, uint8_t *data, uint32_t *exceptions);
+void whole_layer(const struct layer *layer, const struct kv_cache *memory, const uint16_t *hidden, int64_t tokens,
+                 const uint16_t *cosines, const uint16_t *sines, uint16_t *out, uint16_t *space);
+int64_t scratch_per_token(const struct layer *layer);
+
+static uint32_t state = 7;
+static uint8_t next_byte(void) { return (uint8_t)((state = state * 1664525 + 1013904223) >> 24); }
+static int wrong = 0;
+
+static float float_of(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static uint16_t *halves(int64_t count, float scale) {
+    uint16_t *made = malloc(count * sizeof *made);
+    for (int64_t i = 0; i < count; i++) {
+        float x = scale * ((float)next_byte() - 127) / 127;
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        made[i] = (uint16_t)(bits >> 16);
+    }
+    return made;
+}
+
+/* FNV-1a of some numbers, in a line of its own. */
+static void print_checksum(const char *of, int64_t size, int64_t count, const uint16_t *data, int64_t numbers) {
+    uint64_t sum = 14695981039346656037u;
+    for (int64_t i = 0; i < numbers; i++) {
+        sum = (sum ^ data[i]) * 1099511628211u;
+        wrong += !isfinite(float_of(data[i]));
+    }
+    printf("%s %d %d %016llx\n", of, (int)size, (int)count, (unsigned long long)sum);
+}
+
+static struct linear compressed(int64_t outputs, int64_t inputs, const uint16_t *bias) {
+    int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = (inputs + BLOCK - 1) / BLOCK;
+    uint16_t *weights = halves(outputs * inputs, 0.25f);
+    weights[3] = 0x7e00, weights[outputs * inputs - 1] = 0x0001;
+    uint8_t *tables = malloc(panels * 32), *data = malloc(panels * inputs / 4 * QUAD);
+    int32_t *offsets = malloc((panels * blocks + 1) * sizeof *offsets);
+    choose_codes(weights, outputs, inputs, tables, offsets);
+    int32_t all = 0;
+    for (int64_t i = 0; i <= panels * blocks; i++) {
+        int32_t own = i < panels * blocks ? offsets[i] : 0;
+        offsets[i] = all, all += own;
+    }
+    uint32_t *exceptions = malloc(all * sizeof *exceptions);
+    compress_weights(weights, outputs, inputs, tables, offsets, data, exceptions);
+    weights[3] = 0, free(weights);
+    for (int64_t i = 0; i < all; i++) /* a huge weight would hide the others */
+        if ((exceptions[i] & 0xffff) == 0x7e00) exceptions[i] = (exceptions[i] & 0xffff0000) | 0x3f80;
+    return (struct linear){12, inputs, outputs, data, tables, offsets, exceptions, bias};
+}
+
+static struct linear int4(int64_t outputs, int64_t inputs) {
+    int64_t records = (outputs + PANEL - 1) / PANEL * inputs / GROUP;
+    uint8_t *data = malloc(records * RECORD);
+    for (int64_t i = 0; i < records * RECORD; i++) data[i] = next_byte();
+    for (int64_t r = 0; r < records; r++) {
+        uint16_t *factors = halves(64, 0.1f);
+        memcpy(data + r * RECORD + 512, factors, 128);
+        free(factors);
+    }
+    return (struct linear){4, inputs, outputs, data, NULL, NULL, NULL, NULL};
+}
+
+static void free_linear(const struct linear *w) {
+    free((void *)w->data), free((void *)w->tables), free((void *)w->offsets), free((void *)w->exceptions);
+}
+
+static void exercise_linear(const struct linear *w, int64_t most) {
+    for (int64_t tokens = 1; tokens <= most; tokens += tokens < 20 ? 1 : 119) {
+        int64_t padded = (w->inputs + BLOCK - 1) / BLOCK * BLOCK * SPACE;
+        uint16_t *x = halves(tokens * w->inputs, 3), *out = malloc(tokens * w->outputs * 2), *alone = malloc(w->outputs * 2);
+        uint16_t *space = malloc(tokens * padded * 2), *one = malloc(padded * 2);
+        multiply(w, x, tokens, out, space);
+        multiply(w, x + (tokens - 1) * w->inputs, 1, alone, one);
+        if (w->bits == 12) wrong += memcmp(alone, out + (tokens - 1) * w->outputs, w->outputs * 2) != 0;
+        print_checksum("product", w->bits, tokens, out, tokens * w->outputs);
+        free(x), free(out), free(alone), free(space), free(one);
+    }
+}
+
+static void exercise_layer(int64_t size, int64_t window) {
+    int64_t hidden = 96, inner = 64, heads = 4, shared = 2, tokens = 11, length = 64;
+    uint16_t *of_norm = halves(256, 1);
+    float weights[256];
+    for (int i = 0; i < 256; i++) weights[i] = float_of(of_norm[i]);
+    struct norm is = {weights, 1e-6f, 1}, none = {NULL, 0, 0}, late = {weights, 1e-6f, 0};
+    struct layer layer = {
+        compressed((heads + 2 * shared) * size, hidden, NULL), compressed(hidden, heads * size, NULL),
+        compressed(2 * inner, hidden, NULL), int4(hidden, inner),
+        is, late, is, none, late, is, hidden, inner, heads, shared, size, 1, 0.05f,
+    };
+    int64_t slots[11], positions[11];
+    for (int64_t t = 0; t < tokens; t++) slots[t] = t < 6 ? 0 : 1, positions[t] = t < 6 ? 40 + t : 20 + t - 6;
+    uint16_t *keys = halves(2 * shared * length * size, 1), *values = halves(2 * shared * length * size, 1);
+    struct kv_cache m = {keys, values, length, window, 0.125f, slots, positions, positions, NULL, NULL, NULL};
+    uint16_t *x = halves(tokens * hidden, 1), *out = malloc(tokens * hidden * 2), *angles = halves(tokens * size, 1);
+    uint16_t *space = malloc(tokens * scratch_per_token(&layer) * 2);
+    whole_layer(&layer, &m, x, tokens, angles, angles, out, space);
+    print_checksum("layer", size, window, out, tokens * hidden);
+    free(of_norm), free(keys), free(values), free(x), free(out), free(angles), free(space);
+    free_linear(&layer.qkv), free_linear(&layer.out), free_linear(&layer.gate_up), free_linear(&layer.down);
+}
+
+int main(void) {
+    uint16_t *bias = halves(96, 1);
+    int64_t sizes[][2] = {{1, 4}, {37, 132}, {96, 300}};
+    for (int i = 0; i < 3; i++) {
+        struct linear w = compressed(sizes[i][0], sizes[i][1], i == 1 ? bias : NULL);
+        exercise_linear(&w, i == 1 ? 260 : 19);
+        free_linear(&w);
+    }
+    struct linear few = int4(48, 96);
+    exercise_linear(&few, 16);
+    free_linear(&few);
+    for (int64_t size = 64; size <= 256; size *= 2)
+        for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window);
+    free(bias);
+    if (wrong) printf("%d results are wrong\n", wrong);
+    return wrong > 0;
+}

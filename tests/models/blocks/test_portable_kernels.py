@@ -1,0 +1,93 @@
+"""All sets of instructions give the same bits, ARM's on an emulator; the drivers are C, so it needs no Python.
+
+Of the kernels for bfloat16 weights that holds for those that widen numbers to float32, all but AVX-512's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cpu.bfloat16_kernels import VARIANTS, recipe_of
+from slipstream.models.cpu.block_kernels import recipe_for
+from slipstream.models.cpu.instruction_sets import NEEDED
+from slipstream.models.cpu.kernel_build import LIBRARIES, SOURCES, Recipe, built
+from slipstream.models.cpu.processor import processor
+
+CROSS, EMULATOR = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
+BLOCKS, BFLOAT16 = (recipe_for, "exercise.c", SOURCES / "blocks"), (recipe_of, "exercise_bfloat16.c", SOURCES)
+Kernels = tuple[Callable[[str], Recipe], str, Path]
+of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", "bfloat16"])
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
+
+
+def printed(kernels: Kernels, isa: str, folder: Path) -> str:
+    """What the driver prints: a checksum of every result."""
+    recipe_for, driver, headers = kernels
+    is_arm = isa == "neon"
+    compiler = CROSS if is_arm else "gcc"
+    recipe = recipe_for(isa)
+    if is_arm:  # not compiled for other tests too: in less time
+        recipe = replace(recipe, flags=("-O1", *recipe.flags[1:]))
+    library, made = built(cache_folder() / "kernels", {"CC": compiler}, recipe), folder / isa
+    command = [compiler, *recipe.flags, f"-I{headers}", str(Path(__file__).with_name(driver)), str(library), "-lm"]
+    subprocess.run([*command, "-o", str(made)], check=True)
+    done = subprocess.run([*(EMULATOR if is_arm else ()), str(made)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-500:]
+    return done.stdout
+
+
+@cache
+def specification(kernels: Kernels, folder: Path) -> str:
+    return printed(kernels, "plain", folder)
+
+
+def others(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name != "plain" and set(NEEDED[name]) <= processor().flags]
+
+
+@of_both
+def test_arm_gives_the_bits_of_plain_c(kernels: Kernels, tmp_path: Path) -> None:
+    if missing := [name for name in (CROSS, EMULATOR[0]) if shutil.which(name) is None]:
+        pytest.skip(f"needs {missing[0]}")
+    assert printed(kernels, "neon", tmp_path) == specification(kernels, tmp_path)
+
+
+@of_both
+def test_this_machines_instructions_do_too(kernels: Kernels, tmp_path: Path) -> None:
+    names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name != "avx512")
+    for isa in others(names):
+        assert printed(kernels, isa, tmp_path) == specification(kernels, tmp_path), isa
+
+
+def test_other_roundings_would_be_noticed(tmp_path: Path) -> None:
+    """Those of AVX-512's products of pairs."""
+    if missing := set(VARIANTS["avx512"]) - processor().flags:
+        pytest.skip(f"needs a processor with {min(missing)}")
+    assert printed(BFLOAT16, "avx512", tmp_path) != specification(BFLOAT16, tmp_path)
+
+
+@of_both
+def test_sanitizers_find_nothing(kernels: Kernels, tmp_path: Path) -> None:
+    """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
+    recipe_for, driver, headers = kernels
+    needed = NEEDED if kernels is BLOCKS else VARIANTS
+    recipe = recipe_for(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
+    sources = [str(file) for file in recipe.sources if not file.stem.endswith("layout")]
+    flags = [flag for flag in recipe.flags if flag not in ("-O3", "-fPIC")]
+    checked = ["-O1", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{headers}"]
+    made = tmp_path / "exercise"
+    build = ["gcc", *flags, *checked, str(Path(__file__).with_name(driver)), *sources, *LIBRARIES, "-o", str(made)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    if "cannot find -lasan" in done.stderr or "libasan" in done.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([str(made)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-200:] + ran.stderr

@@ -1,0 +1,123 @@
+"""Where the kernels come from: a wheel's libraries if they are of these sources, else a compiler, else PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.cpu import kernel_build
+from slipstream.models.cpu.bfloat16_kernels import recipe_of
+from slipstream.models.cpu.instruction_sets import NEEDED, NoKernelsError, isa_of
+from slipstream.models.cpu.kernel_build import SOURCES, Recipe, library_file, prebuilt_name
+from slipstream.models.cpu.processor import Processor, asked, processor
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".wheels" / "bin" / "python"
+RECIPE = recipe_of("plain")
+# prints the libraries that a GGUF product and a product of 12-bit weights were computed by, and whether they are right
+USE = """
+import json, torch
+from slipstream.models.cpu import bfloat16_kernels, block_kernels
+from slipstream.models.cpu.compressed_linear import compressed_or_packed
+layer = torch.nn.Linear(64, 48).bfloat16()
+with torch.inference_mode():
+    x = torch.ones(3, 64).bfloat16()
+    made = compressed_or_packed(layer)
+    close = torch.allclose(made(x), layer(x), atol=0.02)
+blocks = block_kernels.block_kernels()
+files = [bfloat16_kernels.kernels()._name, blocks._name]
+print(json.dumps([type(made).__name__, bool(close), files, bool(blocks.uses_openmp())]))
+"""
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Of prebuilt libraries and of the cache."""
+    monkeypatch.setattr(kernel_build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(kernel_build, "cache_folder", lambda: tmp_path / "cache")
+    (tmp_path / "prebuilt").mkdir()
+    return tmp_path / "prebuilt", tmp_path / "cache"
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+
+
+def test_a_prebuilt_library_of_these_sources_needs_no_compiler(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_compiler(monkeypatch)
+    made = folders[0] / prebuilt_name(RECIPE, sys.platform)
+    made.touch()
+    assert library_file(RECIPE) == made
+
+
+def test_one_of_other_sources_is_not_used(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_compiler(monkeypatch)
+    other = Recipe(RECIPE.name, RECIPE.sources[:-1], RECIPE.flags)
+    (folders[0] / prebuilt_name(other, sys.platform)).touch()
+    caplog.set_level("INFO", "slipstream")
+    with pytest.raises(NoKernelsError, match=r"no C compiler \(gcc or cc\)"):
+        library_file(RECIPE)
+    assert "was built of other sources: the kernels are compiled" in caplog.text
+
+
+def test_the_name_tells_sources_flags_and_system() -> None:
+    flags = Recipe(RECIPE.name, RECIPE.sources, (*RECIPE.flags, "-g"))
+    names = {prebuilt_name(recipe, system) for recipe in (RECIPE, flags) for system in ("linux", "darwin", "win32")}
+    assert len(names) == 6 and {Path(name).suffix for name in names} == {".so", ".dylib", ".dll"}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_processor_says_of_itself_what_linux_says(tmp_path: Path) -> None:
+    if "avx" not in processor().flags:
+        pytest.skip("needs an x86 processor, and Linux")
+    made, known = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags}
+    known |= {"avx512_bf16", "amx_bf16"}
+    subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "detection" / "detection.c"), "-o", str(made)], check=True)
+    found = asked(ctypes.CDLL(str(made)))
+    assert found.flags == processor().flags & known and found.model_name == processor().model_name
+
+
+def test_arm_is_told_from_x86() -> None:
+    assert isa_of(Processor("", frozenset(("asimd", "asimddp"))), None) == "neon"
+    with pytest.raises(NoKernelsError, match="ARM with dot products"):
+        isa_of(Processor("", frozenset(("asimd", "fp"))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TOOLS.exists(), reason="needs ziglang: .wheels, which `make wheels` sets up")
+@pytest.mark.skipif("avx2" not in processor().flags, reason="builds the wheel for x86-64 Linux")
+def test_an_installed_wheel_computes_where_there_is_no_compiler(tmp_path: Path) -> None:
+    build = [sys.executable, str(ROOT / "packaging" / "build_wheels.py"), "--tools", str(TOOLS), "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([*build, "--platforms", "linux-x86_64"], check=True, capture_output=True, env=environment)
+    (wheel,) = tmp_path.glob("*manylinux*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(installed)
+        (record,) = (name for name in files.namelist() if name.endswith("RECORD"))
+        listed = {line.split(",")[0] for line in files.read(record).decode().splitlines()}
+    assert listed == set(files.namelist())
+    bare = {"PATH": "", "PYTHONPATH": str(installed), "HOME": str(tmp_path), "SLIPSTREAM_ISA": "avx2"}
+    ran = subprocess.run(
+        [sys.executable, "-c", USE], capture_output=True, text=True, env=bare, cwd=tmp_path, check=True
+    )
+    kind, close, used, shares_threads = json.loads(ran.stdout)
+    assert kind == "CompressedLinear" and close and shares_threads
+    assert all(Path(file).is_relative_to(installed) for file in used)
+    for library in Path(used[0]).parent.glob("*avx2*"):
+        library.unlink()
+    ran = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=bare, cwd=tmp_path)
+    assert ran.returncode and "no C compiler" in ran.stderr
