@@ -22,7 +22,7 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_forms import read_prompts
 from slipstream.text.requests import Message, Prompt, RequestReader
 from slipstream.text.results import Chunk, Result, chunks_of, result_of
-from slipstream.wiring.engine_choice import choose_engine, name_of
+from slipstream.wiring.engine_choice import check_names, choose_engine, name_of
 from slipstream.wiring.model_holder import ModelHolder
 from slipstream.wiring.model_pair import ModelPair
 
@@ -82,14 +82,9 @@ class SpeculativeDecoder(ModelHolder):
             max_batch_size=max_batch_size,
             load_options=load_options or {},
         )
-        if (useless := self.config.contradiction()) is not None:
-            log.warning(useless)
-        if acceptance != "auto":
-            load_rule(acceptance)
+        check_names(self.config, drafter)
         self._drafter: str | Drafter = drafter
         self.rule: Rule | None = None  # an acceptance rule given as an object
-        if isinstance(drafter, str):
-            drafters.check_name(drafter)
         self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
         with self._use:
             self._choose_engine()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.constraints.forced_drafts import ForcedDrafts
-from slipstream.core.acceptance import Rule, rule_for
+from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine
 from slipstream.core.traits import Traits
@@ -28,6 +29,8 @@ from slipstream.wiring.predicting_engine import (
     why_no_predictions,
 )
 
+log = logging.getLogger("slipstream")
+
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -40,6 +43,16 @@ class EngineChoice:
     name: str
     traits: Traits
     no_predictions: str = ""
+
+
+def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
+    """Raise `UsageError` for names that are not known; warn of a setting without effect."""
+    if (useless := config.contradiction()) is not None:
+        log.warning(useless)
+    if config.acceptance != "auto":
+        load_rule(config.acceptance)
+    if isinstance(drafter, str):
+        drafters.check_name(drafter)
 
 
 def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafter, rule: Rule | None) -> EngineChoice:
