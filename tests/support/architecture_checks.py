@@ -68,9 +68,10 @@ class Liar:
 
 @dataclass
 class Checks:
-    """The checks of one model."""
+    """The checks of one model. prompts: whose texts are known."""
 
     model: Any
+    prompts: Sequence[list[int]] = tuple(QUEUE)
     ties: int = 0
     margin: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -78,7 +79,7 @@ class Checks:
     @cached_property
     def texts(self) -> dict[tuple[int, ...], list[int]]:
         """What `generate` says after each prompt alone, greedily."""
-        return {tuple(prompt): self._generate(prompt) for prompt in QUEUE}
+        return {tuple(prompt): self._generate(prompt) for prompt in self.prompts}
 
     @cached_property
     def decoder(self) -> SpeculativeDecoder:
@@ -212,4 +213,4 @@ def check(model_type: str, quick: bool = False) -> Outcome:
         return Outcome("unbuilt", str(error))
     except Exception as error:
         return Outcome("unbuilt", f"{type(error).__name__}: {first_line(error)[:120]}")
-    return Checks(model).run(quick)
+    return Checks(model, PROMPTS if quick else QUEUE).run(quick)
