@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
@@ -68,6 +68,14 @@ class LoadOptions:
         if dtype in ("auto", "int4", "int8"):
             return replace(self, quantise=dtype, vocabulary=vocabulary, activations="auto")
         return replace(self, dtype=dtype, vocabulary=vocabulary, activations="auto")
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """Optional capability of a backend: trials of a loaded model leave a KV cache behind that nobody needs."""
+
+    def release(self) -> None:
+        """Give the cache's memory back; nothing that was written is read again."""
 
 
 def is_toy(source: Any) -> bool:
