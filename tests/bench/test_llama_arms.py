@@ -34,7 +34,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def following(tokens: Sequence[int]) -> int:
     """The made-up model's choice, which repeats itself before long."""
-    return (tokens[-1] * 3 + tokens[-2] + 1) % VOCABULARY
+    return (tokens[-1] * 3 + sum(tokens[-2:-1]) + 1) % VOCABULARY
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
@@ -72,6 +72,14 @@ class LoadOptions:
         """The same for the draft model, whose precision and vocabulary are its own matter."""
         own = replace(self, vocabulary=vocabulary, activations="auto", rounding="none")
         return replace(own, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(own, dtype=dtype)
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """Optional capability of a backend: trials of a loaded model leave a KV cache behind that nobody needs."""
+
+    def release(self) -> None:
+        """Give the cache's memory back; nothing that was written is read again."""
 
 
 def is_toy(source: Any) -> bool:

@@ -20,7 +20,7 @@ from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
-from slipstream.models.loaded import Loaded, refuse_unused
+from slipstream.models.loaded import Loaded, Releasing, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
@@ -56,6 +56,8 @@ class ModelPair:
             own = None if drafting is None else make_session(drafting.backend)
             bridged = _bridged(loaded, drafting, own, config)
             shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
+            if isinstance(loaded.backend, Releasing):
+                loaded.backend.release()
             session = make_session(loaded.backend, shapes)
             return cls(loaded, drafting, session, own, calibration, bridged, _windowed(own, bridged, config))
 

@@ -75,6 +75,10 @@ class HFBackend:
         """Grow the cache; see `Backend.reserve`."""
         self.cache.reserve(rows, length)
 
+    def release(self) -> None:
+        """See `Releasing`."""
+        self.cache.release()
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
         """One forward of the model over tokens [B, W]; see `Backend.forward`."""

@@ -88,6 +88,12 @@ class SlotCache(Cache):
             if self.states is not None:
                 self.states.reserve(self.shape[0])
 
+    def release(self) -> None:
+        """Give the memory of keys and values back; nothing that was written is read again."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+        self.shape = (0, 0)
+
     def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
         """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
 
