@@ -88,12 +88,15 @@ def test_logits_are_those_of_the_numbers_that_the_codes_mean(case: tuple, tmp_pa
 def test_a_zero_point_off_by_one_and_swapped_codes_change_the_logits(form: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "made", form, num_hidden_layers=1)
     expected, tensors = reference(made), made.tensors()
-    name = "model.layers.0.mlp.down_proj"
+    name, digests = "model.layers.0.mlp.down_proj", set[str]()
     for key, change in (("qzeros", lambda words: words ^ 0x11111111), ("qweight", lambda words: words.roll(1, 0))):
         folder = made.change(tensors | {f"{name}.{key}": change(tensors[f"{name}.{key}"])})
-        assert kl(expected, logits(load(folder, LoadOptions(activations="int15")))) > 1e-4
-    folder = made.change(tensors)
-    assert kl(expected, logits(load(folder, LoadOptions(activations="int15")))) < 1e-6
+        loaded = load(folder, LoadOptions(activations="int15"))
+        digests.add(loaded.backend.weights_digest())
+        assert kl(expected, logits(loaded)) > 1e-4
+    loaded = load(made.change(tensors), LoadOptions(activations="int15"))
+    assert kl(expected, logits(loaded)) < 1e-6
+    assert len(digests | {loaded.backend.weights_digest()}) == 3  # receipts tell them apart
 
 
 def test_every_weight_stays_as_the_checkpoint_has_it(gptq: Made) -> None:

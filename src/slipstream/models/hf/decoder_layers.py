@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.c_structs import LANES
 
-DIGEST_ROWS, DIGEST_BYTES = 64, 4096  # rows of the embedding and bytes of blocks that enter a model's digest
+DIGEST_ROWS = 64  # rows of the embedding that enter a model's digest
 
 
 def digest(model: Any) -> str:
@@ -32,7 +33,7 @@ def digest(model: Any) -> str:
     for weight in (model.get_input_embeddings().weight[:DIGEST_ROWS], *norms):
         digested.update(weight.detach().float().cpu().numpy().tobytes())
     for part in (part for linear in block_linears(model) for part in linear.parts):
-        digested.update(part.data[:DIGEST_BYTES].numpy().tobytes())
+        digested.update(part.data[: len(part.data) // -(-part.outputs // LANES)].numpy().tobytes())
     return digested.hexdigest()[:20]
 
 
