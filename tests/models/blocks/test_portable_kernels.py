@@ -1,6 +1,6 @@
 """All sets of instructions give the same bits, ARM's on an emulator; the drivers are C, so it needs no Python.
 
-Of the kernels for bfloat16 weights that holds for those that widen numbers to float32, all but that of AVX-512 with bfloat16.
+Of the kernels for bfloat16 weights that holds for those that widen numbers to float32: not for AVX-512 with bfloat16.
 """
 
 from __future__ import annotations
