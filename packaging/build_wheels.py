@@ -29,7 +29,7 @@ SOURCE = ("src", "pyproject.toml", "README.md", "LICENSE")
 WHEN = (2020, 1, 1, 0, 0, 0)  # of every file in a wheel, so that the same sources give the same bytes
 DETECTION = Recipe("detection", (SOURCES / "detection" / "detection.c",), COMMON_FLAGS)
 UNIX = ("-lpthread", "-ldl", "-lm")
-X86 = (*map(recipe_for, ("avx512", "avxvnni", "avx2")), *map(recipe_of, ("avx512", "avx2")), DETECTION)
+X86 = (*map(recipe_for, ("avx512", "avxvnni", "avx2")), *map(recipe_of, ("avx512bf16", "avx512", "avx2")), DETECTION)
 ARM = (recipe_for("neon"), recipe_of("neon"))
 
 

@@ -128,20 +128,21 @@ def test_a_model_gives_its_own_logits() -> None:
     assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
-FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512"])
+FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
 PLAIN = recipe_of("plain")
 
 
 @pytest.mark.parametrize(
     ("description", "wanted", "variant"),
     [
-        (FOUND, None, "avx512"),
+        (FOUND, None, "avx512bf16"),
         (FOUND, "avx2", "avx2"),
-        (FOUND.replace("avx512_bf16", ""), None, "avx2"),
-        (FOUND.replace("avx512_bf16", ""), "avx512", "avx2"),
+        (FOUND.replace("avx512_bf16", ""), None, "avx512"),
+        (FOUND, "avx512", "avx512bf16"),
+        (FOUND.replace("avx512_vnni", ""), None, "avx2"),
         (FOUND + " avx_vnni", "avxvnni", "avx2"),
         ("Features : fp asimd asimddp", None, "neon"),
-        (FOUND + " amx_bf16", "avx512", "avx512"),
+        (FOUND + " amx_bf16", "avx512", "avx512bf16"),
         (FOUND, "plain", "plain"),
     ],
 )

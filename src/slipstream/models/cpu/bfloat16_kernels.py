@@ -20,9 +20,10 @@ from slipstream.models.fast_path_warnings import warn_slower
 
 log = logging.getLogger("slipstream")
 
-# as `NEEDED`
+BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
 VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "avx512": (*NEEDED["avx512"], "avx512_bf16"),
+    BFLOAT16: (*NEEDED["avx512"], "avx512_bf16"),
+    "avx512": NEEDED["avx512"],
     "avx2": NEEDED["avx2"],
     "neon": NEEDED["neon"],
     "plain": (),
@@ -32,8 +33,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 def variant_of(processor: Processor, wanted: str | None) -> str:
     """The variant to use. wanted: see `isa_of`, which raises the errors."""
     best = isa_of(processor, wanted)
-    allowed = list(NEEDED)[list(NEEDED).index(best) :]
-    found = next(name for name in allowed if set(VARIANTS.get(name, ("none",))) <= processor.flags)
+    below = list(NEEDED)[list(NEEDED).index(best) :]
+    allowed = [name for name in VARIANTS if name in below or (name == BFLOAT16 and best == "avx512")]
+    found = next(name for name in allowed if set(VARIANTS[name]) <= processor.flags)
     if found == "plain" != wanted:
         raise NoKernelsError("they need a processor with AVX2, FMA and F16C")
     if "amx_bf16" in processor.flags and not wanted:

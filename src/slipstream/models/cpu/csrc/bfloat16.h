@@ -1,7 +1,7 @@
 /* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
  *
- * AVX-512 multiplies pairs of bfloat16 numbers and rounds pairs of products as its instruction does; all others widen
- * numbers to float32. So bits differ between them, and each has the same ones at every width.
+ * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all others widen numbers to
+ * float32. So bits differ between them, and each has the same ones at every width.
  */
 #pragma once
 
@@ -9,6 +9,10 @@
 
 #if defined(__AVX512BF16__)
 #include "bfloat16_avx512.h"
+#include "expand_avx512.h"
+#elif defined(__AVX512VNNI__)
+#include "bfloat16_avx512f.h"
+#include "expand_avx512.h"
 #elif defined(__AVX2__)
 #include "bfloat16_avx2.h"
 #elif defined(__ARM_FEATURE_DOTPROD)
