@@ -116,11 +116,11 @@ def main(
     memory = {worker.engine.name: worker.ask("memory") for worker in workers}
     for worker in workers:
         worker.close()
-    starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
     middle = {key: median(values) for key, values in times.items()}
     console.print(f"{file.name}: {file.stat().st_size / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     console.print(f"memory bandwidth: {median(bandwidth):.1f} GB/s, at most {max(bandwidth):.1f}")
     console.print(_forwards([engine.name for engine in engines], asked, middle))
+    starts = {engine.name: [engine.cold_start() for _ in range(cold + 1)][1:] for engine in engines} if cold else {}
     console.print(_processes([engine.name for engine in engines], memory, starts))
     if json_file is not None:
         found = {f"{name}, {line}": values for (name, line), values in times.items()}

@@ -42,7 +42,8 @@ def test_a_line_holds_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     header, run = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     assert list(header) == ["kind", "settings", "versions", "machine", "started"]
     fields = (
-        "kind arm prompts family batch repeat seconds num_output_tokens texts verdicts stats rounds num_forwards error"
+        "kind arm prompts family batch repeat seconds num_output_tokens texts verdicts stats rounds num_forwards parts "
+        "error"
     )
     assert list(run) == fields.split() and (header["kind"], run["kind"]) == ("header", "run")
     done = Round(0, 5, 1, 9, (1, 2), (1, 3), 1, True, None, Seconds(0.1, 0.2, 0.3, 0.4, 1.0))

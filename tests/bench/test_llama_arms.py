@@ -67,7 +67,7 @@ class MadeUpModel:
 
 
 class RepeatedText:
-    """A look-up in the binding's form: what followed the last token before."""
+    """Prompt lookup in the binding's form: what followed the last token before."""
 
     def __init__(self, max_ngram_size: int, num_pred_tokens: int) -> None:
         self.most = num_pred_tokens
@@ -79,11 +79,11 @@ class RepeatedText:
 
 @pytest.fixture(autouse=True)
 def binding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up under the binding's name; no functions of llama.cpp."""
-    package, look_up = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
-    look_up.LlamaPromptLookupDecoding = RepeatedText  # type: ignore[attr-defined]
+    """Prompt lookup under the binding's name; no functions of llama.cpp."""
+    package, drafting = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
+    drafting.LlamaPromptLookupDecoding = RepeatedText  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", look_up)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", drafting)
     monkeypatch.setattr(llama_baseline, "bindings", lambda what: package)
 
 

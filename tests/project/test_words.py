@@ -55,7 +55,8 @@ PHRASES = {
 }
 # what has its ordinary meaning, or is a name of somebody else's
 ORDINARY = r"""
-    prompt[ _-]lookup | hf[-_]lookup | lookup[-_]decoding | assistant_lookup | with_lookup | lookup\ table
+    prompt[ _-]lookup | hf[-_]lookup | llama[-_]lookup | PromptLookupDecoding
+  | lookup[-_]decoding | assistant_lookup | with_lookup | lookup\ table
   | \bLOOKUP\b | LookupError | "lean\ " | log[-_]odds | memo:\ dict | _slipstream_held
   | drawn\ (dashed|across|chart|with) | how\ it\ is\ drawn | _drawn\(chart | (charts?|plots?)\ drawn
 """

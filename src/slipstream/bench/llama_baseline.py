@@ -1,4 +1,4 @@
-"""llama.cpp's own greedy generation on the same prompts and the same file: plain, and with prompt look-up drafting."""
+"""llama.cpp's own greedy generation on the same prompts and the same file: plain, and with prompt lookup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
 
 SUPPORTED = {"max_tokens", "stop_token_ids", "ignore_eos", "seed"}
-NGRAM = 2  # tokens that the look-up compares, the binding's default
+NGRAM = 2  # tokens that prompt lookup compares, the binding's default
 
 Drafts = Callable[[list[int]], list[int]]
 
@@ -99,11 +99,11 @@ def check_params(arm: Arm, params: SamplingParams) -> None:
 
 
 def _drafts_of(arm: Arm) -> Drafts:
-    """What drafts: nothing, or the binding's own look-up of the last tokens in the prompt and the text so far."""
+    """What drafts: nothing, or the binding's own prompt lookup over the prompt and the text so far."""
     if arm.baseline != LLAMA_LOOKUP:
         return lambda tokens: []
     bindings(f"arm {arm.name!r}")
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    look_up: Any = LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=arm.num_draft_tokens)
-    return lambda tokens: look_up(np.array(tokens, dtype=np.intc)).tolist()
+    search: Any = LlamaPromptLookupDecoding(max_ngram_size=NGRAM, num_pred_tokens=arm.num_draft_tokens)
+    return lambda tokens: search(np.array(tokens, dtype=np.intc)).tolist()

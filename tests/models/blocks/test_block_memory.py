@@ -63,7 +63,7 @@ def test_names_are_those_of_the_readers_own_way(name: str, tmp_path: Path, monke
     whole = reader.get_gguf_hf_weights_map
     monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or whole(*a, **k))
     tensors = gguf_tensors.GGUFTensors(header, model)
-    shallow = len(calls)
+    asked = len(calls)
     expected = {theirs: ours for ours, theirs in whole(model, tensors._processor).items()}
     assert {key: tensors._names[key] for key in model.state_dict()} == {k: expected[k] for k in model.state_dict()}
-    assert shallow <= 8 < len(calls)  # transformers asks once for every module
+    assert asked <= 8 < len(calls)  # transformers asks once for every module

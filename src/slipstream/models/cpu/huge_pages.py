@@ -1,7 +1,7 @@
 """Memory for weights in pages of 2 MB where the system has them (Linux).
 
-A forward reads all weights in order. In pages of 4 KB the processor looks up an address every 4 KB, and a process that
-loads a file of a gigabyte is given a quarter of a million pages one by one.
+A forward reads all weights in order. In pages of 4 KB the processor translates an address every 4 KB, and a process
+that loads a file of a gigabyte is given a quarter of a million pages one by one.
 """
 
 from __future__ import annotations

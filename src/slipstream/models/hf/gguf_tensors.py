@@ -140,7 +140,7 @@ class GGUFTensors:
 
 
 @dataclass(frozen=True)
-class _Shallow:
+class _TopLevel:
     """What transformers' reader asks of a model, without the parts of its parts: for each it makes all names anew."""
 
     module: Any
@@ -153,13 +153,13 @@ class _Shallow:
     def state_dict(self) -> Any:
         return self.module.state_dict()
 
-    def named_children(self) -> list[tuple[str, _Shallow]]:
-        return [(name, _Shallow(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
+    def named_children(self) -> list[tuple[str, _TopLevel]]:
+        return [(name, _TopLevel(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
 
 
 def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
     """The file's tensor for each of the model's parameters that has one."""
-    for given in (_Shallow(model, 1), model):
+    for given in (_TopLevel(model, 1), model):
         names = {theirs: ours for ours, theirs in reader.get_gguf_hf_weights_map(given, processor).items()}
         if names.keys() >= model.state_dict().keys():
             break
