@@ -46,7 +46,7 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
     for prediction in (expected.text, edited(expected.text), WRONG, expected.token_ids):
         result = decoder.generate("The heron", replace(params, prediction=prediction))
         assert result.token_ids == expected.token_ids
-        assert (result.stats.accepted_prediction_tokens or 0) > 20 or prediction == WRONG or count == "auto"
+        assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,25 @@ def test_a_draft_model_of_another_vocabulary_and_trees_go_on_beside_predictions(
     else:
         decoder = SpeculativeDecoder("toy", draft, drafter="model", num_draft_tokens="4x2")
     texts = ["The heron", "A sparrow", "It flew"]
-    expected = [plain(toy(), text, GREEDY) for text in texts]
+    options = [GREEDY, GREEDY, replace(GREEDY, max_tokens=2 * GREEDY.max_tokens)]
+    expected = [plain(toy(), text, params) for text, params in zip(texts, options, strict=True)]
     given = [expected[0].text, None, WRONG]
-    results = decoder.generate(texts, [replace(GREEDY, prediction=one) for one in given])
+    asked = [replace(params, prediction=one) for params, one in zip(options, given, strict=True)]
+    results = decoder.generate(texts, asked)
     assert [result.token_ids for result in results] == [one.token_ids for one in expected]
     assert any(done.parents for result in results for done in result.rounds)  # trees beside chains of a prediction
+
+
+def test_a_wrong_prediction_takes_the_place_of_no_draft() -> None:
+    """What retrieval drafts goes before first guesses; a right one still comes to its turn."""
+    decoder = toy("ngram", num_draft_tokens=8)
+    prompt, params = "A heron stood. A heron stood. A heron", replace(GREEDY, max_tokens=40)
+    without = decoder.generate(prompt, params)
+    wrong = decoder.generate(prompt, replace(params, prediction=WRONG))
+    right = decoder.generate(prompt, replace(params, prediction=without.text))
+    assert wrong.token_ids == right.token_ids == without.token_ids
+    assert without.stats.num_accepted_tokens > 0  # retrieval does draft here
+    assert wrong.stats.num_rounds <= without.stats.num_rounds and right.stats.num_rounds < without.stats.num_rounds
 
 
 def test_rows_without_a_prediction_are_drafted_as_without_the_others() -> None:

@@ -117,10 +117,10 @@ class Session:
             table.seat(slot, row)
             while room > 0 and not self.has_read(row, slot):
                 end, before, base = len(row.tokens) - 1, table.prefill_tokens, table.states[slot].base
-                if table.shapes.reuse == 1:  # wherever a prompt is cut, the bits are the same
-                    end = min(end, base + max(room, PROMPT_UNIT))
-                elif room < budget and min(end - base, table.shapes.chunk) > room:
+                any_cut = table.shapes.reuse == 1  # wherever a prompt is cut, the bits are the same
+                if room < budget and min(end - base, PROMPT_UNIT if any_cut else table.shapes.chunk) > room:
                     return
+                end = min(end, base + room) if any_cut else end
                 table.read_chunk(slot, row, end, {})
                 room -= table.prefill_tokens - before
 

@@ -19,7 +19,8 @@ class PredictionDrafter:
     """Asks the prediction of each row first, and `main` for the rows that it leaves.
 
     A prediction proposes a chain, one-hot, with acceptance probabilities. A round in which every row's prediction
-    speaks costs no forward of `main`.
+    speaks costs no forward of `main`. One that only guesses comes after `main` where that may draft more, so that a
+    wrong prediction takes the place of no draft.
     """
 
     main: Drafter
@@ -36,12 +37,18 @@ class PredictionDrafter:
             [one.acceptance_probs[:n] for one, n in zip(proposals, lengths, strict=True)],
         )
         found = replace(found, predicted=found.lengths)
-        others = [0 if one.tokens else n for one, n in zip(proposals, lengths, strict=True)]
+        first = [
+            bool(one.tokens) and (n <= len(one.tokens) or not self.predictions.only_guesses(row))
+            for row, one, n in zip(rows, proposals, lengths, strict=True)
+        ]
+        others = [0 if own else n for own, n in zip(first, lengths, strict=True)]
         if not any(others):
             return found
         drafted = self.main.propose(rows, others, sampler)
         check_draft(drafted, rows, self.main)
-        return _beside(found, drafted, [bool(one.tokens) for one in proposals])
+        predicted = [n > 0 and (own or not m) for own, n, m in zip(first, found.lengths, drafted.lengths, strict=True)]
+        found = found.cut([n * own for n, own in zip(found.lengths, predicted, strict=True)])
+        return _beside(found, drafted, predicted)
 
 
 @dataclass

@@ -51,10 +51,10 @@ class PredictionPolicy:
             self.limits.cost_model.learn([row for row in rows if row.finish_reason is None])
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """As many tokens of a prediction as may be cut afterwards; `main`'s choice where it is silent."""
+        """As many tokens of a prediction as may be cut afterwards; `main`'s choice where it is silent or guesses."""
         proposals = [self.predictions.proposal(row) for row in rows]
         return [
-            self._length(row, one) if one.tokens else length
+            max(self._length(row, one), length * self.predictions.only_guesses(row)) if one.tokens else length
             for row, one, length in zip(rows, proposals, self.main.lengths(rows), strict=True)
         ]
 

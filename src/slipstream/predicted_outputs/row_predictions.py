@@ -54,12 +54,18 @@ class _Followed:
     credit: float = CREDIT
 
     @property
+    def only_guesses(self) -> bool:
+        """Whether the place is guessed and earlier proposals have brought nothing."""
+        place = self.alignment.place
+        return place is not None and place.guess is not None and self.credit <= CREDIT
+
+    @property
     def length(self) -> int:
         """How much of the proposal is worth a try, by what earlier ones have brought."""
         place = self.alignment.place
         if place is None or not self.proposed.tokens or self.proposed.acceptance_probs[0] < LEAST:
             return 0
-        if place.guess is not None and self.credit <= CREDIT:
+        if self.only_guesses:
             return min(GUESSED, int(self.credit))
         return max(int(self.credit), AGAIN if place.known >= LONG else 0)
 
@@ -100,6 +106,10 @@ class RowPredictions:
             self._propose(row, followed)
         length, proposed = followed.length, followed.proposed
         return Proposal(proposed.tokens[:length], proposed.acceptance_probs[:length]) if length else NOTHING
+
+    def only_guesses(self, row: Row) -> bool:
+        """Whether a row's prediction has shown nothing that would put it before a draft of the decoder's drafter."""
+        return row in self._followed and self._followed[row].only_guesses
 
     def _read(self, row: Row, followed: _Followed) -> None:
         """Take in the new tokens, and learn from them what the last proposal was worth."""
