@@ -88,6 +88,11 @@ class SlotState:
         """Whether no row goes on here."""
         return self.row is None or self.row.finish_reason is not None
 
+    @property
+    def last_step(self) -> int:
+        """The step of its row's newest round; -1 if there is none."""
+        return self.row.rounds[-1].step if self.row is not None and self.row.rounds else -1
+
     def valid(self, row: Row) -> int:
         """How many leading tokens of `row` the slot holds."""
         if self.row is None:

@@ -18,6 +18,7 @@ from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_a
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
 
+ASKED = 8  # idle slots, those used longest ago, among which a place is looked for
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
 
 
@@ -119,12 +120,13 @@ class SlotTable:
 
     def _save(self, slot: int, source: int, row: Row) -> None:
         """Before a row takes a slot: what an ended row has left there goes to the idle slot that is needed least."""
-        others = (i for i, state in enumerate(self.states) if i not in (slot, source) and state.is_idle)
-        least = min([slot, *others], key=lambda i: self._need(i, row))
-        ended = self.states[slot]
-        if least != slot and ended.row is not None:
+        ended, need = self.states[slot], self._need(slot, row)
+        idle = [i for i, state in enumerate(self.states) if need and i not in (slot, source) and state.is_idle]
+        longest_ago = sorted(idle, key=lambda i: self.states[i].last_step)[:ASKED]
+        least, place = min(((self._need(i, row), i) for i in longest_ago), default=(need, slot))
+        if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
-            self._copy(slot, least, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
+            self._copy(slot, place, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
 
     def _need(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
@@ -135,11 +137,10 @@ class SlotTable:
         if state.row is None or not state.is_idle:
             return 0
         row, length = state.row, min(state.valid(state.row), state.row.prompt_length - 1)
-        others = [other for other in self.states if other is not state and other.row and other.row.group == row.group]
-        same = [other.valid(row) for other in others]
-        if entering.group == row.group:
-            same.append(common_beginning(entering.tokens, row.tokens, length))
-        return 0 if max(same, default=0) >= length else 1 + (row.rounds[-1].step if row.rounds else 0)
+        if entering.group == row.group and common_beginning(entering.tokens, row.tokens, length) >= length:
+            return 0
+        others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
+        return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
     def _copy(self, source: int, slot: int, state: SlotState) -> None:
         if source != slot:
