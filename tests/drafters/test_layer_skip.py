@@ -151,11 +151,16 @@ def test_drafting_touches_no_position_the_target_has_read_and_leaves_no_trace(
     for _ in run(engine(again, Replayed(watched.drafts), Fixed(4)), same, 3):
         pass
     assert [row.output for row in rows] == [row.output for row in same]
+    compared = 0
     for slot_state, other, slot in zip(target.slot_states, again.slot_states, range(3), strict=True):
-        assert slot_state.base == other.base and slot_state.row is not None
+        assert slot_state.base == other.base and (slot_state.row is None) == (other.row is None)
+        if slot_state.row is None:  # its text has moved to another slot
+            continue
         held = slot_state.valid(slot_state.row)
         mine, theirs = contents(target.backend), contents(again.backend)
         assert held > 15 and torch.equal(mine[:, :, slot, :, :held], theirs[:, :, slot, :, :held])
+        compared += 1
+    assert compared
 
 
 @pytest.mark.usefixtures("cache_audit")
