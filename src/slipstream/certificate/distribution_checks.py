@@ -11,6 +11,7 @@ from slipstream.certificate.finding import Finding
 from slipstream.certificate.sampled_frequencies import Target, distribution_test, sample
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.choice import LengthChoice
 
 # wrong rules that the test must catch: a crude one, and a subtle one that is wrong only where all drafts were accepted
 POWER_RULES = ("first-mismatch-kept", "bonus-from-raw-logits")
@@ -44,7 +45,10 @@ class DistributionChecks:
 
     def power(self, rule: str) -> Finding:
         """Whether the same test catches a wrong rule with the fewest runs."""
-        wrong = [drafting.using(acceptance=load_wrong_rule(rule)) for drafting in self._drafting]
+        wrong = [
+            drafting.using(acceptance=load_wrong_rule(rule), num_draft_tokens=_chain(drafting.config.num_draft_tokens))
+            for drafting in self._drafting
+        ]
         outcome = distribution_test(wrong, self._targets, FEWEST_RUNS)
         return Finding.of(not outcome.passed, str(outcome))
 
@@ -71,3 +75,9 @@ def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that samples
         return decoder.using("model", num_draft_tokens=drafters.traits("model").default_length)
     return decoder.using(num_draft_tokens=decoder.traits.default_length)
+
+
+def _chain(wanted: int | str) -> int | str:
+    """The length of a draft that may have been a tree, which wrong rules do not take."""
+    choice = LengthChoice.parse(wanted)
+    return choice.count if choice.siblings > 0 and choice.count is not None else wanted

@@ -53,7 +53,7 @@ class TextChecks:
 
     def __post_init__(self) -> None:
         self._judge = TieJudge(self.decoder)
-        self._plain = self.decoder.using("none")
+        self._plain = self.decoder.using("none", num_draft_tokens="auto")
         # "auto" may accept sampled drafts by a rule that does not couple draws; "match" shows the same loop coupled
         auto = self.decoder.rule is None and self.decoder.config.acceptance == "auto"
         self._seeded = self.decoder.using(acceptance="match") if auto else self.decoder

@@ -46,7 +46,7 @@ class Chat:
     @property
     def active(self) -> SpeculativeDecoder:
         """The decoder that answers."""
-        return self.decoder if self.speculative else self.decoder.using("none")
+        return self.decoder if self.speculative else self.decoder.using("none", num_draft_tokens="auto")
 
     @property
     def last(self) -> Turn:

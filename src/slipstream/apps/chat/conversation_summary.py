@@ -22,7 +22,7 @@ def compare(chat: Chat) -> str:
     ids, params = turn.token_ids, turn.params
     length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
     plain_params = replace(shortened(params, length), prediction=None)
-    plain = decoder.using("none").generate(turn.prompt_ids, plain_params)
+    plain = decoder.using("none", num_draft_tokens="auto").generate(turn.prompt_ids, plain_params)
     same = coupled(decoder, params)
     found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=same)
     fast, slow = _speed(turn.stats), _speed(plain.stats)
