@@ -1,6 +1,6 @@
 """Draft models that read a part of long prompts: acceptance, time and texts beside reading all of them.
 
-    python benchmarks/draft_context.py qwen1.5b qwen0.5b --prompt-file prompts.jsonl --limits 256,512
+    python benchmarks/draft_context.py qwen1.5b qwen0.5b --prompt-file prompts.jsonl --limit 256 --limit 512
 
 One pair of models, loaded once. Every prompt is decoded with each limit and with the whole prompt, in alternating
 order; nothing is cached beforehand. Ends with one JSON line. Exit code 1 if a greedy text differs.
@@ -8,17 +8,18 @@ order; nothing is cached beforehand. Ends with one JSON line. Exit code 1 if a g
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
+from typing import Annotated
 
+import typer
 from draft_vocabulary import acceptance_rate
+from terminal import Count, run
 
-from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream import Result, SamplingParams, SpeculativeDecoder
 from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.models.draft_context.windowed_session import WindowedSession
@@ -26,40 +27,33 @@ from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScore
 from slipstream.text.prompts import read_prompts
 from slipstream.wiring.model_holder import ModelHolder
 
+LIMITS = [256, 512]
 
-def main(arguments: Sequence[str] | None = None) -> int:
+
+def main(
+    target: str,
+    draft: str,
+    prompt_file: Annotated[Path, typer.Option(help="text or JSON lines")],
+    limit: Annotated[list[int], typer.Option(min=1, help="tokens of a prompt that are read at most")] = LIMITS,
+    draft_tokens: Count = 4,
+    tokens: Count = 64,
+) -> None:
     """Print the table; exit status 1 if a greedy text differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target")
-    parser.add_argument("draft")
-    parser.add_argument("--limits", default="256,512", help="tokens of a prompt that are read at most")
-    parser.add_argument("--draft-tokens", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt-file", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    try:
-        return _compare(given)
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-
-
-def _compare(given: argparse.Namespace) -> int:
-    decoder = SpeculativeDecoder(given.target, given.draft, drafter="model", draft_context="full")
-    arms = {"full": decoder.using("model", num_draft_tokens=given.draft_tokens)}
-    for limit in map(int, given.limits.split(",")):
-        arms[str(limit)] = decoder.using(_windowed(decoder, limit), num_draft_tokens=given.draft_tokens)
-    params, results = SamplingParams(temperature=0.0, max_tokens=given.tokens), {arm: list[Result]() for arm in arms}
+    decoder = SpeculativeDecoder(target, draft, drafter="model", draft_context="full")
+    arms = {"full": decoder.using("model", num_draft_tokens=draft_tokens)}
+    for most in limit:
+        arms[str(most)] = decoder.using(_windowed(decoder, most), num_draft_tokens=draft_tokens)
+    params, results = SamplingParams(temperature=0.0, max_tokens=tokens), {arm: list[Result]() for arm in arms}
     arms["full"].generate("Hello", SamplingParams(temperature=0.0, max_tokens=8))
     names = list(arms)
-    for number, prompt in enumerate(read_prompts(given.prompt_file)):
+    for number, prompt in enumerate(read_prompts(prompt_file)):
         for arm in names if number % 2 else names[::-1]:
             decoder.forget()
             results[arm].append(arms[arm].generate(prompt.prompt, params))
         print(_line(prompt.category, {arm: results[arm][-1] for arm in names}), flush=True)
     report = {arm: _figures(results[arm], results["full"]) for arm in names}
-    print(json.dumps({"target": given.target, "draft": given.draft} | report))
-    return int(any(figures["identical_texts"] < len(results["full"]) for figures in report.values()))
+    print(json.dumps({"target": target, "draft": draft} | report))
+    raise typer.Exit(int(any(figures["identical_texts"] < len(results["full"]) for figures in report.values())))
 
 
 def _windowed(decoder: ModelHolder, limit: int) -> ModelDrafter:
@@ -92,4 +86,4 @@ def _line(category: str, results: dict[str, Result]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

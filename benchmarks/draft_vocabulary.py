@@ -9,18 +9,19 @@ timed in turns. A prompt's step time is the median over rounds, without those in
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Annotated
 
 import torch
+import typer
+from terminal import Count, run
 
-from slipstream import Drafter, Result, SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream import Drafter, Result, SamplingParams, SpeculativeDecoder
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.drafters.model import ModelDrafter
@@ -33,38 +34,27 @@ ARMS = ("full", "restricted")
 STEPS, WARM_UP = 4, 5  # draft tokens of a timed proposal; proposals before any is timed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    target: str,
+    draft: str,
+    draft_vocabulary: Annotated[str, typer.Option(help="auto, or a number of first tokens")] = "auto",
+    draft_tokens: Count = 4,
+    tokens: Count = 64,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    prompt_file: Annotated[Path | None, typer.Option(help="text or JSON lines; without it the built-in ones")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="prompts of each category")] = 1,
+) -> None:
     """Print the table; exit status 1 if a greedy text differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target")
-    parser.add_argument("draft")
-    parser.add_argument("--draft-vocabulary", default="auto", help="auto, or a number of first tokens")
-    parser.add_argument("--draft-tokens", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompt-file", type=Path)
-    parser.add_argument("--limit", type=int, default=1, help="prompts of each category")
-    given = parser.parse_args(arguments)
-    try:
-        return _compare(given)
-    except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-
-
-def _compare(given: argparse.Namespace) -> int:
-    source = given.prompt_file
-    prompts = builtin_prompts(limit=given.limit) if source is None else read_prompts(source, limit=given.limit)
-    size = given.draft_vocabulary
+    prompts = builtin_prompts(limit=limit) if prompt_file is None else read_prompts(prompt_file, limit=limit)
     decoder = SpeculativeDecoder(
-        given.target,
-        given.draft,
+        target,
+        draft,
         drafter="model",
-        num_draft_tokens=given.draft_tokens,
-        draft_vocabulary=int(size) if size.isdecimal() else size,
+        num_draft_tokens=draft_tokens,
+        draft_vocabulary=int(draft_vocabulary) if draft_vocabulary.isdecimal() else draft_vocabulary,
     )
-    arms = both(decoder, given.draft_tokens)
-    params = SamplingParams(temperature=given.temperature, max_tokens=given.tokens, seed=0)
+    arms = both(decoder, draft_tokens)
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=0)
     results: dict[str, list[Result]] = {arm: [] for arm in ARMS}
     new: list[Result] = []  # whose prompts were read, and not reused
     for number, prompt in enumerate(prompts):
@@ -78,8 +68,8 @@ def _compare(given: argparse.Namespace) -> int:
     full, restricted = interleaved_steps(drafters, ids, decoder.target.backend.vocab_size)
     times = {"full_ms": round(full, 2), "restricted_ms": round(restricted, 2), "ratio": round(restricted / full, 3)}
     report = summary(results) | times | {"reading_share": round(reading_share(new), 3)}
-    print(json.dumps({"target": given.target, "draft": given.draft, "temperature": given.temperature} | report))
-    return int(given.temperature == 0 and report["identical_texts"] < report["prompts"])
+    print(json.dumps({"target": target, "draft": draft, "temperature": temperature} | report))
+    raise typer.Exit(int(temperature == 0 and report["identical_texts"] < report["prompts"]))
 
 
 def both(decoder: ModelHolder, draft_tokens: int) -> dict[str, SpeculativeDecoder]:
@@ -160,4 +150,4 @@ def _line(prompt: NamedPrompt, pair: Sequence[Result]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -23,7 +23,6 @@ of which each commits one token. Times are those of this process on the processo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
@@ -35,10 +34,10 @@ import torch
 import typer
 from recorded_texts import Recorded, read_texts, tokenizer_of
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from terminal import console, run
 
-from slipstream import Drafter, SamplingParams, SlipstreamError, UsageError
+from slipstream import Drafter, SamplingParams
 from slipstream.core.interfaces import Observer
 from slipstream.core.rng import Race
 from slipstream.core.types import Draft, Row, Verdict
@@ -51,7 +50,6 @@ CPU = torch.device("cpu")
 ROUNDS = 2000  # of the second table
 DRAFTERS = ["ngram", "ngram_table", "suffix:outputs=0", "suffix"]
 Variant = tuple[str, str, Setup]  # its title, the drafter's name and what it is built from
-console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass
@@ -156,16 +154,12 @@ def main(
 ) -> None:
     """Print a line per family and drafter."""
     quiet()
-    try:
-        texts = read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens)
-        setup = Setup(CPU, 1 + max(token for text in texts for token in text.token_ids()))
-        made = [*_in_both_ways(drafter, setup)] if trees else [(name, name, setup) for name in drafter]
-        _report(texts, made, num_draft_tokens, least)
-        if row_length:
-            _long_row(texts, made, num_draft_tokens, row_length)
-    except SlipstreamError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    texts = read_texts(inputs, tokenizer_of(tokenizer), prompt_file, prompt_share, max_tokens)
+    setup = Setup(CPU, 1 + max(token for text in texts for token in text.token_ids()))
+    made = [*_in_both_ways(drafter, setup)] if trees else [(name, name, setup) for name in drafter]
+    _report(texts, made, num_draft_tokens, least)
+    if row_length:
+        _long_row(texts, made, num_draft_tokens, row_length)
 
 
 def _in_both_ways(drafters: list[str], setup: Setup) -> Iterator[Variant]:
@@ -220,4 +214,4 @@ def _table(*columns: str) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

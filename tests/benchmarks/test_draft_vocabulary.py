@@ -1,12 +1,19 @@
-"""The benchmark of draft vocabularies compares steps, acceptance and texts, and refuses a vocabulary left whole."""
+"""The benchmarks of draft vocabularies and contexts compare steps, acceptance and texts; wrong use is one line."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import draft_context
 import draft_vocabulary
 import pytest
+import terminal
 from tiny import perturbed, shared, tokenizer
+
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -15,19 +22,43 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for name, model in (("target", shared("llama")), ("draft", perturbed("llama"))):
         model.save_pretrained(made / name)
         tokenizer(template=None).save_pretrained(made / name)
-    (made / "prompt.txt").write_text("the heron and the sparrow and the heron")
+    (made / "prompt.txt").write_text("the heron and the sparrow and the heron " * 15)
     return [str(made / "target"), str(made / "draft"), "--prompt-file", str(made / "prompt.txt"), "--tokens", "24"]
 
 
-def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert draft_vocabulary.main([*folders, "--draft-vocabulary", "32"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["identical_texts"] == report["prompts"] == 1
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code and output of a command of benchmarks."""
+
+    def run(main: Callable[..., Any], arguments: list[str]) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            terminal.run(main)
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    return run
+
+
+def test_a_part_of_the_vocabulary_changes_no_text(folders: list[str], run: Run) -> None:
+    code, out = run(draft_vocabulary.main, [*folders, "--draft-vocabulary", "32"])
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and report["identical_texts"] == report["prompts"] == 1
     assert report["ratio"] == pytest.approx(report["restricted_ms"] / report["full_ms"], rel=0.05)
     assert 0 < report["full_acceptance"] <= 1 and 0 <= report["reading_share"] < 1
 
 
-def test_a_vocabulary_that_stays_whole_is_refused(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert draft_vocabulary.main(folders) == 2
-    error = capsys.readouterr().err
-    assert "leaves this draft model's whole" in error and "Traceback" not in error
+def test_a_vocabulary_that_stays_whole_is_refused(folders: list[str], run: Run) -> None:
+    code, out = run(draft_vocabulary.main, folders)
+    assert code == 2 and "leaves this draft model's whole" in out
+
+
+def test_a_part_of_the_prompt_changes_no_text(folders: list[str], run: Run) -> None:
+    code, out = run(draft_context.main, [*folders, "--limit", "128"])
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and report["full"]["identical_texts"] == report["128"]["identical_texts"] == 1
+    assert report["full"]["relative_time"] == 1 and 0 < report["128"]["acceptance"] < report["full"]["acceptance"]
+
+
+def test_drafts_without_a_draft_model_are_refused(folders: list[str], run: Run) -> None:
+    code, out = run(draft_context.main, [folders[0], "none.gguf", *folders[2:]])
+    assert code == 2 and "none.gguf" in out

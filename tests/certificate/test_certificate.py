@@ -35,6 +35,12 @@ def test_every_lossless_rule_is_certified(acceptance: str) -> None:
     assert skipped == ([] if couples else COUPLED) and sum(check.passed for check in done) == 19 - len(skipped)
 
 
+@pytest.mark.parametrize("shape", ["2x2", "4x2"])
+def test_trees_are_certified(shape: str) -> None:
+    done = checks(SpeculativeDecoder("toy", "toy:2", num_draft_tokens=shape, acceptance="match"))
+    assert [check.name for check in done if not check.passed] == [] and len(done) == 19
+
+
 def test_ngram_drafts_are_certified() -> None:
     assert all(check.passed for check in checks(SpeculativeDecoder("toy", drafter="ngram")))
 

@@ -14,20 +14,10 @@ from typing import Any
 
 import numpy
 import torch
+from gguf_files import SHAPE
 from safetensors.torch import save_file
 from tiny import fresh
 from torch import Tensor
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "initializer_range": 0.1,
-    "head_dim": 64,
-}
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from slipstream.drafters.suffix.automaton import Match, Step, SuffixAutomaton
 
 SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, from 1 to these
 AGREED = 7  # and by how far its occurrences agree, see `kind_of`
-# log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model, whose recordings are gone.
-# benchmarks/fit_match_kinds.py fits them from runs.jsonl of `slipstream bench` or from text files, and judges both: on
-# README.md and docs/*.md (11 texts, 7,987 tokens) a fit has a log-loss of 0.493 per token, these have 0.515; such texts
-# are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
+# log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model.
+# benchmarks/fit_match_kinds.py fits such numbers from runs.jsonl of `slipstream bench` or from text files, and judges
+# both: on README.md and docs/*.md (11 texts, 7,987 tokens) a fit has a log-loss of 0.493 per token, these have 0.515;
+# such texts are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
 BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
 BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
 # the same of a runner-up, given that the tokens before it for its place are wrong, from such a fit of 80 answers

@@ -6,6 +6,7 @@ The specification is `fused_layer.LayerOps`, operator by operator; every layer i
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,7 @@ def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
     return cosines, sines
 
 
-class LayerCalls:
+class LayerCalls(ABC):
     """What `LayerOps` computes, compiled; see `Ops`.
 
     shape_independent: whether whole layers are computed, and each token as if it were alone. Known once a layer has
@@ -83,13 +84,13 @@ class LayerCalls:
         self._functions, self._layer, self._this = functions, layer, ctypes.addressof(layer)
         self._alone, self.shape_independent = alone, False
 
+    @abstractmethod
     def _scratch(self, tokens: int) -> int:
         """How many numbers of scratch space the functions need."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _takes(self, hidden: Tensor) -> bool:
         """Whether whole layers are computed for these hidden states [B, W, H]."""
-        raise NotImplementedError
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """See `Ops.project_qkv_rope`."""
