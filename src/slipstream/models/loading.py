@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.loaded import Loaded, LoadOptions, is_toy
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_toy
 from slipstream.models.paused_collection import paused_collection
 
 
@@ -30,9 +30,13 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
         return wrap_model(source, tokenizer, options)
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         with paused_collection():
+            from slipstream.models.hf.block_loading import load_in_blocks
+
+            # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
+            found = None if PLAN in options.extra else load_in_blocks(str(source), options)
             from slipstream.models.hf.pretrained import load_pretrained
 
-            return load_pretrained(str(source), options, tokenizer)
+            return load_pretrained(str(source), options, tokenizer, found)
     raise UsageError(
         f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
         "or a loaded Hugging Face model"

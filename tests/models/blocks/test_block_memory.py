@@ -15,6 +15,7 @@ from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
 from slipstream.models.hf import gguf_tensors
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_loading import described
+from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.loaded import Releasing
 
 
@@ -62,7 +63,8 @@ def test_names_are_those_of_the_readers_own_way(name: str, tmp_path: Path, monke
     calls: list[str] = []
     whole = reader.get_gguf_hf_weights_map
     monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or whole(*a, **k))
-    tensors = gguf_tensors.GGUFTensors(header, model)
+    with PackedAhead(header, None) as ahead:  # packs nothing: there are no kernels
+        tensors = gguf_tensors.GGUFTensors(header, model, ahead)
     asked = len(calls)
     expected = {theirs: ours for ours, theirs in whole(model, tensors._processor).items()}
     assert {key: tensors._names[key] for key in model.state_dict()} == {k: expected[k] for k in model.state_dict()}

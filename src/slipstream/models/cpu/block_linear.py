@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,28 @@ PACKED_AT_A_TIME = 1 << 24  # bytes of a file
 ReadRows = Callable[[int, int], Any]  # from row, to row -> their blocks, a contiguous array of bytes
 
 
+class Memory(Protocol):
+    """Where panels are kept."""
+
+    def zeros(self, size: int) -> Tensor:
+        """[size] uint8 zeros that begin at a multiple of 64 bytes."""
+
+
+class Table(Protocol):
+    """Rows to look up: a `BlockPart`, or a matrix that stays in its file."""
+
+    outputs: int
+    inputs: int
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """See `BlockPart.rows`."""
+
+
 class BlockPart:
     """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
 
     def __init__(
-        self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any, memory: HugePages | None = None
+        self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any, memory: Memory | None = None
     ) -> None:
         """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others."""
         self.block, self.library = block, library
@@ -126,7 +143,7 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """An embedding that unpacks the rows that it is asked for. weight: its first rows, which tell models apart."""
 
-    def __init__(self, part: BlockPart, embedding: nn.Embedding) -> None:
+    def __init__(self, part: Table, embedding: nn.Embedding) -> None:
         """embedding: the model's own, without its weight; it is given a table of the rows that are asked for."""
         super().__init__()
         inner = copy(embedding)

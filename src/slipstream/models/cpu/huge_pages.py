@@ -32,6 +32,14 @@ class HugePages:
         return taken
 
 
+class SmallPages:
+    """PyTorch's own memory, for what is needed for a moment."""
+
+    def zeros(self, size: int) -> Tensor:
+        """See `HugePages.zeros`; PyTorch aligns to 64 bytes."""
+        return torch.zeros(size, dtype=torch.uint8)
+
+
 def _chunk(size: int) -> Tensor:
     """[size] aligned zeros; pages that nobody writes to take no memory."""
     if sys.platform != "linux":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import block_kernels
-from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart
+from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
@@ -31,6 +31,9 @@ class TensorSource(Protocol):
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix [shape] for the kernels."""
+
+    def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
+        """A matrix [shape] of which rows are looked up, and which multiplies nothing."""
 
 
 def check_kernels() -> None:
@@ -101,8 +104,12 @@ class _Builder:
         tokens = self._model.get_input_embeddings()
         if others := [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m is not tokens]:
             raise NotInBlocksError(f"{self._names[others[0]]} is a second embedding")
-        made = BlockEmbedding(self._part(self._names[tokens], tokens), tokens)
-        self._model.set_input_embeddings(made)
+        name, shape = self._names[tokens], tuple(tokens.weight.shape)
+        if self._model.config.tie_word_embeddings:
+            table: Table = self._part(name, tokens)
+        else:
+            table = self._tensors.table(f"{name}.weight", shape, self._library)
+        self._model.set_input_embeddings(BlockEmbedding(table, tokens))
 
     def replace_linears(self) -> None:
         """All linear layers, those of one input together."""

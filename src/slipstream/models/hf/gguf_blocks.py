@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader
+from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.hf.gguf_tensors import GGUFTensors, check_kind
 
 
@@ -22,10 +23,10 @@ def check_blocks(header: GGUFHeader) -> None:
             check_kind(entry)
 
 
-def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
+def model_of_blocks(header: GGUFHeader, folder: Path, activations: str, ahead: PackedAhead) -> Any:
     """The model of a file, from its configuration in `folder`; see `block_model.fill`.
 
-    header: one that both checks passed. activations: "int8" or "int15".
+    header: one that both checks passed. activations: "int8" or "int15". ahead: its matrices.
     """
 
     def config() -> Any:
@@ -36,4 +37,4 @@ def model_of_blocks(header: GGUFHeader, folder: Path, activations: str) -> Any:
         return made
 
     model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
-    return fill(model, GGUFTensors(header, model), activations)
+    return fill(model, GGUFTensors(header, model, ahead), activations)

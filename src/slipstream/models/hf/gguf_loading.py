@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UsageError
+from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.hf.gguf_blocks import check_blocks, model_of_blocks
 from slipstream.models.hf.gguf_description import described
 from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.loaded import LoadOptions
 
 
@@ -32,8 +34,9 @@ class GGUFFile:
         header = read_header(self.file)
         header.check()
         check_blocks(header)
-        folder = described(header)
-        return str(folder), model_of_blocks(header, folder, activations)
+        with PackedAhead(header, block_kernels()) as ahead:
+            folder = described(header)
+            return str(folder), model_of_blocks(header, folder, activations, ahead)
 
     def unpacked(self, options: LoadOptions) -> None:
         """`weights.load_model` converts the file."""

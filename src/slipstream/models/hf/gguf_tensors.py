@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_linear import BlockPart, fits_blocks
+from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
+from slipstream.models.hf.gguf_packing import PackedAhead, stays_in_file
+from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile
 
 SUPPORTED = ", ".join(block.name for block in FORMATS)
 
@@ -41,8 +42,8 @@ class GGUFTensors:
     transformers' readers say which tensor a parameter is and how it differs.
     """
 
-    def __init__(self, header: GGUFHeader, model: Any) -> None:
-        """model: the model of this file's configuration, on any device."""
+    def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
+        """model: the model of this file's configuration, on any device; ahead: of this file's matrices."""
         from transformers import modeling_gguf_pytorch_utils as reader
 
         self.header, architecture = header, header.architecture
@@ -53,7 +54,7 @@ class GGUFTensors:
             self._names = _names(reader, model, self._processor)
         except NotImplementedError as error:
             raise NotInBlocksError(str(error)) from error
-        self._memory, self._space = HugePages(), bytearray()
+        self._ahead, self._reader, self._memory = ahead, RowReader(header.file), HugePages()
 
     def of(self, parameter: str) -> NamedTensor | None:
         """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
@@ -112,31 +113,24 @@ class GGUFTensors:
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
+        named = self._matrix(parameter, shape)
+        packed = self._ahead.part(named.entry.name) if named.order is None else None
+        return packed or self._reader.part(named.entry, library, self._memory, named.order)
+
+    def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
+        """A matrix of the file [shape] of which rows are looked up."""
+        named = self._matrix(parameter, shape)
+        if named.order is None and stays_in_file(self.header, named.entry.name):
+            return RowsOfFile(self.header.file, named.entry, library)
+        return self.part(parameter, shape, library)
+
+    def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:
         named = self.of(parameter)
         if named is None:
             raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
-        entry = named.entry
-        self.check_shape(entry, shape)
-        block = check_kind(entry)
-        row_bytes = cast(int, entry.row_bytes)
-        if named.order is not None:
-            whole = self._rows(replace(named, order=None), 0, shape[0], row_bytes)
-            ordered = whole[named.order]
-            return BlockPart(block, shape, lambda first, last: ordered[first:last], library, self._memory)
-        read = partial(self._rows, named, row_bytes=row_bytes)
-        return BlockPart(block, shape, read, library, self._memory)
-
-    def _rows(self, named: NamedTensor, first: int, last: int, row_bytes: int) -> Any:
-        """[last - first, row_bytes] bytes of the file, in memory that the next call overwrites."""
-        size = (last - first) * row_bytes
-        if len(self._space) < size:
-            self._space = bytearray(size)
-        with self.header.file.open("rb", buffering=0) as stream:
-            stream.seek(named.entry.start + first * row_bytes)
-            filled = stream.readinto(memoryview(self._space)[:size])
-        if filled != size:
-            raise SlipstreamError(f"model {str(self.header.file)!r} ends within tensor {named.entry.name!r}")
-        return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
+        self.check_shape(named.entry, shape)
+        check_kind(named.entry)
+        return named
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.block_loading import FromBlocks
 from slipstream.models.hf.fast_forwards import a_few_logits, make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
@@ -159,14 +160,12 @@ def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
-def load_pretrained(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
-    """Load a folder, a .gguf file, the embedded model or a hub id."""
-    from slipstream.models.hf.block_loading import load_in_blocks
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: FromBlocks | None) -> Loaded:
+    """Load a folder, a .gguf file, the embedded model or a hub id. found: what `load_in_blocks` says of it."""
     from slipstream.models.hf.weights import load_model
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
-    found = load_in_blocks(source, options)
     folder, model = load_model(source, options) if found is None else (found.folder, found.model)
     in_blocks = found is not None and found.in_blocks
     if model.device.type == "cpu":

@@ -48,6 +48,10 @@ class CheckpointTensors:
             raise NotInBlocksError(f"tensor {parameter!r} {error}") from error
         return BlockPart(block, shape, lambda first, last: rows[first:last], library)
 
+    def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """See `TensorSource.table`."""
+        return self.part(parameter, shape, library)
+
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix that was not quantised."""
         self._used.add(parameter)

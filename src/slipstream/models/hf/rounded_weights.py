@@ -89,6 +89,10 @@ class RoundedTensors:
 
         return BlockPart(block, shape, rows, library)
 
+    def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """See `TensorSource.table`."""
+        return self.part(parameter, shape, library)
+
     def unpacked(self, parameter: str, shape: tuple[int, int]) -> Tensor:
         """[outputs, inputs] float32: what a quantised matrix means."""
         pieces = self._rounded(parameter, shape, self._block(parameter)[1], 0, shape[0])

@@ -19,6 +19,12 @@ struct start {
     int64_t number;
 };
 
+static inline void call_once(void *given) {
+    struct start start = *(struct start *)given;
+    free(given);
+    start.function(start.number);
+}
+
 #ifdef _WIN32
 #include <windows.h>
 
@@ -55,9 +61,7 @@ static inline void run_once(system_once *once, void (*function)(void)) {
     InitOnceExecuteOnce(once, run_given, (PVOID)function, NULL);
 }
 static DWORD WINAPI begin_thread(LPVOID given) {
-    struct start start = *(struct start *)given;
-    free(given);
-    start.function(start.number);
+    call_once(given);
     return 0;
 }
 static inline int create_thread(struct start *start) {
@@ -88,9 +92,7 @@ static inline void after_fork(void (*function)(void)) { pthread_atfork(NULL, NUL
 static inline int64_t count_processors(void) { return (int64_t)sysconf(_SC_NPROCESSORS_ONLN); }
 static inline void run_once(system_once *once, void (*function)(void)) { pthread_once(once, function); }
 static void *begin_thread(void *given) {
-    struct start start = *(struct start *)given;
-    free(given);
-    start.function(start.number);
+    call_once(given);
     return NULL;
 }
 static inline int create_thread(struct start *start) {

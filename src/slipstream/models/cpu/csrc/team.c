@@ -89,6 +89,7 @@ static void forget_threads(void) {
     static const system_condition wake = SYSTEM_CONDITION;
     pool.lock = lock, pool.wake = wake, pool.size = 1;
     atomic_store(&pool.busy, 0), atomic_store(&pool.sleeping, 0), atomic_store(&pool.calls, 0);
+    atomic_store(&pool.arrived, 0), atomic_store(&pool.passed, 0); /* the fork may come between two arrivals */
 }
 
 static void prepare(void) {

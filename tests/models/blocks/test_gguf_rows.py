@@ -1,0 +1,106 @@
+"""Rows that stay in their file and matrices that are packed ahead are those that the kernels' panels hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import part_of, random_blocks, write_model
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_kernels import block_kernels
+from slipstream.models.cpu.block_linear import BlockPart
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.instruction_sets import NEEDED
+from slipstream.models.cpu.processor import processor
+from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry, read_header
+from slipstream.models.hf.gguf_packing import PackedAhead
+from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+ROWS, INPUTS, BEFORE = 50, 512, 37  # BEFORE: bytes of the file that come before the rows
+
+
+def table(folder: Path, block: BlockFormat) -> tuple[RowsOfFile, BlockPart]:
+    """The same random rows in a file and in panels."""
+    raw, file = random_blocks(block, ROWS, INPUTS, seed=block.number), folder / "rows"
+    file.write_bytes(bytes(BEFORE) + raw.tobytes())
+    entry = TensorEntry("token_embd.weight", block.number, (ROWS, INPUTS), BEFORE)
+    return RowsOfFile(file, entry, block_kernels()), part_of(block, raw, INPUTS, block_kernels())
+
+
+@pytest.mark.parametrize("block", [b for b in FORMATS if b.number >= 0], ids=lambda block: block.name)
+def test_rows_are_the_panels_own(block: BlockFormat, tmp_path: Path) -> None:
+    rows, part = table(tmp_path, block)
+    for wanted in ([0], [49, 3, 3, 17], list(range(ROWS)), []):
+        ids = torch.tensor(wanted, dtype=torch.int64)
+        assert torch.equal(rows.rows(ids), part.rows(ids))
+    assert not torch.equal(rows.rows(torch.tensor([1])), part.rows(torch.tensor([2])))
+
+
+def test_rows_outside_and_a_file_cut_short_are_refused(tmp_path: Path) -> None:
+    rows, _ = table(tmp_path, FORMATS[0])
+    for wrong in (-1, ROWS):
+        with pytest.raises(IndexError, match=f"rows from {wrong} to {wrong}; allowed: 0 to 49"):
+            rows.rows(torch.tensor([wrong]))
+    with (tmp_path / "rows").open("r+b") as stream:
+        stream.truncate(BEFORE + 60)
+    with pytest.raises(SlipstreamError, match=r"ends within tensor 'token_embd.weight'"):
+        rows.rows(torch.tensor([40]))
+
+
+def test_another_file_may_take_the_name(tmp_path: Path) -> None:
+    rows, part = table(tmp_path, FORMATS[0])
+    (tmp_path / "other").write_bytes(bytes(10))
+    (tmp_path / "other").replace(tmp_path / "rows")
+    assert torch.equal(rows.rows(torch.arange(ROWS)), part.rows(torch.arange(ROWS)))
+
+
+def header_of(folder: Path, tied: bool) -> GGUFHeader:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    write_model(folder / "model.gguf", "llama", {"": "Q8_0"}, tie_word_embeddings=tied)
+    return read_header(folder / "model.gguf")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_packed_ahead_is_what_the_file_has(tied: bool, tmp_path: Path) -> None:
+    header, library = header_of(tmp_path, tied), block_kernels()
+    left = []
+    with PackedAhead(header, library) as ahead:
+        for name, entry in header.tensors.items():
+            part = ahead.part(name)
+            if part is None:
+                left.append(name)
+            else:
+                alone = RowReader(header.file).part(entry, library)
+                assert torch.equal(part.data, alone.data)
+    matrices = [name for name in left if len(header.tensors[name].shape) == 2]
+    reordered = [f"blk.{layer}.attn_{kind}.weight" for layer in range(2) for kind in "qk"]
+    assert sorted(matrices) == sorted(reordered + ([] if tied else ["token_embd.weight"]))
+
+
+def test_errors_of_the_packing_thread_arrive_and_the_rest_is_stopped(tmp_path: Path) -> None:
+    header = header_of(tmp_path, True)
+    with (tmp_path / "model.gguf").open("r+b") as stream:
+        stream.truncate(header.size + 100)
+    with PackedAhead(header, block_kernels()) as ahead, pytest.raises(SlipstreamError, match="ends within tensor"):
+        ahead.part(max(header.tensors.values(), key=lambda entry: entry.start * (len(entry.shape) == 2)).name)
+    assert all(future.done() for future in ahead._parts.values())
+
+
+def test_a_model_with_an_output_layer_of_its_own_keeps_its_table_in_the_file(tmp_path: Path) -> None:
+    ids = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(4))
+    for tied, kind in ((False, RowsOfFile), (True, BlockPart)):
+        header = header_of(tmp_path, tied)
+        model: Any = load(str(header.file), LoadOptions()).model
+        assert isinstance(model.get_input_embeddings().part, kind)
+        part = RowReader(header.file).part(header.tensors["token_embd.weight"], block_kernels())
+        assert torch.equal(model.get_input_embeddings()(ids)[0], part.rows(ids[0]))
