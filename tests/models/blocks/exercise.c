@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to);
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
+int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void whole_layer(const struct float_layer *layer, const struct float_cache *memory, const float *hidden,
                        int64_t tokens, const float *cosines, const float *sines, float *out, float *space);
@@ -34,7 +35,7 @@ static struct block_part part_of(int64_t format, int64_t outputs, int64_t inputs
     int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
     uint8_t *data = aligned_alloc(64, panels);
     memset(data, 0, panels);
-    pack_panels(format, rows, outputs, inputs, data);
+    pack_panels(format, rows, outputs, inputs, data, 1);
     free(rows);
     return (struct block_part){format, outputs, data};
 }
@@ -52,7 +53,7 @@ static struct block_part grouped_part(int64_t kind, int64_t group, int64_t outpu
     int64_t panels = up(outputs, LANES) / LANES * panel_bytes(format, inputs);
     uint8_t *data = aligned_alloc(64, panels);
     memset(data, 0, panels);
-    pack_panels(format, rows, outputs, inputs, data);
+    pack_panels(format, rows, outputs, inputs, data, 1);
     free(rows);
     return (struct block_part){format, outputs, data};
 }
@@ -86,6 +87,30 @@ static void exercise_rows(const struct block_part *part, int64_t inputs) {
     unpack_rows(part, inputs, outputs, 2, to);
     print_checksum("rows", part->format, 0, 2, to, 2 * inputs * sizeof *to);
     free(to);
+}
+
+/* Panels of rows that are read from a file, which begin at a byte that is no multiple of anything, are those of rows in
+ * memory; a file that ends before them is noticed. */
+static void exercise_file(int64_t format, int64_t outputs, int64_t inputs) {
+    const struct shape *of = &SHAPES[format];
+    int64_t row = inputs / of->size * of->bytes, panel = panel_bytes(format, inputs);
+    int64_t size = up(outputs, LANES) / LANES * panel, start = 37;
+    uint8_t *rows = malloc(outputs * row), *expected = aligned_alloc(64, size), *got = aligned_alloc(64, size);
+    for (int64_t i = 0; i < outputs * row; i++) rows[i] = next_byte();
+    memset(expected, 0, size), memset(got, 0, size);
+    pack_panels(format, rows, outputs, inputs, expected, 0);
+    FILE *file = tmpfile();
+    fwrite(rows, 1, start, file), fwrite(rows, 1, outputs * row, file), fflush(file);
+    struct file_piece pieces[] = {
+        {format, 32, inputs, start, got},
+        {format, outputs - 32, inputs, start + 32 * row, got + 2 * panel},
+        {format, 1, inputs, start + outputs * row, got},
+    };
+    _Atomic int64_t next = 0;
+    if (pack_pieces(fileno(file), pieces, 2, &next) != -1 || memcmp(expected, got, size)) wrong++;
+    next = 2;
+    if (pack_pieces(fileno(file), pieces, 3, &next) != 2) wrong++;
+    fclose(file), free(rows), free(expected), free(got);
 }
 
 static struct block_linear linear_of(struct block_part *part, int64_t format, int64_t outputs, int64_t inputs) {
@@ -132,6 +157,7 @@ int main(void) {
             }
             free((void *)parts[0].data), free((void *)parts[1].data);
         }
+    for (int64_t format = 0; format < FORMATS; format++) exercise_file(format, 45, 512);
     for (int64_t kind = INT4; kind <= FLOAT32; kind++)
         for (int64_t group = 32; group <= 160; group += 128) {
             struct block_part parts[2] = {grouped_part(kind, group, 37, 160), part_of(Q4_0, 16, 160)};

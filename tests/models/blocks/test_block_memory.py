@@ -11,6 +11,7 @@ from gguf_files import write_model
 from tiny import fresh, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
 from slipstream.models.hf import gguf_tensors
 from slipstream.models.hf.gguf_header import read_header
@@ -63,7 +64,7 @@ def test_names_are_those_of_the_readers_own_way(name: str, tmp_path: Path, monke
     calls: list[str] = []
     whole = reader.get_gguf_hf_weights_map
     monkeypatch.setattr(reader, "get_gguf_hf_weights_map", lambda *a, **k: calls.append("") or whole(*a, **k))
-    with PackedAhead(header, None) as ahead:  # packs nothing: there are no kernels
+    with PackedAhead(header, block_kernels()) as ahead:
         tensors = gguf_tensors.GGUFTensors(header, model, ahead)
     asked = len(calls)
     expected = {theirs: ours for ours, theirs in whole(model, tensors._processor).items()}

@@ -32,8 +32,9 @@ def library_for(isa: str) -> ctypes.CDLL:
     """The functions compiled for these instructions."""
     library = loaded(recipe_for(isa))
     check_layout(library, BLOCK_MIRRORS, BLOCK_CONSTANTS)
-    for function in (library.panel_bytes, library.activation_bytes, library.float_scratch):
-        function.restype = ctypes.c_int64
+    for name in ("panel_bytes", "activation_bytes", "float_scratch", "pack_pieces"):
+        if hasattr(library, name):  # `pack_pieces` is not there on Windows
+            getattr(library, name).restype = ctypes.c_int64
     return library
 
 

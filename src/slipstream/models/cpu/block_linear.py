@@ -48,24 +48,47 @@ class BlockPart:
     """A matrix of a GGUF file [outputs, inputs] as panels of 16 outputs."""
 
     def __init__(
-        self, block: BlockFormat, shape: tuple[int, int], read: ReadRows, library: Any, memory: Memory | None = None
+        self,
+        block: BlockFormat,
+        shape: tuple[int, int],
+        read: ReadRows | None,
+        library: Any,
+        memory: Memory | None = None,
     ) -> None:
-        """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others."""
+        """shape: outputs and inputs; read: called for a few rows at a time, in order; memory: shared with others.
+
+        Without `read` whoever makes it fills the panels, see `from_row`.
+        """
         self.block, self.library = block, library
         self.outputs, self.inputs = shape
-        each = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
-        self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * each)
-        row_bytes = self.inputs // block.size * block.bytes
-        step = max(PACKED_AT_A_TIME // row_bytes // LANES, 1) * LANES
-        for row in range(0, self.outputs, step):
-            rows = read(row, min(row + step, self.outputs))
+        self._panel_bytes = library.panel_bytes(ctypes.c_int64(block.code), ctypes.c_int64(self.inputs))
+        self.data = (memory or HugePages()).zeros(-(-self.outputs // LANES) * self._panel_bytes)
+        if read is None:
+            return
+        for first, last in self.steps(PACKED_AT_A_TIME):
+            rows = read(first, last)
             library.pack_panels(
                 ctypes.c_int64(block.code),
                 ctypes.c_void_p(rows.ctypes.data),
                 ctypes.c_int64(len(rows)),
                 ctypes.c_int64(self.inputs),
-                ctypes.c_void_p(self.data.data_ptr() + row // LANES * each),
+                ctypes.c_void_p(self.from_row(first)),
+                ctypes.c_int(1),
             )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the file."""
+        return self.inputs // self.block.size * self.block.bytes
+
+    def steps(self, most: int) -> list[tuple[int, int]]:
+        """The rows in order, from one to before another, in steps of whole panels with at most so many bytes."""
+        step = max(most // self.row_bytes // LANES, 1) * LANES
+        return [(row, min(row + step, self.outputs)) for row in range(0, self.outputs, step)]
+
+    def from_row(self, row: int) -> int:
+        """The address of the panel that begins with a row, a multiple of 16."""
+        return self.data.data_ptr() + row // LANES * int(self._panel_bytes)
 
     @property
     def struct(self) -> PartStruct:

@@ -44,6 +44,12 @@ class PartStruct(ctypes.Structure):
     _fields_ = [("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("data", ctypes.c_void_p)]
 
 
+class FilePieceStruct(ctypes.Structure):
+    """`struct file_piece`."""
+
+    _fields_ = [*((name, ctypes.c_int64) for name in ("format", "rows", "inputs", "start")), ("to", ctypes.c_void_p)]
+
+
 class BlockLinearStruct(ctypes.Structure):
     """`struct block_linear`."""
 
@@ -84,6 +90,7 @@ class FloatCacheStruct(ctypes.Structure):
 
 BLOCK_MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "block_part": PartStruct,
+    "file_piece": FilePieceStruct,
     "block_linear": BlockLinearStruct,
     "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,

@@ -16,6 +16,9 @@ struct entry {
 const struct entry layout[] = {
     SIZE_OF(block_part), OFFSET(block_part, format), OFFSET(block_part, outputs), OFFSET(block_part, data),
 
+    SIZE_OF(file_piece), OFFSET(file_piece, format), OFFSET(file_piece, rows), OFFSET(file_piece, inputs),
+    OFFSET(file_piece, start), OFFSET(file_piece, to),
+
     SIZE_OF(block_linear), OFFSET(block_linear, inputs), OFFSET(block_linear, outputs),
     OFFSET(block_linear, num_parts), OFFSET(block_linear, parts), OFFSET(block_linear, bias),
 

@@ -37,6 +37,12 @@ struct block_part {
     const uint8_t *data;
 };
 
+/* Rows of a file, a multiple of 16 except at the end of a part. start: their first byte; to: their panels, zeroed. */
+struct file_piece {
+    int64_t format, rows, inputs, start;
+    uint8_t *to;
+};
+
 /* A linear layer of parts, one after the other. bias: [outputs] or NULL. */
 struct block_linear {
     int64_t inputs, outputs, num_parts;

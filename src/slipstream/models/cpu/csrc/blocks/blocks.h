@@ -25,6 +25,15 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Bytes of a panel: a multiple of 64. */
 int64_t panel_bytes(int64_t format, int64_t inputs);
 
+/* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
+ * counts 0. to: the panels of these rows, zeroed. shared: by a team, else by this thread alone. */
+struct packing {
+    int64_t format, count, inputs;
+    const uint8_t *rows;
+    uint8_t *to;
+};
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
+
 /* Bytes that `quantise` fills for so many tokens, and those before the tile that begins with a token. */
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 
@@ -39,7 +48,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
 /* The same for the kinds of grouped.c. plain: activations that are not rounded; sums: [places(rows)][LANES]. */
 static inline int is_grouped(int64_t format) { return format >= FORMATS; }
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
-void pack_grouped(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to);
+void pack_grouped_panel(int64_t panel, void *packing);
 void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
                   const float *plain, float *sums);

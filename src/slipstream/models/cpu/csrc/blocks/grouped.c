@@ -42,14 +42,9 @@ static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t
     }
 }
 
-struct grouped_packing {
-    int64_t format, count, inputs;
-    const uint8_t *rows;
-    uint8_t *to;
-};
-
-static void pack_grouped_panel(int64_t panel, void *given) {
-    const struct grouped_packing *p = given;
+/* See pack_panels. */
+void pack_grouped_panel(int64_t panel, void *given) {
+    const struct packing *p = given;
     int64_t kind = p->format % KINDS, group = p->format / KINDS;
     int64_t row = is_float(kind) ? p->inputs * number_bytes(kind) : p->inputs / group * (row_head(kind) + group);
     uint8_t *own = p->to + panel * grouped_panel_bytes(p->format, p->inputs);
@@ -58,12 +53,6 @@ static void pack_grouped_panel(int64_t panel, void *given) {
         if (is_float(kind)) pack_numbers(kind, from, p->inputs, lane, own);
         else pack_groups(kind, group, from, p->inputs, lane, own);
     }
-}
-
-/* See pack_panels. */
-void pack_grouped(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
-    struct grouped_packing packing = {format, count, inputs, rows, to};
-    for_each(up(count, LANES) / LANES, 1, pack_grouped_panel, &packing);
 }
 
 static float float_from(const uint8_t *from) {

@@ -94,12 +94,6 @@ static void place_scales(int64_t format, const uint8_t *block, int lane, uint8_t
         for (int j = 0; j < 16; j++) to[32 + j * LANES + lane] = block[192 + j];
 }
 
-struct packing {
-    int64_t format, count, inputs;
-    const uint8_t *rows;
-    uint8_t *to;
-};
-
 static void pack_panel(int64_t panel, void *given) {
     const struct packing *p = given;
     const struct shape *of = &SHAPES[p->format];
@@ -116,15 +110,9 @@ static void pack_panel(int64_t panel, void *given) {
         }
 }
 
-/* Rows of the file's blocks to panels; `rows` is a multiple of 16 except at the end of a part, where what is missing
- * counts 0. to: the panels of these rows, zeroed. */
-void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to) {
-    if (is_grouped(format)) {
-        pack_grouped(format, rows, count, inputs, to);
-        return;
-    }
+void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared) {
     struct packing packing = {format, count, inputs, rows, to};
-    for_each(up(count, LANES) / LANES, 1, pack_panel, &packing);
+    for_each(up(count, LANES) / LANES, shared, is_grouped(format) ? pack_grouped_panel : pack_panel, &packing);
 }
 
 static float half_at(const uint8_t *from) {
