@@ -186,12 +186,13 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     """A target over the processes of torchrun; on ranks other than 0 this does not return."""
-    from slipstream.models.hf.tensor_parallel import join_ranks, lead_or_follow, loading_options
+    from slipstream.models.hf.tensor_parallel import check_heads, join_ranks, lead_or_follow, loading_options
     from slipstream.models.hf.weights import load_model
 
     ranks = join_ranks()
     options = loading_options(options)
     folder, model = load_model(source, options)
+    check_heads(source, model, ranks.size())
     _backend(model, False, None)  # on every rank: is the model one that can be run by position?
     backend = lead_or_follow(model, ranks)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)

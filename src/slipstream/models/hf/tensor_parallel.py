@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Hashable, Sequence
@@ -185,6 +186,20 @@ def join_ranks() -> Any:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     return dist.new_group(backend="gloo", timeout=FOREVER)
+
+
+def check_heads(source: str, model: Any, ranks: int) -> None:
+    """Refuse a number of processes over which the attention heads cannot be spread: every one holds whole heads."""
+    config = model.config.get_text_config()
+    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    counts = [count for count in heads if count]
+    if any(count % ranks for count in counts):
+        most = math.gcd(*counts)
+        allowed = ", ".join(str(count) for count in range(1, most + 1) if most % count == 0)
+        raise UsageError(
+            f"load_options {PLAN!r}: {ranks} processes, but model {source!r} has {' and '.join(map(str, counts))} "
+            f"heads of queries and of keys; allowed: {allowed}"
+        )
 
 
 def loading_options(options: LoadOptions) -> LoadOptions:
