@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu import bfloat16_kernels, kernel_build
-from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, recipe_of, variant_of
+from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, left_to_onednn, recipe_of, variant_of
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, built
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf import pretrained
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
@@ -142,7 +143,7 @@ PLAIN = recipe_of("plain")
         (FOUND.replace("avx512_vnni", ""), None, "avx2"),
         (FOUND + " avx_vnni", "avxvnni", "avx2"),
         ("Features : fp asimd asimddp", None, "neon"),
-        (FOUND + " amx_bf16", "avx512", "avx512bf16"),
+        (FOUND + " amx_bf16 amx_tile", None, "avx512bf16"),
         (FOUND, "plain", "plain"),
     ],
 )
@@ -152,7 +153,7 @@ def test_the_best_variant_is_chosen(description: str, wanted: str | None, varian
 
 @pytest.mark.parametrize(
     ("description", "reason"),
-    [("", "AVX2, FMA and F16C"), ("flags: fpu avx512f avx512bw", "AVX2"), (FOUND + " amx_bf16 amx_tile", "AMX")],
+    [("", "AVX2, FMA and F16C"), ("flags: fpu avx512f avx512bw", "AVX2")],
 )
 def test_other_processors_are_told_apart(description: str, reason: str) -> None:
     with pytest.raises(NoKernelsError, match=reason):
@@ -202,23 +203,28 @@ def test_the_library_is_compiled_once(tmp_path: Path, recipe: Recipe, monkeypatc
         built(cache, {}, recipe)
 
 
-@pytest.mark.parametrize(
-    ("found", "level"), [("flags: fpu", "WARNING"), (FOUND + " amx_bf16", "INFO")], ids=["slower", "nothing lost"]
-)
-def test_without_kernels_a_warning_says_why_once_where_that_is_slower(
-    found: str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_large_models_are_left_to_processors_that_multiply_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = parse(FOUND + " amx_bf16 amx_tile")
+    assert left_to_onednn(1_500_000_000, amx, None) and not left_to_onednn(500_000_000, amx, None)
+    assert not left_to_onednn(1_500_000_000, amx, "avx512") and not left_to_onednn(1_500_000_000, parse(FOUND), None)
+    for large, kind in ((1, PackedLinear), (1 << 40, CompressedLinear)):
+        monkeypatch.setattr(bfloat16_kernels, "LARGE", large)
+        monkeypatch.setattr(pretrained, "processor", lambda: amx)
+        monkeypatch.delenv("SLIPSTREAM_ISA", raising=False)
+        convert = pretrained._packed(fresh("llama", dtype=torch.bfloat16), "auto")
+        assert convert is not None and (kernels() is None or type(convert(layer(64, 64))) is kind)
+
+
+def test_without_kernels_a_warning_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_slower.cache_clear()
     caplog.set_level("INFO", "slipstream")
-    monkeypatch.setattr(bfloat16_kernels, "processor", lambda: parse(found))
+    monkeypatch.setattr(bfloat16_kernels, "processor", lambda: parse("flags: fpu"))
     for _ in range(2):
         assert bfloat16_kernels.kernels_for.__wrapped__(None) is None
-    reasons = [
-        r.getMessage() for r in caplog.records if "PyTorch's kernels are used, not Slipstream's own" in r.message
-    ]
-    assert {record.levelname for record in caplog.records} == {level}
-    assert len(reasons) == (1 if level == "WARNING" else 2)
-    assert ("a processor with AVX2" if level == "WARNING" else "AMX") in reasons[0]
+    (reason,) = [record for record in caplog.records if "PyTorch's kernels are used" in record.message]
+    assert reason.levelname == "WARNING" and "a processor with AVX2" in reason.getMessage()
 
 
 def test_models_that_need_no_kernels_say_nothing(caplog: pytest.LogCaptureFixture) -> None:

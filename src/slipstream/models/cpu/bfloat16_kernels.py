@@ -7,7 +7,6 @@ there is no variant for it, the next one below is.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -18,8 +17,7 @@ from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SOURCES, Recipe, lo
 from slipstream.models.cpu.processor import Processor, processor
 from slipstream.models.fast_path_warnings import warn_slower
 
-log = logging.getLogger("slipstream")
-
+LARGE = 1_000_000_000  # weights of a model that is left to AMX
 BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     BFLOAT16: (*NEEDED["avx512"], "avx512_bf16"),
@@ -38,9 +36,17 @@ def variant_of(processor: Processor, wanted: str | None) -> str:
     found = next(name for name in allowed if set(VARIANTS[name]) <= processor.flags)
     if found == "plain" != wanted:
         raise NoKernelsError("they need a processor with AVX2, FMA and F16C")
-    if "amx_bf16" in processor.flags and not wanted:
-        raise NoKernelsError("this processor multiplies matrices (AMX), which oneDNN uses", slower=False)
     return found
+
+
+def left_to_onednn(weights: int, processor: Processor, wanted: str | None) -> bool:
+    """Whether oneDNN suits a model better, which multiplies by AMX where the processor has it.
+
+    These kernels take half to two thirds of oneDNN's time for a token and as long for 8 to 16; a prompt takes three to
+    six times as long. The larger the model, the more tokens must follow a prompt before they are faster in all
+    (docs/speed.md). wanted: of SLIPSTREAM_ISA, which asks for these kernels.
+    """
+    return "amx_bf16" in processor.flags and not wanted and weights >= LARGE
 
 
 def recipe_of(variant: str) -> Recipe:
@@ -60,11 +66,7 @@ def kernels_for(wanted: str | None) -> ctypes.CDLL | None:
     try:
         library = loaded(recipe_of(variant_of(processor(), wanted)))
     except NoKernelsError as error:
-        reason = f"PyTorch's kernels are used, not Slipstream's own: {error}"
-        if error.slower:
-            warn_slower(reason)
-        else:
-            log.info(reason)
+        warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {error}")
         return None
     check_layout(library)
     library.scratch_per_token.restype = ctypes.c_int64

@@ -23,7 +23,7 @@ def recipe_for(isa: str) -> Recipe:
 def block_kernels() -> ctypes.CDLL:
     """The compiled functions. Raises `NoKernelsError` with the reason where they cannot be had."""
     if not switched_on():
-        raise NoKernelsError("SLIPSTREAM_KERNELS is off", slower=False)
+        raise NoKernelsError("SLIPSTREAM_KERNELS is off")
     return library_for(chosen_isa())
 
 

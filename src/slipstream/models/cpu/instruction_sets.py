@@ -26,11 +26,7 @@ OF_ARM = {"asimddp": "-march=armv8.2-a+dotprod"}
 
 
 class NoKernelsError(Exception):
-    """Why the kernels cannot be used here. slower: whether PyTorch's are slower."""
-
-    def __init__(self, reason: str, slower: bool = True) -> None:
-        super().__init__(reason)
-        self.slower = slower
+    """Why the kernels cannot be used here."""
 
 
 def isa_of(processor: Processor, wanted: str | None) -> str:
