@@ -25,6 +25,7 @@ from slipstream.text.results import Chunk, Result, chunks_of, result_of
 from slipstream.wiring.engine_choice import check_names, choose_engine, name_of
 from slipstream.wiring.model_holder import ModelHolder
 from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.run_order import ordered
 
 if TYPE_CHECKING:
     from slipstream.jobs.job_state import JobReport
@@ -236,9 +237,10 @@ class SpeculativeDecoder(ModelHolder):
         yield from self.scheduler().run(rows)
 
     def decode(self, rows: Sequence[Row]) -> list[Result]:
-        """Decode rows to their ends; other threads wait until all are finished."""
+        """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""
         with self._use, awaited_together(rows):
-            for _ in self.scheduler().run(rows):
+            waits = len(rows) > self.config.max_batch_size
+            for _ in self.scheduler().run(ordered(rows, lambda row: row, self.shapes.reuse) if waits else rows):
                 pass
             return [self.result(row) for row in rows]
 

@@ -191,14 +191,14 @@ def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first
 ) -> None:
     from slipstream.jobs.job_lines import Line
     from slipstream.jobs.line_kinds import JobOptions, LineReader
-    from slipstream.jobs.request_order import ordered
+    from slipstream.wiring.run_order import first_row, ordered
 
     shared = "a common beginning of many characters: "
     prompts = ["long " * 30, shared + "one", "short", shared + "two and more", "long " * 20, shared + "three" * 9]
     reader = LineReader(decoder, JobOptions())
     asked = [reader.asked(Line(at, {"id": at, "prompt": prompt})) for at, prompt in enumerate(prompts)]
-    assert [one.line.number for one in ordered(asked, 1)] == [0, 4, 5, 3, 1, 2]
-    assert [one.line.number for one in ordered(asked, 4096)] == [0, 4, 5, 3, 1, 2]
+    assert [one.line.number for one in ordered(asked, first_row, 1)] == [0, 4, 5, 3, 1, 2]
+    assert [one.line.number for one in ordered(asked, first_row, 4096)] == [0, 4, 5, 3, 1, 2]
 
 
 def test_the_report_can_be_written_as_json(decoder: SpeculativeDecoder, tmp_path: Path) -> None:

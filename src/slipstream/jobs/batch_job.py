@@ -13,9 +13,9 @@ from slipstream.jobs.job_files import JobFiles
 from slipstream.jobs.job_lines import Line
 from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
 from slipstream.jobs.line_kinds import Asked, JobOptions, LineReader
-from slipstream.jobs.request_order import ordered
 from slipstream.jobs.request_pool import RequestPool
 from slipstream.sampling.params import SamplingParams
+from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
@@ -52,7 +52,7 @@ class BatchJob:
                 window = list(islice(pending, WINDOW))
                 more = len(window) == WINDOW
                 requests = [one for line in window if (one := self._read(state, line)) is not None]
-                pool.add(ordered(requests, self._decoder.shapes.reuse))
+                pool.add(ordered(requests, first_row, self._decoder.shapes.reuse))
             if not more:
                 pool.await_together()
             self._write(state, pool.step())

@@ -24,7 +24,7 @@ from slipstream.jobs.error_file import ErrorFile
 from slipstream.jobs.job_lines import FileLines, Line
 from slipstream.jobs.job_output import JobOutput
 from slipstream.jobs.line_kinds import LineReader
-from slipstream.jobs.request_order import ordered
+from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
     from slipstream.apps.server.service import Service
@@ -82,7 +82,7 @@ class BatchLines:
             for line in lines:
                 if (one := await self._prepared(line)) is not None:
                     waiting.append(one)
-            waiting = deque(ordered(waiting, self._service.decoder.shapes.reuse))
+            waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
             while waiting:
                 await self._places.acquire()
                 if time.time() >= self._record.expires_at:

@@ -12,8 +12,8 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.jobs.job_lines import Line
 from slipstream.jobs.line_kinds import Asked, JobOptions, LineReader
-from slipstream.jobs.request_order import ordered
 from slipstream.jobs.request_pool import RequestPool, Work
+from slipstream.wiring.run_order import first_row, ordered
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RayEngine:
                     requests.append(self._reader.asked(line))
             except Exception as error:  # of this line; the others go on
                 found[line.number] = False, self._reader.refusal(line, error)
-        for request in self._decoded(ordered(requests, self._decoder.shapes.reuse)):
+        for request in self._decoded(ordered(requests, first_row, self._decoder.shapes.reuse)):
             try:
                 with self._tokenizer:
                     found[request.line.number] = True, request.answer()
