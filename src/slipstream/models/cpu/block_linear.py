@@ -35,7 +35,7 @@ class Memory(Protocol):
 
 
 class Table(Protocol):
-    """Rows to look up: a `BlockPart`, or a matrix that stays in its file."""
+    """Rows to take: a `BlockPart`, or a matrix that stays in its file."""
 
     outputs: int
     inputs: int

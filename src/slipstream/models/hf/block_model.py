@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """A matrix [shape] for the kernels."""
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
-        """A matrix [shape] of which rows are looked up, and which multiplies nothing."""
+        """A matrix [shape] of which single rows are needed, and which multiplies nothing."""
 
 
 def check_kernels() -> None:

@@ -118,7 +118,7 @@ class GGUFTensors:
         return packed or self._reader.part(named.entry, library, self._memory, named.order)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
-        """A matrix of the file [shape] of which rows are looked up."""
+        """A matrix of the file [shape] of which single rows are needed."""
         named = self._matrix(parameter, shape)
         if named.order is None and stays_in_file(self.header, named.entry.name):
             return RowsOfFile(self.header.file, named.entry, library)
