@@ -2,10 +2,12 @@
 
     python benchmarks/bit_identity.py smollm2 PROMPTS.jsonl --num-prompts 60 --max-tokens 128
     python benchmarks/bit_identity.py TARGET PROMPTS.jsonl --draft DRAFT --reproducible false
+    python benchmarks/bit_identity.py T FILE.jsonl --draft D --drafters suffix,auto,model --lengths 4 --lengths 4x2
     python benchmarks/bit_identity.py smollm2 PROMPTS.jsonl --part 1/3   # every third prompt; the parts add up
 
 Settings: drafters x draft lengths x batch sizes, greedy and at temperature 0.8 with a seed per prompt (acceptance
-"match", which couples draws). The reference is plain decoding, one prompt at a time. Differing greedy texts are put to
+"match", which couples draws). A length is a number or a tree, DEPTHxWIDTH, which only drafters that branch take; "auto"
+has lengths of its own. The reference is plain decoding, one prompt at a time. Differing greedy texts are put to
 the judge of ties. Exit code 1 if a text differs in reproducible mode, or differs by more than a tie otherwise.
 """
 
@@ -26,10 +28,12 @@ from terminal import JsonFile, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.certificate.tie_judge import TieJudge
+from slipstream.drafters import check_name, traits
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import read_prompts, spread
 
 Line = dict[str, Any]
+Setting = tuple[str, int | str, int]  # drafter, draft length, batch size
 COLUMNS = (
     "temperature",
     "drafter",
@@ -43,10 +47,14 @@ COLUMNS = (
 )
 
 
-def settings(drafters: list[str], lengths: list[int], batches: list[int]) -> Iterator[tuple[str, int, int]]:
-    """Drafter, draft length, batch size."""
+def settings(drafters: list[str], lengths: list[int | str], batches: list[int]) -> Iterator[Setting]:
+    """Of all combinations those that there are."""
+    own: dict[str, list[int | str]] = {"none": [0], "auto": ["auto"]}
     for drafter in drafters:
-        for length in [0] if drafter == "none" else lengths:
+        if drafter not in own:
+            check_name(drafter)
+        branches = drafter in own or traits(drafter).branches
+        for length in own.get(drafter, [one for one in lengths if branches or isinstance(one, int)]):
             # plain decoding one by one is the reference itself
             yield from ((drafter, length, batch) for batch in batches if (drafter, batch) != ("none", 1))
 
@@ -76,7 +84,7 @@ class Bench:
 
     base: SpeculativeDecoder
     judge: TieJudge
-    chosen: list[tuple[str, int, int]]
+    chosen: list[Setting]
     params: list[SamplingParams]
 
     def __post_init__(self) -> None:
@@ -124,7 +132,8 @@ def main(
     dtype: str = "auto",
     num_prompts: int = 60,
     max_tokens: int = 128,
-    lengths: Annotated[list[int], typer.Option()] = [1, 4, 7],  # noqa: B006
+    drafters: Annotated[str, typer.Option(help="by default none, ngram and, with a draft model, model")] = "",
+    lengths: Annotated[list[str], typer.Option()] = ["1", "4", "7"],  # noqa: B006
     batches: Annotated[list[int], typer.Option()] = [1, 4],  # noqa: B006
     temperatures: Annotated[list[float], typer.Option()] = [0.0, 0.8],  # noqa: B006
     reproducible: str = "true",
@@ -141,7 +150,8 @@ def main(
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
         raise typer.BadParameter(f"--part {part!r}; allowed: NUMBER/PARTS, for example 1/3")
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
-    chosen = list(settings(["none", "ngram", *(["model"] if draft else [])], lengths, batches))
+    names = [name for name in drafters.split(",") if name] or ["none", "ngram", *(["model"] if draft else [])]
+    chosen = list(settings(names, [int(one) if one.isdigit() else one for one in lengths], batches))
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
     ids = ids[int(number) - 1 :: int(parts)]
     bench, size = Bench(base, TieJudge(base), chosen, params), max(batches)
