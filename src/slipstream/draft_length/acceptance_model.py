@@ -14,6 +14,7 @@ from slipstream.core.types import Row
 
 ROW_STEP = 0.2  # how far one token moves a row's weight
 SHARED_STEP = 0.05  # and the weight of its kind, which all rows share
+COMMON_STEP = 0.1  # and the weight that greedy rows share for all kinds
 CERTAIN = 0.995  # nothing is taken for surer than this
 
 
@@ -24,19 +25,20 @@ class AcceptanceModel:
     kind, plus what its row has shown. Each token moves the weights by a step against the error of its prediction
     (stochastic gradient descent on the log-loss).
 
-    prior: the chance of each kind before anything is known. shared: whether rows learn from each other; if not, a
-    row's probabilities depend on that row alone. row_step: how far one token moves its row's weight.
+    prior: the chance of each kind before anything is known. shared: whether rows learn from each other about kinds; if
+    not, a sampled row's probabilities depend on that row alone, and greedy rows, whose text depends on no draft, share
+    one weight for all kinds. row_step: how far one token moves its row's weight.
     """
 
     def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:
         self._prior = [_logit(chance) for chance in prior]
         self._kinds = list(self._prior)
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
-        self._shared, self._row_step = shared, row_step
+        self._shared, self._row_step, self._common = shared, row_step, 0.0
 
     def chance(self, row: Row, kind: int) -> float:
         """The probability that a token of this kind is accepted in this row, given that those before it were."""
-        return min(CERTAIN, _sigmoid(self._kinds[kind] + self._rows.get(row, 0.0)))
+        return min(CERTAIN, _sigmoid(self._kinds[kind] + self._rows.get(row, 0.0) + self._of_all(row)))
 
     def learn(self, row: Row, kinds: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> None:
         """What the text became where a draft stood: tokens count as accepted up to the first that differs.
@@ -50,15 +52,21 @@ class AcceptanceModel:
 
     def _learn(self, row: Row, kind: int, accepted: bool) -> None:
         known = self._rows.get(row, 0.0)
-        error = accepted - _sigmoid(self._kinds[kind] + known)
+        error = accepted - _sigmoid(self._kinds[kind] + known + self._of_all(row))
         self._rows[row] = known + self._row_step * error
         if self._shared:
             self._kinds[kind] += SHARED_STEP * error
+        elif not row.params.temperature:
+            self._common += COMMON_STEP * error
+
+    def _of_all(self, row: Row) -> float:
+        return 0.0 if row.params.temperature else self._common
 
     def forget(self) -> None:
         """Return to the prior."""
         self._kinds = list(self._prior)
         self._rows.clear()
+        self._common = 0.0
 
 
 def _sigmoid(log_odds: float) -> float:

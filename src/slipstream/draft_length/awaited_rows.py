@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import exp
 
 from slipstream.core.types import Row
 
-SHARPNESS = 4  # how fast a row's tokens lose worth as it gets ahead of the one that has the most to do
+SPREAD = 0.06  # how far rows move apart by their drafts, as a share of the tokens that the longest one has still
+TYPICAL = 1e9  # tokens of a text that nothing but its limit ends
 
 
 @contextmanager
@@ -22,19 +24,24 @@ def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
             row.together = ()  # rows that refer to each other would outlive their call
 
 
-def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float]) -> list[float]:
-    """For each row, what a token of it is worth beside one of the row that is going to end last, at most 1.
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = TYPICAL) -> list[float]:
+    """For each row, what a token of it is worth beside one of a row like all others.
 
-    A caller who waits for all rows of a call gains by a token of the last one what a round costs, by a token of any
-    other only what a row adds to a round: drafts that put a row ahead of the others are hardly worth their
-    verification. Everywhere else (rows of their own, rows of the call that wait for a place) tokens are worth the same.
-    seconds: of a forward of that many rows without drafts.
+    A caller who waits for all rows of a call gains by a token of the row that ends last what a round costs, by a token
+    of any other only what a row adds to a round. So drafts that put a row ahead of the others are hardly worth their
+    verification, and the one behind them is worth a dear one. Everywhere else (rows of their own, rows of the call that
+    wait for a place) tokens are worth the same.
+
+    seconds: of a forward of that many rows without drafts. typical: tokens that texts have before they end by
+    themselves: the more likely that is, the less it says who has the most to do.
     """
     call = rows[0].together if rows else ()
     if len(rows) < 2 or not call or any(row.together is not call for row in rows):
         return [1.0] * len(rows)
     if any(not row.rounds and row.finish_reason is None for row in call):
         return [1.0] * len(rows)
-    whole, longest = seconds(len(rows)), max(row.remaining for row in rows)
+    whole, longest = seconds(len(rows)), max(1, *(row.remaining for row in rows))
     least = min(1.0, max(0.0, (whole - seconds(len(rows) - 1)) * len(rows) / whole))
-    return [least + (1 - least) * (row.remaining / max(longest, 1)) ** SHARPNESS for row in rows]
+    spread = longest * (SPREAD + 1 - exp(-longest / typical))
+    likely = [exp((row.remaining - longest) / spread) for row in rows]  # to be the last one
+    return [least + (1 - least) * len(rows) * one / sum(likely) for one in likely]

@@ -20,10 +20,11 @@ from slipstream.draft_length.backoff import Backoff
 from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
 from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields, Yield
+from slipstream.draft_length.quiet_rounds import QuietRounds
+from slipstream.draft_length.text_lengths import TextLengths
 
 LONGEST = 15  # tokens of a retrieval draft
 STEPS = 8  # steps of a draft model
-HORIZON = 64  # tokens that a text is expected to have still, if it may
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,17 @@ class DraftController:
     draft_yields: DraftYields = field(init=False)
     confidence: Confidence = field(default_factory=Confidence)
     backoff: Backoff = field(default_factory=Backoff)
+    text_lengths: TextLengths = field(default_factory=TextLengths)
+    quiet: QuietRounds = field(default_factory=QuietRounds)
     _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
 
     def __post_init__(self) -> None:
         self.draft_yields = DraftYields(max(self.longest, self.steps))
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Learn from the newest round of each row; rows that have ended teach nothing about what comes."""
+        """Learn from the newest round of each row; of those that have ended, that they have."""
+        self.text_lengths.learn(rows)
+        self.quiet.learn(rows)
         rows = [row for row in rows if row.finish_reason is None]
         noted = [(row, note) for row in rows if isinstance(note := row.rounds[-1].note, DraftNote)]
         self.cost_model.learn(rows, sum(note.reading for _, note in noted))
@@ -100,11 +105,13 @@ class DraftController:
         Sampled drafts stay whole, and rows that asked for a length, and rows without acceptance probabilities in a
         draft that has some. Where no row of a retrieval draft has any, a token's is that of its position.
         """
+        if not any(draft.lengths):
+            return draft
         probs = self._known_probs(rows, draft)
         whole = [n for n, known in zip(draft.lengths, probs, strict=True) if known is None]
         least, beside = max(whole, default=0), sum(whole)
         sure = sum(self.draft_yields.of(row).accepted for row, known in zip(rows, probs, strict=True) if known is None)
-        worth = worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0))
+        worth = self._worth(rows)
         chosen, _ = best_lengths(
             [[by * prob for prob in known or ()] for by, known in zip(worth, probs, strict=True)],
             lambda longest, drafted: self.cost_model.verify(len(rows), max(longest, least), drafted + beside),
@@ -150,7 +157,7 @@ class DraftController:
         if not rows:
             return False
         drafted = len(chances[0])
-        worth = worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0))
+        worth = self._worth(rows)
         brought = sum(
             by * self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
             for by, row, own in zip(worth, rows, chances, strict=True)
@@ -173,7 +180,7 @@ class DraftController:
         And what to note of it, with the first row.
         """
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
-        tokens = sum(min(row.remaining, HORIZON) for row in rows)
+        tokens = sum(map(self.text_lengths.expected, rows))
         if tokens / rate + self.cost_model.reading(unread) < tokens / without:
             return True, DraftNote(decided="paid")
         return False, DraftNote(decided="waited", unread=unread > 0)
@@ -186,6 +193,9 @@ class DraftController:
         if notes:
             notes[0] = replace(notes[0], decided=first.decided, unread=first.unread)
         return notes
+
+    def _worth(self, rows: Sequence[Row]) -> list[float]:
+        return worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0), self.text_lengths.typical)
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

@@ -33,7 +33,8 @@ class CostModel:
 
     pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
     tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
-    by its tokens, from a calibration; together: of a ragged one of `most` rows. timed: whether the parts of a round
+    by its tokens, from a calibration; together: of a ragged one of `most` rows; steps: of a step of the draft model, by
+    rows; token: of a token that it reads. timed: whether the parts of a round
     have times of their own.
     """
 
@@ -42,6 +43,8 @@ class CostModel:
     measured: Mapping[int, float] = field(default_factory=dict)
     together: Mapping[int, float] = field(default_factory=dict)
     most: int = 1
+    steps: Mapping[int, float] = field(default_factory=dict)
+    token: float | None = None
     timed: bool = True
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
     _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
@@ -114,13 +117,25 @@ class CostModel:
     def step(self, rows: int) -> float:
         """Seconds of one step of the draft model."""
         near = min(self._steps, key=lambda count: abs(count - rows), default=None)
-        known = STEP * self.verify(1, 0) if near is None else median(self._steps[near])
-        return known * (1 + ROW * (rows - 1)) / (1 + ROW * ((near or 1) - 1))
+        if near is None:
+            return self._assumed_step(rows)
+        return median(self._steps[near]) * self._assumed_step(rows) / self._assumed_step(near)
+
+    def _assumed_step(self, rows: int) -> float:
+        if self.steps:
+            return self._seconds(_between(self.steps, rows) if len(self.steps) > 1 else self.steps[1])
+        return STEP * self.verify(1, 0) * (1 + ROW * (rows - 1))
+
+    def _seconds(self, milliseconds: float) -> float:
+        """At the machine's speed lately."""
+        return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
 
     def reading(self, tokens: int) -> float:
         """Seconds in which the draft model reads that many tokens before its first step."""
         if self._each is not None:
             return tokens * self._each
+        if self.token is not None:
+            return tokens * self._seconds(self.token)
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
     def doubt_drafting(self) -> None:

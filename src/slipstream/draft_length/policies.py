@@ -93,7 +93,8 @@ class Auto:
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """As many as can pay; where drafts have acceptance probabilities, as many as may be cut afterwards."""
         controller = self.controller
-        chosen = controller.stepping(rows).lengths if self.stepwise else [controller.longest] * len(rows)
+        longest = 0 if controller.quiet.left else controller.longest
+        chosen = controller.stepping(rows).lengths if self.stepwise else [longest] * len(rows)
         return [
             self.reproducible_length if self._is_fixed(row) else length
             for row, length in zip(rows, chosen, strict=True)

@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,9 +22,12 @@ from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.layouts.unpadded_layout import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate
+from slipstream.reproducibility.draft_times import DraftTimes
 from slipstream.reproducibility.progress import progress_bar
 
 log = logging.getLogger("slipstream")
+
+Found = TypeVar("Found")
 
 VERSION = 15  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
@@ -71,49 +75,79 @@ def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool |
 
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     """The calibration of this machine, model and precision from the cache, or a new one, which is then saved."""
+    identity = f"{_identity(loaded)} batches to {max_batch_size}"
+    known = _read(identity, _calibration)
+    if known is not None:
+        return known
+    with progress_bar(f"calibrating forward shapes for {loaded.name} on this machine (once)") as progress:
+        found = calibrate(loaded.backend, max_batch_size, progress)
+    _save(identity, asdict(found))
+    return found
+
+
+def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
+    """The same of what a draft model's steps take."""
+    scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
+    identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
+    known = _read(identity, _draft_times)
+    if known is not None:
+        return known
+    found = measure()
+    _save(identity, asdict(found))
+    return found
+
+
+def _identity(loaded: Loaded) -> str:
     backend = loaded.backend
     machine = (
         f"{platform.machine()} {processor().model_name} torch {torch.__version__} threads {torch.get_num_threads()}"
     )
     if backend.device.type == "cuda":
         machine += f" {torch.cuda.get_device_name(backend.device)}"
-    identity = f"v{VERSION} {machine} {loaded.fingerprint} batches to {max_batch_size}"
-    file = cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
-    known = _read(file, identity)
-    if known is not None:
-        return known
-    with progress_bar(f"calibrating forward shapes for {loaded.name} on this machine (once)") as progress:
-        found = calibrate(backend, max_batch_size, progress)
-    _save(file, {**asdict(found), "identity": identity})
-    return found
+    return f"v{VERSION} {machine} {loaded.fingerprint}"
 
 
-def _read(file: Path, identity: str) -> Calibration | None:
-    """The calibration in a file; None, with a warning where it is damaged, if it must be measured."""
+def _file(identity: str) -> Path:
+    return cache_folder() / "calibration" / f"{hashlib.sha256(identity.encode()).hexdigest()[:20]}.json"
+
+
+def _calibration(values: dict[str, Any]) -> Calibration:
+    widths, together, lengths = (tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths"))
+    unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
+    times, totals = _times(values["milliseconds"]), _times(values["totals"])
+    return Calibration(widths, unit, times, prompts, together, lengths, totals)
+
+
+def _draft_times(values: dict[str, Any]) -> DraftTimes:
+    return DraftTimes(_times(values["steps"]), float(values["token"]))
+
+
+def _times(values: dict[str, Any]) -> dict[int, float]:
+    return {int(count): float(ms) for count, ms in values.items()}
+
+
+def _read(identity: str, parse: Callable[[dict[str, Any]], Found]) -> Found | None:
+    """What is known under this identity; None, with a warning where the file is damaged, if it must be measured."""
+    file = _file(identity)
     if not file.is_file():
         return None
     try:
         values = json.loads(file.read_text())
         if values["identity"] != identity:
             raise ValueError(f"it is of {values['identity']!r}")
-        times = {int(width): float(ms) for width, ms in values["milliseconds"].items()}
-        widths, together, lengths = (
-            tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths")
-        )
-        totals = {int(total): float(ms) for total, ms in values["totals"].items()}
-        unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
+        return parse(values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("%s is damaged and measured again: %s: %s", file, type(error).__name__, error)
         return None
-    return Calibration(widths, unit, times, prompts, together, lengths, totals)
 
 
-def _save(file: Path, values: dict[str, Any]) -> None:
-    """Write a calibration; a cache folder that cannot be written is no reason to stop."""
+def _save(identity: str, values: dict[str, Any]) -> None:
+    """Write what was measured; a cache folder that cannot be written is no reason to stop."""
+    file = _file(identity)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values, indent=2))
+        partial.write_text(json.dumps({**values, "identity": identity}, indent=2))
         partial.rename(file)
     except OSError as error:
         log.warning(

@@ -131,6 +131,8 @@ def make_cost_model(models: ModelPair, max_batch_size: int) -> CostModel:
         {} if found is None else found.milliseconds,
         {} if found is None else found.totals,
         max_batch_size,
+        models.draft_times.steps,
+        models.draft_times.token,
         timed=target.backend.device.type == "cpu",
     )
 

@@ -24,15 +24,19 @@ from slipstream.models.loaded import Loaded, Releasing, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.reproducibility.calibration_cache import choose_shapes
+from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
+from slipstream.reproducibility.draft_times import TEXT, DraftTimes, time_drafts
+
+NOT_TIMED = DraftTimes()
 
 
 @dataclass(frozen=True)
 class ModelPair:
     """Loaded models and their sessions.
 
-    calibration: what was measured of the target's forward shapes, if anything. bridged: the draft model's session over
-    rows of the target, where their vocabularies differ; windowed: the one that reads a part of long prompts.
+    calibration: what was measured of the target's forward shapes, if anything; draft_times: of the draft model.
+    bridged: the draft model's session over rows of the target, where their vocabularies differ; windowed: the one that
+    reads a part of long prompts.
     """
 
     target: Loaded
@@ -42,6 +46,7 @@ class ModelPair:
     calibration: Calibration | None
     bridged: BridgedSession | None = None
     windowed: WindowedSession | None = None
+    draft_times: DraftTimes = NOT_TIMED
 
     @classmethod
     def load(
@@ -59,7 +64,8 @@ class ModelPair:
             if isinstance(loaded.backend, Releasing):
                 loaded.backend.release()
             session = make_session(loaded.backend, shapes)
-            return cls(loaded, drafting, session, own, calibration, bridged, _windowed(own, bridged, config))
+            pair = cls(loaded, drafting, session, own, calibration, bridged, _windowed(own, bridged, config))
+            return pair._with_draft_times(config.max_batch_size)
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
@@ -67,12 +73,32 @@ class ModelPair:
         own = None if loaded is None else make_session(loaded.backend)
         bridged = _bridged(self.target, loaded, own, config)
         windowed = _windowed(own, bridged, config)
-        return replace(self, draft=loaded, draft_session=own, bridged=bridged, windowed=windowed)
+        pair = replace(self, draft=loaded, draft_session=own, bridged=bridged, windowed=windowed)
+        return pair._with_draft_times(config.max_batch_size)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """The same models and caches under the forward shapes of other settings."""
         shapes, calibration = choose_shapes(self.target, config.reproducible, config.max_batch_size)
         return replace(self, target_session=self.target_session.with_shapes(shapes), calibration=calibration)
+
+    def _with_draft_times(self, most: int) -> ModelPair:
+        """The same, knowing what drafts of `most` rows take where the target's forwards were timed too."""
+        scorer, draft, session = self.draft_scorer(), self.draft, self.draft_session
+        if scorer is None or draft is None or session is None:
+            return self
+        timed = self.calibration is not None and self.bridged is None and draft.backend.device.type == "cpu"
+        if not timed or draft.backend.max_length < 2 * TEXT:
+            return replace(self, draft_times=NOT_TIMED)
+
+        def measure() -> DraftTimes:
+            session.reserve(most, 2 * TEXT)
+            found = time_drafts(scorer, most)
+            session.forget()
+            if isinstance(draft.backend, Releasing):
+                draft.backend.release()
+            return found
+
+        return replace(self, draft_times=remembered_draft_times(draft, measure, most))
 
     def exclusive_use(self) -> ExclusiveUse:
         """The lock of these models."""

@@ -1,0 +1,37 @@
+"""Rounds in which no draft is looked for: where looking takes a notable part of a round and has found little lately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from slipstream.core.types import Row
+
+AFTER = 3  # rounds in a row whose drafts were worth no verification, or turned out so
+PAID = 0.5  # share of the drafted tokens that are accepted where drafts are worth it
+SHARE = 0.02  # of a round's time that looking may take then, on average
+MOST = 7  # rounds left out, at most
+
+
+class QuietRounds:
+    """Counts rounds whose drafts brought little, and how many of the next are left out; other rows begin anew."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._empty = self._rows = 0
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        """Take in the newest round of each row."""
+        done = [row.rounds[-1] for row in rows if row.rounds]
+        if not done:
+            return
+        drafted, accepted = sum(len(one.draft) for one in done), sum(one.num_accepted_tokens for one in done)
+        if len(done) != self._rows or (drafted and accepted >= PAID * drafted):
+            self._rows, self._empty, self.left = len(done), 0, 0
+        elif self.left:
+            self.left -= 1
+        else:
+            self._empty += 1
+            looking = done[0].seconds.draft / max(1e-9, done[0].seconds.total - done[0].seconds.prefill)
+            if self._empty >= AFTER:
+                self.left = min(MOST, ceil(looking / SHARE) - 1)
