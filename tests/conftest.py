@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.models.cache_folder import cache_folder
+from slipstream.reproducibility.draft_times import DraftTimes
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,14 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, m
     """Calibrations of small models are not left in the user's cache; real models are looked for there."""
     if all(request.node.get_closest_marker(name) is None for name in ("models", "smollm2")):
         monkeypatch.setenv("SLIPSTREAM_MODELS", models_folder)
+
+
+@pytest.fixture(autouse=True)
+def no_draft_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tiny draft model takes is as much as its target, or luck: drafting is decided as if it were not known."""
+    real = any(request.node.get_closest_marker(name) for name in ("models", "smollm2", "draft_times"))
+    if not real:
+        monkeypatch.setattr("slipstream.wiring.model_pair.remembered_draft_times", lambda *given: DraftTimes())
 
 
 @pytest.fixture(autouse=True)

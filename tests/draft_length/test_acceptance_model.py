@@ -9,8 +9,8 @@ from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
 
 
-def row() -> Row:
-    return Row(0, [1], SamplingParams(max_tokens=10), seed=0)
+def row(temperature: float = 0.0) -> Row:
+    return Row(0, [1], SamplingParams(max_tokens=10, temperature=temperature), seed=0)
 
 
 def told(acceptance_model: AcceptanceModel, of: Row, kind: int, chance: float, times: int, seed: int = 0) -> None:
@@ -26,12 +26,25 @@ def test_the_prior_holds_until_something_is_learned() -> None:
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
 def test_a_rows_acceptance_probabilities_become_what_the_row_shows(chance: float) -> None:
-    acceptance_model, one, seen = AcceptanceModel([0.5], shared=False), row(), []
+    acceptance_model, one, seen = AcceptanceModel([0.5], shared=False), row(temperature=1.0), []
     for seed in range(400):
         told(acceptance_model, one, 0, chance, 1, seed)
         seen.append(acceptance_model.chance(one, 0))
     assert sum(seen[100:]) / 300 == pytest.approx(chance, abs=0.07)
     assert acceptance_model.chance(row(), 0) == pytest.approx(0.5)  # other rows have learned nothing
+
+
+def test_greedy_rows_share_what_they_show_and_sampled_ones_do_not() -> None:
+    acceptance_model = AcceptanceModel([0.5, 0.8], shared=False)
+    for seed in range(10):
+        told(acceptance_model, row(temperature=1.0), 0, 0.05, 10, seed)
+    assert [acceptance_model.chance(row(), kind) for kind in (0, 1)] == pytest.approx([0.5, 0.8])
+    for seed in range(10):
+        told(acceptance_model, row(), 0, 0.05, 10, seed)
+    assert acceptance_model.chance(row(), 0) < 0.25 and acceptance_model.chance(row(), 1) < 0.6
+    assert acceptance_model.chance(row(temperature=1.0), 0) == pytest.approx(0.5)
+    acceptance_model.forget()
+    assert acceptance_model.chance(row(), 0) == pytest.approx(0.5)
 
 
 def test_rows_learn_from_each_other_about_the_kind_only() -> None:

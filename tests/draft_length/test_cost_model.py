@@ -103,6 +103,16 @@ def test_steps_of_a_draft_model() -> None:
     assert cost_model.step(5) == pytest.approx(0.4) and cost_model.step(1) == pytest.approx(0.2)
 
 
+def test_steps_and_reading_are_known_where_the_draft_model_was_timed() -> None:
+    cost_model, of = CostModel(measured={1: 10.0, 8: 20.0}, steps={1: 4.0, 2: 5.0, 8: 11.0}, token=0.5), rows()
+    assert cost_model.step(1) == pytest.approx(4e-3) and cost_model.step(5) == pytest.approx(8e-3)
+    assert cost_model.reading(100) == pytest.approx(0.05)
+    happen(cost_model, of, 0, 0.020)  # the machine is half as fast as it was then
+    assert cost_model.step(2) == pytest.approx(10e-3) and cost_model.reading(100) == pytest.approx(0.1)
+    happen(cost_model, of, 4, 0.020, draft=0.024, steps=4)  # rounds say more
+    assert cost_model.step(1) == pytest.approx(6e-3) and cost_model.step(8) == pytest.approx(6e-3 * 11 / 4)
+
+
 def test_first_rounds_are_not_believed() -> None:
     cost_model = CostModel()
     row = Row(0, [1], PARAMS, seed=0)

@@ -1,4 +1,7 @@
-"""Rounds in which no draft is looked for: where looking takes a notable part of a round and has found little lately."""
+"""Rounds in which no draft is looked for: where looking takes a notable part of a round and has found little lately.
+
+What a draft model takes is no looking; whether it pays is decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ class QuietRounds:
         if not done:
             return
         drafted, accepted = sum(len(one.draft) for one in done), sum(one.num_accepted_tokens for one in done)
-        if len(done) != self._rows or (drafted and accepted >= PAID * drafted):
+        seconds, steps = done[0].seconds, done[0].num_draft_steps
+        if len(done) != self._rows or steps or (drafted and accepted >= PAID * drafted):
             self._rows, self._empty, self.left = len(done), 0, 0
         elif self.left:
             self.left -= 1
-        else:
+        elif seconds.draft > 0:
             self._empty += 1
-            looking = done[0].seconds.draft / max(1e-9, done[0].seconds.total - done[0].seconds.prefill)
+            looking = seconds.draft / max(1e-9, seconds.total - seconds.prefill)
             if self._empty >= AFTER:
-                self.left = min(MOST, ceil(looking / SHARE) - 1)
+                self.left = min(MOST, max(0, ceil(looking / SHARE) - 1))

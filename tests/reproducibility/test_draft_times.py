@@ -1,0 +1,97 @@
+"""What a draft model takes: measured once per machine, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch
+from tiny import perturbed, prompts, shared
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.models.toy import VOCAB_SIZE, ToyBackend
+from slipstream.reproducibility.draft_times import SHORT, STEPS, TEXT, TURNS, DraftTimes, time_drafts
+
+TIMES = "slipstream.wiring.model_pair.remembered_draft_times"
+MEASURE = "slipstream.wiring.model_pair.time_drafts"
+
+
+class Sleeping:
+    """A scorer that takes a millisecond per row and step, and another for every token that it has not seen."""
+
+    def __init__(self) -> None:
+        self.backend = ToyBackend(2)
+        self.texts: dict[int, list[int]] = {}
+        self.known: set[Row] = set()
+
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        new = [row for row in rows if row not in self.known]
+        self.known |= set(rows)
+        self.texts |= {id(row): row.tokens for row in new}
+        sleep(1e-3 * (len(rows) + sum(len(row.tokens) - 1 for row in new)))
+        return torch.zeros(len(rows), 1, VOCAB_SIZE)
+
+
+def test_steps_by_rows_and_the_reading_of_a_token() -> None:
+    scorer = Sleeping()
+    found = time_drafts(scorer, 6)  # type: ignore[arg-type]  # it only scores
+    assert list(found.steps) == [1, 2, 4, 6]
+    assert all(found.steps[rows] >= rows for rows in found.steps)  # a busy machine only adds time
+    assert found.token is not None and found.token >= 0.5
+    lengths = [len(text) for text in scorer.texts.values()]
+    assert lengths == [TEXT] * TURNS + [SHORT] * (2 + 4 + 6) and STEPS > 1
+    assert len(set(map(tuple, scorer.texts.values()))) == len(lengths)  # none is cached when its turn comes
+
+
+def test_a_single_row_has_its_own_times_alone() -> None:
+    assert list(time_drafts(Sleeping(), 1).steps) == [1]  # type: ignore[arg-type]
+
+
+def cheap_or_dear(monkeypatch: pytest.MonkeyPatch, share: float) -> list[int]:
+    """Draft steps of `auto` where a step takes this share of the target's forward."""
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), max_batch_size=2)
+    assert decoder.calibration is not None
+    each = share * min(decoder.calibration.milliseconds.values())
+    monkeypatch.setattr(TIMES, lambda *given: DraftTimes({1: each, 2: each}, each / 100))
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), drafter="model", max_batch_size=2)
+    result = decoder.generate(prompts((9,))[0], SamplingParams(max_tokens=8))
+    assert result.token_ids == decoder.using("none").generate(prompts((9,))[0], SamplingParams(max_tokens=8)).token_ids
+    return [done.num_draft_steps for done in result.rounds]
+
+
+def test_a_draft_model_as_dear_as_its_target_is_not_asked_even_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(cheap_or_dear(monkeypatch, 10.0)[:4])  # the trials come later
+    assert any(cheap_or_dear(monkeypatch, 0.001)[:4])
+
+
+@pytest.mark.draft_times
+def test_times_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
+    measured = []
+    monkeypatch.setattr(MEASURE, lambda scorer, most: measured.append(most) or DraftTimes({1: 2.0, most: 3.0}, 0.1))
+
+    def load() -> DraftTimes:
+        return SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), max_batch_size=2)._models.draft_times
+
+    assert load() == load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
+    assert measured == [2]
+    (file,) = [one for one in tmp_path.glob("calibration/*.json") if "steps" in json.loads(one.read_text())]
+    file.write_text(file.read_text().replace('"token"', '"tokens"'))
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        assert load() == DraftTimes({1: 2.0, 2: 3.0}, 0.1)
+    assert measured == [2, 2] and "is damaged and measured again" in caplog.text
+
+
+@pytest.mark.draft_times
+def test_nothing_is_measured_where_no_forward_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MEASURE, lambda scorer, most: pytest.fail("measured"))
+    decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), reproducible=False)
+    assert decoder._models.draft_times == DraftTimes()
