@@ -33,7 +33,8 @@ class Setup:
 
     session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
     bridged: the draft model's over rows of the target, where their vocabularies differ.
-    siblings: tokens that may be verified beside each of a one-hot draft. shaped: the user asked for so many.
+    siblings: tokens that may be verified beside each of a one-hot draft. shaped: the user asked for so many, beside
+    chains of `depth` tokens.
     coupled: sample with the target's own random numbers (acceptance "match").
     controller: given where costs decide how much to draft.
     confidence: a draft model stops at the first token of which it is less confident than this.
@@ -51,6 +52,7 @@ class Setup:
     bridged: BridgedSession | None = None
     siblings: int = 0
     shaped: bool = False
+    depth: int = 0
 
 
 def names() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class ModelDrafter:
     stop: when a row's draft ends before it has the tokens asked for. The token after which it ends stays in the draft,
     so the end is no choice among tokens and every rule keeps its distribution.
     siblings: how many tokens are proposed beside each of a one-hot draft: the draft model's next best, or the next
-    fastest in the race that the target will run. Without `stop` they count among the tokens asked for.
+    fastest in the race that the target will run. Without `stop` they count among the tokens asked for, and where the
+    end of a text leaves no room for all, the chain of `depth` tokens comes first.
     """
 
     session: DraftScorer
@@ -37,12 +39,13 @@ class ModelDrafter:
     coupled: bool = False
     stop: Stop | None = None
     siblings: int = 0
+    depth: int = 0
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """One forward of the draft model per column; rows that want fewer columns are padded."""
         sampled = not (sampler.all_greedy or self.coupled)
         beside = 0 if sampled else self.siblings
-        asked = lengths if self.stop is not None else [-(-length // (1 + beside)) for length in lengths]
+        asked = lengths if self.stop is not None else list(map(partial(self._chain, 1 + beside), rows, lengths))
         width, ends = max(asked, default=0), list(asked)
         if width and sampler.plain and self.stop is None and not beside:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
@@ -85,6 +88,11 @@ class ModelDrafter:
             return replace(made, siblings=_leftover(others, ends, lengths)) if beside else made
         made = annotated(made, self.stop, rows, lengths, chances, others if beside else None)
         return replace(made, siblings=_likely(self.stop, rows, chances, others, ends)) if beside else made
+
+    def _chain(self, wide: int, row: Row, length: int) -> int:
+        """How many of so many tokens are a chain, beside each of which stand others."""
+        ending = wide > 1 and length == row.remaining - 1
+        return min(self.depth, length) if self.depth and ending else -(-length // wide)
 
     def _confidence(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
         """[B, V] the draft model's own probabilities; a greedy row's are those of its scores. scores: [B, V]."""
@@ -188,7 +196,7 @@ def build(setup: Setup, argument: str) -> Drafter:
         return cross_vocabulary.build(setup, argument)
     stop = stop_for(setup, given and int(given[1]))
     siblings = setup.siblings if setup.shaped or isinstance(stop, WhilePays) else 0
-    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings)
+    return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth)
 
 
 def stop_for(setup: Setup, percent: int | None) -> Stop | None:

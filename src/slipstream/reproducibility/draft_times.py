@@ -10,10 +10,20 @@ import torch
 
 from slipstream.core.interfaces import DraftScorer
 from slipstream.core.types import Row
-from slipstream.sampling.params import SamplingParams
 
 TEXT, SHORT = 64, 8  # tokens of the text that is read, and of those that are only drafted after
 STEPS, TURNS = 6, 2  # of a draft; how often a single row's is timed, the first time being of much else too
+
+
+@dataclass(frozen=True)
+class GreedyOptions:
+    """Of the rows that are timed; see `RequestOptions`."""
+
+    temperature: float = 0.0
+    min_tokens: int = 0
+    max_tokens: int = 1 << 20
+    num_draft_tokens: int | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def _seconds(scorer: DraftScorer, count: int, length: int, seed: int) -> list[fl
     """Of each step of a draft for so many rows of so many tokens; the first one reads the texts, all of them new."""
     backend, generator = scorer.backend, torch.Generator().manual_seed(20240229 + seed)
     texts = torch.randint(0, backend.vocab_size, (count, length), generator=generator).tolist()
-    rows = [Row(i, text, SamplingParams(), seed=0) for i, text in enumerate(texts)]
+    rows = [Row(i, text, GreedyOptions(), seed=0) for i, text in enumerate(texts)]
     drafted, taken = torch.zeros(count, STEPS, dtype=torch.int64, device=backend.device), []
     for done in range(STEPS):
         begun = perf_counter()

@@ -87,6 +87,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         bridged=models.bridged,
         siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
         shaped=choice.siblings > 0,
+        depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
     )
     drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
     if not isinstance(drafter, Drafter):
