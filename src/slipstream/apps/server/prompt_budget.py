@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PAUSE = 0.1  # seconds that a step may spend on prompts while rows are under way
+PAUSE = 0.05  # seconds that a step may spend on prompts while rows are under way
 FIRST = 128  # tokens, before anything has been measured
 LEAST, MOST = 32, 2048  # tokens; fewer would be read at a price per token that is much higher
 STEP = 0.3  # how far one step moves what is known
