@@ -26,7 +26,7 @@ def test_the_prior_holds_until_something_is_learned() -> None:
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
 def test_a_rows_acceptance_probabilities_become_what_the_row_shows(chance: float) -> None:
-    acceptance_model, one, seen = AcceptanceModel([0.5], shared=False), row(temperature=1.0), []
+    acceptance_model, one, seen = AcceptanceModel([0.5], shared=False), row(), []
     for seed in range(400):
         told(acceptance_model, one, 0, chance, 1, seed)
         seen.append(acceptance_model.chance(one, 0))
@@ -35,7 +35,7 @@ def test_a_rows_acceptance_probabilities_become_what_the_row_shows(chance: float
 
 
 def test_greedy_rows_share_what_they_show_and_sampled_ones_do_not() -> None:
-    acceptance_model = AcceptanceModel([0.5, 0.8], shared=False)
+    acceptance_model = AcceptanceModel([0.5, 0.8], shared=False, common=True)
     for seed in range(10):
         told(acceptance_model, row(temperature=1.0), 0, 0.05, 10, seed)
     assert [acceptance_model.chance(row(), kind) for kind in (0, 1)] == pytest.approx([0.5, 0.8])

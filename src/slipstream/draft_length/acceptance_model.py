@@ -14,7 +14,7 @@ from slipstream.core.types import Row
 
 ROW_STEP = 0.2  # how far one token moves a row's weight
 SHARED_STEP = 0.05  # and the weight of its kind, which all rows share
-COMMON_STEP = 0.1  # and the weight that greedy rows share for all kinds
+COMMON_STEP = 0.1  # and the weight that greedy rows may share for all kinds
 CERTAIN = 0.995  # nothing is taken for surer than this
 
 
@@ -26,15 +26,17 @@ class AcceptanceModel:
     (stochastic gradient descent on the log-loss).
 
     prior: the chance of each kind before anything is known. shared: whether rows learn from each other about kinds; if
-    not, a sampled row's probabilities depend on that row alone, and greedy rows, whose text depends on no draft, share
+    not, a row's probabilities depend on that row alone. common: then greedy rows, whose text depends on no draft, share
     one weight for all kinds. row_step: how far one token moves its row's weight.
     """
 
-    def __init__(self, prior: Sequence[float], *, shared: bool = True, row_step: float = ROW_STEP) -> None:
+    def __init__(
+        self, prior: Sequence[float], *, shared: bool = True, common: bool = False, row_step: float = ROW_STEP
+    ) -> None:
         self._prior = [_logit(chance) for chance in prior]
         self._kinds = list(self._prior)
         self._rows: WeakKeyDictionary[Row, float] = WeakKeyDictionary()
-        self._shared, self._row_step, self._common = shared, row_step, 0.0
+        self._shared, self._has_common, self._row_step, self._common = shared, common, row_step, 0.0
 
     def chance(self, row: Row, kind: int) -> float:
         """The probability that a token of this kind is accepted in this row, given that those before it were."""
@@ -56,7 +58,7 @@ class AcceptanceModel:
         self._rows[row] = known + self._row_step * error
         if self._shared:
             self._kinds[kind] += SHARED_STEP * error
-        elif not row.params.temperature:
+        if self._has_common and not row.params.temperature:
             self._common += COMMON_STEP * error
 
     def _of_all(self, row: Row) -> float:

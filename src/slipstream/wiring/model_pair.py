@@ -96,6 +96,7 @@ class ModelPair:
             session.forget()
             if isinstance(draft.backend, Releasing):
                 draft.backend.release()
+                session.slot_states.clear()
             return found
 
         return replace(self, draft_times=remembered_draft_times(draft, measure, most))

@@ -205,7 +205,7 @@ def build(setup: Setup, argument: str) -> SuffixDrafter:
         THRESHOLD if percent is None else int(percent) / 100,
         OUTPUTS if outputs is None else int(outputs),
         path=path,
-        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False) if judges else None,
+        acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False, common=True) if judges else None,
         branches=branches,
         shaped=setup.shaped,
     )
