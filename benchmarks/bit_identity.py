@@ -29,10 +29,12 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.certificate.tie_judge import TieJudge
 from slipstream.drafters import check_name, traits
+from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import read_prompts, spread
 
 Line = dict[str, Any]
+NEEDED = "allowed: a number as a length, or a drafter that branches; none in batches"
 Setting = tuple[str, int | str, int]  # drafter, draft length, batch size
 COLUMNS = (
     "temperature",
@@ -152,6 +154,10 @@ def main(
     ids = [tokens[-(base.target.backend.max_length - max_tokens) :] for tokens in ids]
     names = [name for name in drafters.split(",") if name] or ["none", "ngram", *(["model"] if draft else [])]
     chosen = list(settings(names, [int(one) if one.isdigit() else one for one in lengths], batches))
+    if not chosen:
+        raise UsageError(
+            f"--drafters {','.join(names)} with --lengths {','.join(lengths)} is nothing to compare: {NEEDED}"
+        )
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
     ids = ids[int(number) - 1 :: int(parts)]
     bench, size = Bench(base, TieJudge(base), chosen, params), max(batches)

@@ -42,7 +42,7 @@ def test_every_drafter_takes_the_lengths_that_it_can(prompts: Path, tmp_path: Pa
 
 def test_a_length_that_is_none_is_one_line(prompts: Path) -> None:
     done = run(prompts, "--drafters", "model", "--lengths", "wide")
-    assert done.returncode and "Traceback" not in done.stdout
+    assert done.returncode and "Traceback" not in done.stdout + done.stderr
     assert "num_draft_tokens='wide'" in done.stdout
 
 
@@ -50,3 +50,9 @@ def test_a_drafter_that_there_is_not_is_one_line(prompts: Path) -> None:
     done = run(prompts, "--drafters", "medium")
     assert done.returncode and "Traceback" not in done.stdout + done.stderr
     assert "drafter='medium'" in done.stdout
+
+
+def test_settings_that_leave_nothing_to_compare_are_refused(prompts: Path) -> None:
+    done = run(prompts, "--drafters", "ngram", "--lengths", "2x2")
+    assert done.returncode and "Traceback" not in done.stdout + done.stderr
+    assert "--drafters ngram with --lengths 2x2 is nothing to compare" in done.stdout

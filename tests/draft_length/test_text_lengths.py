@@ -37,6 +37,15 @@ def test_texts_that_end_after_twenty_tokens_are_expected_to() -> None:
     assert lengths.expected(row_of()) == pytest.approx(200, rel=0.1)
 
 
+def test_many_texts_that_were_cut_off_are_forgotten_too() -> None:
+    lengths = TextLengths()
+    for _ in range(200):
+        happen(lengths, row_of(), 300, "length")
+    for _ in range(200):
+        happen(lengths, row_of(), 20, "stop")
+    assert lengths.expected(row_of()) == pytest.approx(20, rel=0.2)
+
+
 def test_a_text_that_is_cut_off_says_that_texts_are_longer() -> None:
     lengths = TextLengths()
     happen(lengths, row_of(), 300, "length")

@@ -34,8 +34,7 @@ class CostModel:
     pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
     tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
     by its tokens, from a calibration; together: of a ragged one of `most` rows; steps: of a step of the draft model, by
-    rows; token: of a token that it reads. timed: whether the parts of a round
-    have times of their own.
+    rows; token: of a token that it reads. timed: whether the parts of a round have times of their own.
     """
 
     pad: Callable[[int, int], int] = lambda width, rows: width

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slipstream.core.types import Row
 
 FIRST, WEIGHT = 64.0, 0.5  # tokens of a text, before any has ended; and by how many ends that is believed
-REMEMBERED = 32  # texts that ended, about, by which it goes
+REMEMBERED = 32  # latest texts by which it goes, about
 
 
 class TextLengths:
@@ -22,8 +22,8 @@ class TextLengths:
             if not row.rounds:  # it failed before its first
                 continue
             self._tokens += len(row.rounds[-1].tokens)
-            if row.finish_reason == "stop":
-                self._ends += 1
+            self._ends += row.finish_reason == "stop"
+            if row.finish_reason is not None:
                 self._tokens *= 1 - 1 / REMEMBERED
                 self._ends *= 1 - 1 / REMEMBERED
 

@@ -20,8 +20,9 @@ from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.predicted_outputs.prediction_policy import PredictionLimits
+from slipstream.reproducibility.draft_times import DraftTimes
 from slipstream.sampling.sampler import Sampler
-from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 from slipstream.wiring.predicting_engine import (
     longest_prediction,
     predicting_engine,
@@ -113,7 +114,8 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:
     """What decides how much to draft, with the costs that calibration has measured."""
-    target, cost_model = models.target_session, make_cost_model(models, max_batch_size)
+    times = models.draft_times if traits.needs_draft_model else NOT_TIMED
+    target, cost_model = models.target_session, make_cost_model(models, max_batch_size, times)
     longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
     controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
     if models.draft_reader is not None:
@@ -123,8 +125,8 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
     return controller
 
 
-def make_cost_model(models: ModelPair, max_batch_size: int) -> CostModel:
-    """What forwards cost, beginning with what calibration has measured."""
+def make_cost_model(models: ModelPair, max_batch_size: int, times: DraftTimes = NOT_TIMED) -> CostModel:
+    """What forwards cost, beginning with what was measured. times: of the draft model, where it drafts."""
     target, found = models.target_session, models.calibration
     return CostModel(
         target.shapes.pad,
@@ -132,8 +134,8 @@ def make_cost_model(models: ModelPair, max_batch_size: int) -> CostModel:
         {} if found is None else found.milliseconds,
         {} if found is None else found.totals,
         max_batch_size,
-        models.draft_times.steps,
-        models.draft_times.token,
+        times.steps,
+        times.token,
         timed=target.backend.device.type == "cpu",
     )
 

@@ -85,7 +85,7 @@ class ModelPair:
         """The same, knowing what drafts of `most` rows take where the target's forwards were timed too."""
         scorer, draft, session = self.draft_scorer(), self.draft, self.draft_session
         if scorer is None or draft is None or session is None:
-            return self
+            return replace(self, draft_times=NOT_TIMED)
         timed = self.calibration is not None and self.bridged is None and draft.backend.device.type == "cpu"
         if not timed or draft.backend.max_length < 2 * TEXT:
             return replace(self, draft_times=NOT_TIMED)
@@ -96,7 +96,7 @@ class ModelPair:
             session.forget()
             if isinstance(draft.backend, Releasing):
                 draft.backend.release()
-                session.slot_states.clear()
+                session.slot_states.clear()  # there are no such slots any more
             return found
 
         return replace(self, draft_times=remembered_draft_times(draft, measure, most))
