@@ -155,9 +155,8 @@ def main(
     names = [name for name in drafters.split(",") if name] or ["none", "ngram", *(["model"] if draft else [])]
     chosen = list(settings(names, [int(one) if one.isdigit() else one for one in lengths], batches))
     if not chosen:
-        raise UsageError(
-            f"--drafters {','.join(names)} with --lengths {','.join(lengths)} is nothing to compare: {NEEDED}"
-        )
+        said = f"--drafters {','.join(names)} with --lengths {','.join(lengths)}"
+        raise UsageError(f"{said} is nothing to compare; {NEEDED}")
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens) for temperature in temperatures]
     ids = ids[int(number) - 1 :: int(parts)]
     bench, size = Bench(base, TieJudge(base), chosen, params), max(batches)

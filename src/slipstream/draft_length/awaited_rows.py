@@ -29,8 +29,8 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
 
     A caller who waits for all rows of a call gains by a token of the row that ends last what a round costs, by a token
     of any other only what a row adds to a round. So drafts that put a row ahead of the others are hardly worth their
-    verification, and those of the row behind them are worth more than usual. Everywhere else (rows of their own, rows of the call that
-    wait for a place) tokens are worth the same.
+    verification, and those of the row behind them are worth more than usual. Everywhere else (rows of their own, rows
+    of the call that wait for a place) tokens are worth the same.
 
     seconds: of a forward of that many rows without drafts. typical: tokens that texts have before they end by
     themselves: the more likely that is, the less it says who has the most to do.
