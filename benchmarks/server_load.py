@@ -4,8 +4,9 @@
     python benchmarks/server_load.py --streams 1,4,8,16 --rate 1.0 --json runs/server_load.json
     python benchmarks/server_load.py --overhead               # HTTP beside the same batch in one call of `generate`
 
-Both servers are loaded all the time and asked in turn, load by load. Times are the client's. Every text of Slipstream's
-must be the one that plain decoding has for its prompt; the program ends with code 1 if one is not.
+Both servers are up and asked in turn, load by load; ours is started anew for each, since it drafts from answers that it
+has given before, and every load asks the same. Times are the client's. Every text of Slipstream's must be the one that
+plain decoding has for its prompt; the program ends with code 1 if one is not.
 """
 
 from __future__ import annotations
@@ -50,25 +51,28 @@ def compare(options: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[st
     """All loads on both servers; texts beside plain decoding's."""
     fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": 0.0}
     folder = str(cache_folder() / options.target)
+    begun = ["--target", options.target, "--max-batch-size", str(options.max_batch_size)]
+    begun += ["--draft", options.draft] if options.draft else []
+    rows, said = [], dict[str, dict[str, set[str]]]()
     with ExitStack() as stack:
-        begun = ["--target", options.target, "--max-batch-size", str(options.max_batch_size)]
-        ours = stack.enter_context(slipstream_serve(begun + (["--draft", options.draft] if options.draft else [])))
-        arms = {"slipstream": (ours, options.target)}
+        arms = {}
         if not options.alone:
             theirs = stack.enter_context(transformers_serve(str(THEIRS), folder, options.theirs.split()))
             arms["transformers"] = (theirs, folder)
-        rows, said = [], dict[str, dict[str, set[str]]]()
-        for url, model in arms.values():
-            asyncio.run(run_load(url, model, prompts_of(options, 2), Load(2), fields))  # warm
         for number, (load, count) in enumerate(loads(options)):
-            for arm in sorted(arms, reverse=bool(number % 2)):
-                url, model = arms[arm]
-                answers = asyncio.run(run_load(url, model, prompts_of(options, count), load, fields))
-                count_tokens(answers, decoder)
-                rows.append({"load": str(load), "arm": arm, "requests": count} | figures(answers))
-                print(line_of(rows[-1]), flush=True)
-                for one in answers:
-                    said.setdefault(arm, {}).setdefault(one.prompt, set()).add(one.text)
+            with slipstream_serve(begun) as ours:
+                arms["slipstream"] = (ours, options.target)
+                for url, model in arms.values():
+                    warm = [f"Warm up. {prompt}" for prompt in prompts_of(options, 2)]
+                    asyncio.run(run_load(url, model, warm, Load(2), fields))
+                for arm in sorted(arms, reverse=bool(number % 2)):
+                    url, model = arms[arm]
+                    answers = asyncio.run(run_load(url, model, prompts_of(options, count), load, fields))
+                    count_tokens(answers, decoder)
+                    rows.append({"load": str(load), "arm": arm, "requests": count} | figures(answers))
+                    print(line_of(rows[-1]), flush=True)
+                    for one in answers:
+                        said.setdefault(arm, {}).setdefault(one.prompt, set()).add(one.text)
     return {"rows": rows, "texts": {arm: same_as_plain(texts, decoder, options) for arm, texts in said.items()}}
 
 
