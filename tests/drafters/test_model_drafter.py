@@ -5,7 +5,7 @@ import torch
 from tiny import perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError, drafters
-from slipstream.core.rng import Race
+from slipstream.core.rng import Race, Stream, key
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
@@ -32,14 +32,17 @@ def propose(of: list[Row], lengths: list[int], percent: int, coupled: bool = Fal
     return drafter.propose(of, lengths, Sampler(of, RACE, VOCAB_SIZE, CPU))
 
 
-def own_probability(row: Row, tokens: list[int]) -> list[float]:
-    """The toy model's probability of the first, of the first two, ... tokens after the row's text."""
+def own_certainty(row: Row, tokens: list[int], coupled: bool) -> list[float]:
+    """How sure the toy model is of the first, of the first two, ... tokens: its probability, or share of the race."""
     scorer = session()
     with torch.inference_mode():
         logits = scorer.score([row], torch.tensor([tokens]), [len(tokens)])[0, :-1].float()
-    temperature = row.params.temperature or 1.0
-    distribution = (logits / temperature).softmax(-1)
-    found: list[float] = distribution[torch.arange(len(tokens)), torch.tensor(tokens)].cumprod(0).tolist()
+    speeds = (logits / (row.params.temperature or 1.0)).softmax(-1)
+    if coupled and row.params.temperature:
+        noise = [RACE.noise(key(row.seed, Stream.TOKEN, len(row.tokens) + j)) for j in range(len(tokens))]
+        speeds = speeds / torch.stack(noise)
+    shares = speeds / speeds.sum(-1, keepdim=True)
+    found: list[float] = shares[torch.arange(len(tokens)), torch.tensor(tokens)].cumprod(0).tolist()
     return found
 
 
@@ -54,7 +57,7 @@ def test_a_draft_ends_with_the_token_that_makes_it_unlikely(temperature: float, 
     for i, row in enumerate(of):
         tokens = draft.tokens[i, : draft.lengths[i]].tolist()
         assert tokens == full.tokens[i, : len(tokens)].tolist()  # stopping changes no token
-        path = own_probability(row, tokens)
+        path = own_certainty(row, tokens, coupled)
         assert all(known >= percent / 100 for known in path[:-1])
         assert path[-1] < percent / 100 or len(tokens) == lengths[i]
         shorter += len(tokens) < lengths[i]

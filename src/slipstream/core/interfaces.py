@@ -45,6 +45,9 @@ class Sampler(Protocol):
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """[B, J] one token per position from probs [B, J, V], by (seed, stream, absolute position)."""
 
+    def speeds(self, probs: Tensor, first: int) -> Tensor:
+        """[B, V] how fast each token is in its position's race; probs [B, V] themselves in greedy rows."""
+
     def draw_at(self, probs: Tensor, offsets: Tensor, width: int) -> Tensor:
         """[B] one token per row from probs [B, V], at offsets[i] <= width positions after row i's tokens."""
 
@@ -201,10 +204,7 @@ class Checkpoints(Protocol):
         """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
 
     def settle(self, slot: int, position: int) -> None:
-        """Said before a forward of a slot: its text is true up to `position`, and no later forward begins before.
-
-        But for those of other texts, which begin wherever `checkpoint` says.
-        """
+        """Said before a forward of a slot: its text is true up to `position`; no later forward of it begins before."""
 
 
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
@@ -243,6 +243,6 @@ class RaggedForwards(Protocol):
         """One forward of tokens [T], the segments' one after the other; any after the last segment continue it.
 
         widths: for rounds, whose slots follow each other: in how many columns attention may take a row's tokens,
-        ascending; none for as many as there are. None for prompts, each of which attends as if alone. Returns logits
-        [T, V], or [C, V] of the given columns [C].
+        ascending; none for as many as there are. None for prompts, each of which attends as if alone.
+        Returns logits [T, V], or [C, V] of the given columns [C].
         """

@@ -89,29 +89,24 @@ class Race:
         keys: N of them, whole numbers or an int64 tensor of their bits on the device of `probs`.
         """
         bits = keys if isinstance(keys, Tensor) else self.bits(words(keys))
-        if probs.device.type == "cpu" and len(probs):
+        blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
+        winners = [argmax(self.speeds(distributions, some)) for distributions, some in blocks]
+        return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
+
+    def speeds(self, probs: Tensor, bits: Tensor) -> Tensor:
+        """[N, V] p_v / E_v, of which the greatest wins. bits: [N] keys, on the device of `probs`."""
+        if probs.device.type == "cpu":
             possible = np.flatnonzero(probs.detach().numpy() > 0)
             if len(possible) * SPARSE < probs.numel():
-                return self._draw_among(torch.from_numpy(possible), probs, bits)
-        blocks = zip(torch.split(probs, self._at_once), torch.split(bits, self._at_once), strict=True)
-        winners = [argmax(distributions / _exponential(self._steps + ks[:, None])) for distributions, ks in blocks]
-        return torch.cat(winners) if winners else probs.new_empty(0, dtype=torch.int64)
+                at, flat = torch.from_numpy(possible), torch.zeros_like(probs).view(-1)
+                noise = _exponential(self._steps[at % probs.shape[1]] + bits[at // probs.shape[1]])
+                flat[at] = probs.reshape(-1)[at] / noise
+                return flat.view_as(probs)
+        return probs / _exponential(self._steps + bits[:, None])
 
     def bits(self, keys: Words) -> Tensor:
         """Keys as an int64 tensor on the race's device, sent without waiting for the device."""
         return torch.from_numpy(keys.view(np.int64)).to(self._steps.device, non_blocking=True)
-
-    def _draw_among(self, possible: Tensor, probs: Tensor, bits: Tensor) -> Tensor:
-        """`draw` with noise for some tokens only. possible: indices into the flattened `probs`, ascending."""
-        distribution, token = possible // probs.shape[1], possible % probs.shape[1]
-        speed = probs.reshape(-1)[possible] / _exponential(self._steps[token] + bits[distribution])
-        fastest = speed.new_full((len(probs),), -1.0).scatter_reduce_(0, distribution, speed, "amax")
-        ahead = speed == fastest[distribution]
-        none = probs.shape[1]  # of equally fast tokens the lowest wins; where none is possible, token 0
-        winners = distribution.new_full((len(probs),), none).scatter_reduce_(
-            0, distribution[ahead], token[ahead], "amin"
-        )
-        return winners.masked_fill_(winners == none, 0)
 
 
 def _exponential(z: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class DraftController:
     def another_step(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
         """Whether a draft model should go on, for these rows of a batch.
 
-        chances[i]: its own probability of each token of row i so far.
+        chances[i]: how sure it is of each token of row i so far.
         """
         if not rows:
             return False

@@ -26,7 +26,7 @@ class Stop(Protocol):
     def ends(
         self, rows: Sequence[Row], lengths: Sequence[int], chances: Sequence[Sequence[float]], sampled: bool
     ) -> list[bool]:
-        """chances[i]: the draft model's own probability of each token of row i so far; lengths: how many are asked for.
+        """chances[i]: how sure the draft model is of each token of row i so far; lengths: how many are asked for.
 
         sampled: the tokens are sampled by random numbers of their own, so that the text depends on the draft.
         """
@@ -40,7 +40,7 @@ class Stop(Protocol):
     def note(self, length: int, chances: Sequence[float], beside: Sequence[tuple[int, float]] = ()) -> DraftNote:
         """What the policy learns from. chances: of the row's draft; length: how many tokens were asked for.
 
-        beside: for each token of the draft the one beside it, and the draft model's probability of that.
+        beside: for each token of the draft the one beside it, and how sure the draft model is of that.
         """
 
 

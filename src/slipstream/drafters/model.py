@@ -62,17 +62,13 @@ class ModelDrafter:
             if not sampler.plain:
                 scores = sampler.scores(scores, tokens[:, :j].to(sampler.device), first=j)
                 distributions.append(sampler.probs(scores))
-                stream = Stream.DRAFT if sampled else Stream.TOKEN
-                chosen = sampler.draw(distributions[-1], j, stream)[:, 0]
-            else:
-                chosen = argmax(scores[:, 0])
-            tokens[:, j] = chosen
-            if self.stop is not None or beside:
-                confidence = self._confidence(scores[:, 0], distributions, sampler)
-                told = self._told(confidence, chosen, beside, j, sampler)
-                for i, line in enumerate(told):
-                    chances[i].append(line[0][1])
-                    others[i].append(line[1:])
+            leaders, sure = self._leaders(scores[:, 0], distributions, sampler, 1 + beside)
+            tokens[:, j] = leaders[:, 0]
+            if sure is not None:
+                for i, known in enumerate(zip(leaders.tolist(), sure.tolist(), strict=True)):
+                    (_, own), *them = zip(*known, strict=True)
+                    chances[i].append(own)
+                    others[i].append(them)
             if self.stop is not None:
                 over = self.stop.ends(rows, lengths, chances, sampled)
                 ends = [min(end, j + 1) if ended else end for end, ended in zip(ends, over, strict=True)]
@@ -94,29 +90,40 @@ class ModelDrafter:
         ending = wide > 1 and length == row.remaining - 1
         return min(self.depth, length) if self.depth and ending else -(-length // wide)
 
-    def _confidence(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
+    def _leaders(
+        self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The draft's next token and those beside it, [B, count], and how sure the draft model is of each, if asked.
+
+        scores: [B, V]. It is as sure as the token's share of all speeds in the race says: of greedy rows that is its
+        probability. So has a token that is sampled independently.
+        """
+        at, independent = len(distributions) - 1, not (sampler.all_greedy or self.coupled)
+        asks, first = self.stop is not None or count > 1, None
+        if sampler.plain:
+            first = argmax(scores)
+        elif independent or not asks:
+            stream = Stream.DRAFT if independent else Stream.TOKEN
+            first = sampler.draw(distributions[-1], at, stream)[:, 0]
+        if first is not None and not asks:
+            return first[:, None], None
+        likely = self._likely(scores, distributions, sampler)
+        speeds = likely if sampler.plain or independent else sampler.speeds(likely, at)
+        leaders = [argmax(speeds) if first is None else first]
+        left = speeds
+        for _ in range(1, count):
+            left = left.scatter(1, leaders[-1][:, None], 0.0)
+            leaders.append(argmax(left))
+        tokens = torch.stack(leaders, 1)
+        return tokens, speeds.gather(1, tokens) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+
+    def _likely(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
         """[B, V] the draft model's own probabilities; a greedy row's are those of its scores. scores: [B, V]."""
         if sampler.plain:
             return scores.float().softmax(-1)
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
-        sampled = distributions[-1][:, 0]
-        return torch.where(greedy[:, None], scores.softmax(-1), sampled) if bool(greedy.any()) else sampled
-
-    def _told(
-        self, confidence: Tensor, chosen: Tensor, beside: int, j: int, sampler: Sampler
-    ) -> list[list[tuple[int, float]]]:
-        """For each row the token chosen at offset j and those beside it, with their probabilities, on the host."""
-        columns, left = [chosen], confidence
-        greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=chosen.device)
-        for _ in range(beside):
-            left = left.scatter(1, columns[-1][:, None], 0.0)
-            best = argmax(left)
-            columns.append(
-                best if sampler.all_greedy else torch.where(greedy, best, sampler.draw(left[:, None], j)[:, 0])
-            )
-        tokens = torch.stack(columns, 1)
-        chances: list[list[float]] = confidence.gather(1, tokens).tolist()
-        return [list(zip(line, known, strict=True)) for line, known in zip(tokens.tolist(), chances, strict=True)]
+        own = distributions[-1][:, 0]
+        return torch.where(greedy[:, None], scores.softmax(-1), own) if bool(greedy.any()) else own
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]

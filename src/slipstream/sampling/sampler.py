@@ -144,6 +144,17 @@ class Sampler:
         keys = self.race.bits(self._keys(stream, range(first, first + probs.shape[1])))
         return self.race.draw(probs.flatten(0, 1), keys.flatten()).view(probs.shape[:2])
 
+    def speeds(self, probs: Tensor, first: int) -> Tensor:
+        """What each token has of its position's race, [B, V]: `probs` [B, V] over the noise that the target will use.
+
+        The greatest is the target's own token if its distribution is this one. Greedy rows have no noise.
+        """
+        if self.all_greedy:
+            return probs
+        speeds = self.race.speeds(probs, self.race.bits(self._keys(Stream.TOKEN, range(first, first + 1))[:, 0]))
+        greedy = torch.tensor([not params_of(row).temperature for row in self.rows], device=probs.device)
+        return torch.where(greedy[:, None], probs, speeds) if bool(greedy.any()) else speeds
+
     def draw_at(self, distributions: Tensor, offsets: Tensor, width: int) -> Tensor:
         """One token per row from distributions [B, V] -> [B], `offsets[i]` positions after row i's committed tokens.
 
