@@ -26,7 +26,7 @@ ALWAYS void add_group(const int rows, const uint8_t *record, const input *x, int
     for (int side = 0; side < 2; side++) {
         floats scale = load_bf16((const uint16_t *)(record + 512) + side * 16);
         floats offset = load_bf16((const uint16_t *)(record + 576) + side * 16);
-        #pragma GCC unroll 6
+        #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             floats total = all_floats(totals[i * groups]), whole = part[i][side];
             if (ADDED) whole = take_product(whole, total, all_floats(ADDED));
@@ -42,11 +42,11 @@ ALWAYS void add_panel(const int rows, const struct linear *w, int64_t panel, con
     int64_t groups = w->inputs / GROUP;
     const uint8_t *record = w->data + panel * groups * RECORD;
     floats sum[SOME][2];
-    #pragma GCC unroll 6
+    #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = all_floats(0);
     for (int64_t g = 0; g < groups; g++)
         add_group(rows, record + g * RECORD, x + g * GROUP, w->inputs, totals + g, groups, sum);
-    #pragma GCC unroll 6
+    #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
         store_floats(sums + i * PANEL, sum[i][0]);
         store_floats(sums + i * PANEL + 16, sum[i][1]);
@@ -70,9 +70,7 @@ static void multiply_panel(const struct product *of, int64_t panel) {
         int64_t rows = least(SOME, of->tokens - done);
         const input *x = of->x + done * of->w->inputs;
         const float *totals = of->totals + done * of->w->inputs / GROUP;
-        switch (rows) {
-            ROWS_CASE(1); ROWS_CASE(2); ROWS_CASE(3); ROWS_CASE(4); ROWS_CASE(5); ROWS_CASE(6);
-        }
+        switch (rows) { EVERY_ROWS(ROWS_CASE) }
         store_with_bias(of->w, sums, rows, panel, of->out + done * of->w->outputs);
     }
 }

@@ -2,7 +2,8 @@
  * bfloat16 form is 0x4300 + code. One or two tokens are summed in two chains, more in one, so bits depend on how many
  * there are; a draft's may. */
 
-enum { SOME = 6 /* tokens multiplied at a time */, ADDED = 128 /* to every code */ };
+enum { SOME = 8 /* tokens multiplied at a time */, ADDED = 128 /* to every code */ };
+#define EVERY_ROWS(of) of(1); of(2); of(3); of(4); of(5); of(6); of(7); of(8);
 
 typedef uint16_t input;
 
@@ -10,7 +11,7 @@ typedef uint16_t input;
 ALWAYS void multiply_codes(const int rows, const uint8_t *record, const input *x, int64_t stride, floats part[SOME][2]) {
     __m512i one_code = _mm512_set1_epi16(0x000f), above = _mm512_set1_epi16(0x4300);
     floats chains[SOME][2][2];
-    #pragma GCC unroll 6
+    #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
         chains[i][0][0] = chains[i][0][1] = chains[i][1][0] = chains[i][1][1] = _mm512_setzero_ps();
     for (int quad = 0; quad < GROUP / 4; quad++) {
@@ -22,7 +23,7 @@ ALWAYS void multiply_codes(const int rows, const uint8_t *record, const input *x
             __m512bh left = (__m512bh)_mm512_ternarylogic_epi32(l, one_code, above, 0xEA); /* l & one_code | above */
             __m512bh right = (__m512bh)_mm512_ternarylogic_epi32(r, one_code, above, 0xEA);
             const int chain = rows > 2 ? 0 : pair; /* few tokens: more sums, so that none waits for the one before */
-            #pragma GCC unroll 6
+            #pragma GCC unroll 8
             for (int i = 0; i < rows; i++) {
                 __m512bh both = pair_at(x + i * stride + quad * 4 + pair * 2);
                 chains[i][chain][0] = _mm512_dpbf16_ps(chains[i][chain][0], both, left);
@@ -30,7 +31,7 @@ ALWAYS void multiply_codes(const int rows, const uint8_t *record, const input *x
             }
         }
     }
-    #pragma GCC unroll 6
+    #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
         for (int side = 0; side < 2; side++)
             part[i][side] = rows > 2 ? chains[i][0][side] : _mm512_add_ps(chains[i][0][side], chains[i][1][side]);

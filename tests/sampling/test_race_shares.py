@@ -1,0 +1,59 @@
+"""A token's share of the speeds in a race says how likely another distribution chooses it in the same race."""
+
+import torch
+from torch import Tensor
+
+from slipstream import SamplingParams
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.sampling.sampler import Sampler
+
+CPU = torch.device("cpu")
+ROWS, VOCAB = 4000, 40
+
+
+def batch(temperature: float) -> Sampler:
+    params = SamplingParams(temperature=temperature)
+    return Sampler([Row(i, [1, 2], params, seed=i) for i in range(ROWS)], Race(VOCAB, CPU), VOCAB, CPU)
+
+
+def pair_of_distributions() -> tuple[Tensor, Tensor]:
+    """A target's and a draft model's that resembles it, [ROWS, VOCAB] each."""
+    generator = torch.Generator().manual_seed(5)
+    common = 3 * torch.randn(ROWS, VOCAB, generator=generator)
+    target, draft = (common + 0.7 * torch.randn(ROWS, VOCAB, generator=generator) for _ in range(2))
+    return target.softmax(-1), draft.softmax(-1)
+
+
+def log_loss(certainty: Tensor, happened: Tensor) -> float:
+    """Mean over all rows, each bin of the certainty predicting what was most often so in it."""
+    bins = (certainty.clamp(max=0.999) * 20).long()
+    rate = torch.zeros(20).scatter_reduce_(0, bins, happened.float(), "mean", include_self=False)[bins].clamp(1e-3, 0.999)
+    return float(-torch.where(happened, rate, 1 - rate).log().mean())
+
+
+def test_the_fastest_token_is_the_one_that_is_sampled() -> None:
+    target, _ = pair_of_distributions()
+    sampler = batch(0.8)
+    assert torch.equal(sampler.speeds(target, 3).argmax(-1), sampler.draw(target[:, None], 3)[:, 0])
+    assert not torch.equal(sampler.speeds(target, 3).argmax(-1), sampler.draw(target[:, None], 4)[:, 0])
+
+
+def test_the_share_of_a_race_tells_more_than_the_probability() -> None:
+    target, draft = pair_of_distributions()
+    sampler = batch(0.8)
+    speeds = sampler.speeds(draft, 0)
+    proposed = speeds.argmax(-1, keepdim=True)
+    accepted = proposed[:, 0] == sampler.draw(target[:, None])[:, 0]
+    share = (speeds.gather(1, proposed) / speeds.sum(-1, keepdim=True))[:, 0]
+    probability = draft.gather(1, proposed)[:, 0]
+    assert log_loss(share, accepted) < 0.95 * log_loss(probability, accepted)
+
+
+def test_greedy_rows_run_without_noise() -> None:
+    _, draft = pair_of_distributions()
+    assert torch.equal(batch(0.0).speeds(draft, 0), draft)
+    params = [SamplingParams(temperature=t) for t in (0.0, 0.8)]
+    mixed = Sampler([Row(i, [1], one, seed=i) for i, one in enumerate(params)], Race(VOCAB, CPU), VOCAB, CPU)
+    speeds = mixed.speeds(draft[:2], 0)
+    assert torch.equal(speeds[0], draft[0]) and not torch.equal(speeds[1], draft[1])
