@@ -94,7 +94,7 @@ class SpeculativeDecoder(ModelHolder):
 
     def _choose_engine(self) -> None:
         chosen = choose_engine(self._models, self.config, self._drafter, self.rule)
-        self._engine, self._name, self.traits = chosen.engine, chosen.name, chosen.traits
+        self._engine, self._name, self.traits, self.coupled = chosen.engine, chosen.name, chosen.traits, chosen.coupled
         self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
 
     @property

@@ -138,12 +138,12 @@ def test_a_wrong_rule_is_found(tmp_path: Path, sampled: bool) -> None:
 
 
 def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tmp_path: Path) -> None:
-    arms = "none,ngram,model@4,model@4/match,model@4/rejection,ngram/rejection,none~0.5"
+    arms = "none,ngram,model@4,model@4/block,model@4/rejection,ngram/rejection,none~0.5"
     runs = measured(tmp_path, toy(), arms, replace(GREEDY, temperature=0.9, seed=3))
     found = {arm: set(verdicts(runs, arm)) for arm in arms.split(",")}
     assert found["none"] == found["none~0.5"] == {"reference"}
-    assert found["ngram"] == found["model@4/match"] == {"identical"}
-    assert found["model@4"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
+    assert found["ngram"] == found["model@4"] == {"identical"}
+    assert found["model@4/block"] == found["model@4/rejection"] == found["ngram/rejection"] == {"not compared"}
     texts = {arm: [run.texts for run in runs if run.arm == arm] for arm in ("none", "none~0.5")}
     assert texts["none"] != texts["none~0.5"] and len({str(text) for text in texts["none"]}) == len(PROMPTS)
 

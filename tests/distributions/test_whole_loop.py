@@ -150,7 +150,7 @@ MORE = range(3 * RUNS // 2)
 def test_a_wrong_rule_is_caught(drafter: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = Rule(wrong, True, WRONG_RULES[wrong])
     monkeypatch.setattr("slipstream.core.loop.rule_for", lambda choice, draft: rule)
-    assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
+    assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
 @pytest.mark.parametrize("rule", mostly_slow(["topk:2", "typical"], "typical"))
@@ -252,7 +252,7 @@ def test_random_draws_that_forget_the_position_are_caught(drafter: str, monkeypa
         return words([key(row.seed, stream) for row in self.rows for _ in offsets]).reshape(len(self.rows), -1)
 
     monkeypatch.setattr(Sampler, "_keys", forgetful)
-    assert observe(decoder("llama", drafter, "auto"), "llama", MORE).p_value < SUSPICIOUS
+    assert observe(decoder("llama", drafter, "block"), "llama", MORE).p_value < SUSPICIOUS
 
 
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "llama"))

@@ -28,7 +28,9 @@ def pair_of_distributions() -> tuple[Tensor, Tensor]:
 def log_loss(certainty: Tensor, happened: Tensor) -> float:
     """Mean over all rows, each bin of the certainty predicting what was most often so in it."""
     bins = (certainty.clamp(max=0.999) * 20).long()
-    rate = torch.zeros(20).scatter_reduce_(0, bins, happened.float(), "mean", include_self=False)[bins].clamp(1e-3, 0.999)
+    rate = (
+        torch.zeros(20).scatter_reduce_(0, bins, happened.float(), "mean", include_self=False)[bins].clamp(1e-3, 0.999)
+    )
     return float(-torch.where(happened, rate, 1 - rate).log().mean())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.certificate.finding import Finding, not_applicable
 from slipstream.certificate.parity import Difference, count_differences
-from slipstream.certificate.tie_judge import TieJudge, coupled
+from slipstream.certificate.tie_judge import TieJudge
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt
@@ -54,10 +54,9 @@ class TextChecks:
     def __post_init__(self) -> None:
         self._judge = TieJudge(self.decoder)
         self._plain = self.decoder.using("none", num_draft_tokens="auto")
-        # "auto" may accept sampled drafts by a rule that does not couple draws; "match" shows the same loop coupled
+        # "auto" judges the drafts of a drafter that samples by itself by their distribution; "match" by draws
         auto = self.decoder.rule is None and self.decoder.config.acceptance == "auto"
         self._seeded = self.decoder.using(acceptance="match") if auto else self.decoder
-        self._coupled = coupled(self._seeded, SamplingParams(temperature=1.0))
 
     def greedy(self) -> Finding:
         """Greedy text of every prompt alone."""
@@ -72,7 +71,7 @@ class TextChecks:
 
     def seeded(self) -> Finding:
         """Sampled text of every prompt alone, each with its own seed."""
-        if not self._coupled:
+        if not self._seeded.coupled:
             return not_applicable("this rule does not couple draws")
         params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens))
         pairs = [self._pair(self._seeded, [p.prompt], [replace(params, seed=i)]) for i, p in enumerate(self.prompts)]
@@ -80,7 +79,7 @@ class TextChecks:
 
     def option(self, given: dict[str, Any]) -> Finding:
         """One text under a sampling option."""
-        if given.get("temperature") and not self._coupled:
+        if given.get("temperature") and not self._seeded.coupled:
             return not_applicable("this rule does not couple draws")
         if self.decoder.tokenizer is None:
             return not_applicable("no tokenizer")

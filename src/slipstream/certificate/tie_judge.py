@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.certificate.full_precision import full_precision_model, last_logits
 from slipstream.certificate.parity import Difference, explain, plain_difference
-from slipstream.core.acceptance import load_rule
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
@@ -101,10 +100,4 @@ class TieJudge:
 
 def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:
     """Whether the decoder's text must be plain decoding's: greedy, or every token the target's own draw."""
-    if params.temperature == 0:
-        return True
-    if decoder.rule is not None:
-        return decoder.rule.coupled
-    if decoder.config.acceptance != "auto":
-        return load_rule(decoder.config.acceptance).coupled
-    return not decoder.traits.samples  # "auto" matches one-hot drafts and judges sampled ones by `block`
+    return params.temperature == 0 or decoder.coupled

@@ -83,7 +83,7 @@ def _unreachable(*_: object, **__: object) -> Distributions:
 
 
 def rule_for(choice: str | Rule, draft: Draft) -> Rule:
-    """The rule to use on this draft; "auto" means `match` for one-hot drafts and `block` for sampled ones."""
+    """The rule to use on this draft; "auto" means `match`, or `block` for tokens sampled from distributions it has."""
     if isinstance(choice, Rule):
         return choice
     if choice != "auto":

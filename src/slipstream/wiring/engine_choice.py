@@ -26,7 +26,6 @@ from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 from slipstream.wiring.predicting_engine import (
     longest_prediction,
     predicting_engine,
-    text_depends_on_drafts,
     why_no_predictions,
 )
 
@@ -38,12 +37,14 @@ class EngineChoice:
     """What settings come to, with "auto" resolved. name, traits: the drafter's.
 
     no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
+    coupled: every committed token is the target's own draw, so that a seed has one text, whatever is drafted.
     """
 
     engine: Engine
     name: str
     traits: Traits
     no_predictions: str = ""
+    coupled: bool = True
 
 
 def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
@@ -67,9 +68,10 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     name, traits = name_of(wanted), drafters.traits_of(wanted)
     check_confidence(choice, config.num_draft_tokens, name, traits)
     acceptance, device = rule or config.acceptance, target.backend.device
-    # drafts through bytes are guesses, which only the target's own draws verify
-    coupled = acceptance == "auto" and models.bridged is not None and traits.needs_draft_model
-    coupled |= acceptance != "auto" and rule_for(acceptance, Draft.empty(0, device)).coupled
+    if acceptance == "auto":  # our own drafters leave the draw to the target; others may sample themselves
+        coupled = isinstance(wanted, str) or not traits.samples
+    else:
+        coupled = rule_for(acceptance, Draft.empty(0, device)).coupled
     controller = None
     if choice.kind == "auto" and name != "none":
         controller = make_controller(models, config.max_batch_size, traits)
@@ -105,11 +107,11 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         limits = PredictionLimits(
             own if controller is None else controller.cost_model,
             controller is not None,
-            text_depends_on_drafts(acceptance, traits, coupled=coupled),
+            lambda row: not coupled and row.params.temperature > 0,
             longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
-    return EngineChoice(engine, name, traits, no_predictions)
+    return EngineChoice(engine, name, traits, no_predictions, coupled)
 
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:

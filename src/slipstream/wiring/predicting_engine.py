@@ -7,11 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 from slipstream.config import DecoderConfig
-from slipstream.core.acceptance import Rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
-from slipstream.core.traits import Traits
-from slipstream.core.types import Row
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.models.loaded import Loaded
 from slipstream.predicted_outputs.prediction_drafter import prediction_drafter
@@ -43,12 +40,6 @@ def longest_prediction(choice: LengthChoice, limit: int | None) -> int:
     """
     bound = choice.count if choice.kind in ("fixed", "heuristic") else None
     return min(n for n in (MAX_DRAFT_TOKENS, limit, bound) if n is not None)
-
-
-def text_depends_on_drafts(acceptance: str | Rule, traits: Traits, *, coupled: bool) -> Callable[[Row], bool]:
-    """Whether a row's sampled text depends on what was drafted: not if tokens are the target's own draws."""
-    depends = not coupled and (acceptance != "auto" or traits.samples)
-    return lambda row: depends and row.params.temperature > 0
 
 
 def line_ends(target: Loaded) -> Callable[[int], bool]:

@@ -6,9 +6,7 @@ import copy
 from functools import partial
 
 from slipstream.apps.server.answer_parts import ModelFacts
-from slipstream.core.acceptance import rule_for
 from slipstream.core.rounds import Round
-from slipstream.core.types import Draft
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.draft_yields import DraftNote
 from slipstream.wiring.model_fingerprint import fingerprint_of
@@ -16,14 +14,10 @@ from slipstream.wiring.model_fingerprint import fingerprint_of
 
 def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
     """The facts of a decoder. name: by which it is served, "" for the target's own."""
-    coupled = (
-        decoder.config.acceptance != "auto"
-        and rule_for(decoder.config.acceptance, Draft.empty(0, decoder.target.backend.device)).coupled
-    )
     return ModelFacts(
         name or decoder.target.name,
         fingerprint_of(decoder),
-        decoder.reproducible and coupled,
+        decoder.reproducible and decoder.coupled,
         partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
         copy.deepcopy(decoder.tokenizer),
     )

@@ -1,0 +1,47 @@
+"""By default every token is the target's own draw, so that a seed has one text whatever drafts."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny import perturbed, prompts, shared
+
+from slipstream import Draft, SamplingParams, SpeculativeDecoder
+from slipstream.core.interfaces import Sampler
+from slipstream.core.rng import Stream
+from slipstream.core.types import Row
+
+PARAMS = [SamplingParams(temperature=0.9, seed=i, max_tokens=24) for i in range(3)]
+PLAIN = {"draft": None, "drafter": "none"}
+
+
+class OwnDraws:
+    """Samples one token from a flat distribution by random numbers of its own, and says so."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        probs = torch.full((len(rows), 1, 300), 1 / 300)
+        tokens = sampler.draw(probs, 0, Stream.DRAFT)
+        return Draft(tokens, tuple(min(1, n) for n in lengths), probs)
+
+
+def texts(**settings: object) -> list[list[int]]:
+    decoder = SpeculativeDecoder(shared("llama"), max_batch_size=3, **settings)
+    return [one.token_ids for one in decoder.generate(prompts([9, 20, 14]), PARAMS)]
+
+
+@pytest.mark.parametrize("length", ["auto", "chain", 1, 4])
+@pytest.mark.parametrize("drafter", ["model", "hybrid", "layer_skip:1"])
+def test_a_seed_has_the_text_of_plain_decoding(drafter: str, length: int | str) -> None:
+    draft = None if drafter == "layer_skip:1" else perturbed("llama")
+    assert texts(draft=draft, drafter=drafter, num_draft_tokens=length) == texts(**PLAIN)
+
+
+def test_block_is_for_those_who_ask_for_it() -> None:
+    by_block = texts(draft=perturbed("llama"), drafter="model", num_draft_tokens=4, acceptance="block")
+    assert by_block != texts(**PLAIN)
+
+
+def test_tokens_that_a_drafter_has_sampled_are_not_taken_for_the_targets_draws() -> None:
+    decoder = SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1)
+    assert not decoder.coupled
+    assert SpeculativeDecoder(shared("llama"), drafter="ngram").coupled
