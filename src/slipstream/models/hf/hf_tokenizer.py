@@ -119,7 +119,7 @@ class HFTokenizer:
         return read_byte_tokens(self.inner.backend_tokenizer, tuple(whole[: -len(bare)]) if opened else ())
 
 
-def _decodes_plainly(kind: type) -> bool:
+def _decodes_plainly(kind: Any) -> bool:
     """Whether `decode` of such tokenizers asks their backend and no more: streams call it twice per token."""
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
