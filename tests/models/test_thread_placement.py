@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -55,6 +56,21 @@ def test_threads_on_one_core_are_found_moved_and_left_free() -> None:
 @needs_cores
 def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
     assert json.loads(run(TRAP, OMP_PROC_BIND="false"))[3] is False
+
+
+@needs_cores
+def test_a_thread_that_does_not_compute_is_freed_of_its_core() -> None:
+    found: list[set[int]] = []
+
+    def bound_and_freed() -> None:  # in a thread of its own, since the mask is a thread's
+        os.sched_setaffinity(0, {min(threads.CORES)})
+        threads.free_thread()
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=bound_and_freed)
+    thread.start()
+    thread.join()
+    assert found == [set(threads.CORES)]
 
 
 def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,3 +281,16 @@ def test_a_damaged_file_is_one_clear_line(folder: Path, tmp_path: Path, broken: 
     with pytest.raises(SlipstreamError, match="could not be") as error:
         inspect_vocabulary(source)
     assert source in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_text_is_what_transformers_decodes_whichever_way_it_is_asked() -> None:
+    class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *given: Any, **options: Any) -> str:
+            return super()._decode(*given, **options).upper()
+
+    ids = [3, 0, 5, 1, 2, 7]
+    plain, own = tokenizer(), Own(tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>")
+    for inner in (plain, own):
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        assert HFTokenizer(inner).decode(ids) == inner.decode(ids, **options)
+    assert HFTokenizer(own).decode(ids) != HFTokenizer(plain).decode(ids)

@@ -193,6 +193,7 @@ def test_a_stream_gives_the_whole_text(server: Served) -> None:
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import uvicorn
 from slipstream.apps.server.app_factory import Load, make_app
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
+from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, first_line
+from slipstream.models.cpu.thread_placement import free_thread
 
 log = logging.getLogger("slipstream.server")
 MOST_CONNECTIONS = 1024
@@ -54,6 +57,7 @@ class Server(uvicorn.Server):
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
+        free_thread()  # else it would take its time from the core of the engine's thread
         try:
             self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
         except SlipstreamError as error:
@@ -106,7 +110,7 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
     """Serve until a signal. SlipstreamError if nothing can be listened on or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     with _listening(settings) as listener:
-        server = Server(settings, load, on_ready)
+        server = Server(settings, lambda: _kept(load()), on_ready)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # of uvicorn, if it could not start
@@ -120,6 +124,13 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
         if server.service is not None:
             server.service.close(FORCED)
         raise KeyboardInterrupt
+
+
+def _kept(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same, with all that there is by now left out of garbage collections, which would stop all streams for it."""
+    gc.collect()
+    gc.freeze()
+    return decoder
 
 
 def _listening(settings: ServerSettings) -> socket.socket:

@@ -79,7 +79,9 @@ def check_supported(fields: SamplingFields) -> None:
     """Refuse what would change the answer and is not there, rather than leave it out."""
     extra = fields.model_extra or {}
     for name, why in REFUSED.items():
-        if extra.get(name) not in (None, False, [], {}):
+        value = extra.get(name)
+        asked = value is not None and value is not False and value not in ([], {})  # 0 log-probabilities are some
+        if asked:
             raise refused(f"{name}: {why}", name)
     best_of = extra.get("best_of")
     if best_of not in (None, fields.n or 1):

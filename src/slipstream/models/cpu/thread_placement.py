@@ -3,7 +3,9 @@
 OpenMP threads wait for each other by spinning. If the scheduler leaves two of them on one core, each waits for the
 other through whole time slices, and an operator of microseconds takes milliseconds. `OMP_PROC_BIND=true`, set before
 PyTorch is imported, keeps them apart; the command line does so. Within a running program they are sent to cores of
-their own once and then left free again. PyTorch is imported where it is needed, because importing it starts OpenMP.
+their own once and then left free again. Binding also pins the thread that imports PyTorch, and all that it starts, to
+the first core; those that do not compute are freed again. PyTorch is imported where it is needed, because importing it
+starts OpenMP.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import MutableMapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +27,7 @@ log = logging.getLogger("slipstream")
 CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS")
 SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
 SAMPLES = 16
+CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()  # the program's
 _TASKS = Path("/proc/self/task")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
@@ -34,6 +38,12 @@ def bind_threads(environment: MutableMapping[str, str]) -> bool:
         return False
     environment["OMP_PROC_BIND"] = "true"
     return True
+
+
+def free_thread(cores: AbstractSet[int] = CORES) -> None:
+    """Let the calling thread, and those it starts, run on all cores again; for threads that do not compute."""
+    if cores and os.sched_getaffinity(0) < cores:
+        os.sched_setaffinity(0, cores)
 
 
 def separate_threads(cores: set[int] | None = None) -> bool:

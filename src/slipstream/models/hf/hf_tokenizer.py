@@ -25,6 +25,7 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
+        self._decodes_plainly = _decodes_plainly(type(tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
@@ -49,6 +50,8 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
+        if self._decodes_plainly:
+            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
@@ -114,6 +117,13 @@ class HFTokenizer:
         whole, bare = self.encode("a"), self.bare("a")
         opened = bool(bare) and whole[-len(bare) :] == bare
         return read_byte_tokens(self.inner.backend_tokenizer, tuple(whole[: -len(bare)]) if opened else ())
+
+
+def _decodes_plainly(kind: Any) -> bool:
+    """Whether `decode` of such tokenizers asks their backend and no more: streams call it twice per token."""
+    from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
+
+    return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
 
 
 def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:

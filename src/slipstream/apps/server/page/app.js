@@ -760,6 +760,7 @@ async function race(work) {
 		if (!racing.signal.aborted) $("verdict").replaceChildren(h("p.problem", error.message));
 	}
 	$("race-status").textContent = racing.signal.aborted ? "stopped" : "";
+	racing.abort(); // the other run
 	$("race-stop").hidden = true;
 	$("race-go").disabled = false;
 	$("race-again").hidden = !recorded;
@@ -875,12 +876,12 @@ async function watch() {
 				$("feed").textContent = "live, once per second";
 				showEngine(state);
 			}
+			$("feed").textContent = "reconnecting";
 		} catch (error) {
 			if (signal.aborted) return;
 			$("feed").textContent = error.message;
 			if (error.status === 401) return;
 		}
-		$("feed").textContent ||= "reconnecting";
 		await pause(2000);
 	}
 }
@@ -943,7 +944,7 @@ function start() {
 	if (matchMedia("(max-width: 60rem)").matches) $("options").open = false;
 	on("settings", "submit", (event) => event.preventDefault());
 	on("raw", "click", showRaw);
-	on("key-button", "click", async () => (await askKey()) && greet());
+	on("key-button", "click", async () => (await askKey()) && (greet(), route()));
 	on("key-cancel", "click", () => $("key-dialog").close());
 	$("key-dialog").querySelector("form").addEventListener("submit", () => { $("key-dialog").returnValue = "ok"; });
 
