@@ -146,7 +146,9 @@ def main(
     quiet()
     started = perf_counter()
     keep = {"true": True, "false": False}.get(reproducible, reproducible)
-    base = SpeculativeDecoder(target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=4)
+    base = SpeculativeDecoder(
+        target, draft, dtype=dtype, acceptance="match", reproducible=keep, max_batch_size=max(batches)
+    )
     ids = [base.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
     number, _, parts = part.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):

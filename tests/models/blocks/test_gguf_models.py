@@ -186,3 +186,22 @@ def test_rows_and_shapes_that_cannot_be_are_refused(files: dict[tuple[str, bool]
     with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.weight' is \[480, 256\]; allowed: \[512, 256\]"):
         load(str(broken), LoadOptions())
     assert header.tensors["blk.0.ffn_up.weight"].shape == (512, 256)
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "value", "message"),
+    [
+        (16, 4, 250, "is of the unknown type 250; computed with: F32, F16, BF16, Q4_0"),
+        (20, 8, 7, r"begins at byte 7 of the data; allowed: multiples of \d+$"),
+        (20, 8, 0, r"begins within tensor '[\w.]+'; allowed: tensors that do not overlap"),
+    ],
+)
+def test_unknown_types_and_places_that_cannot_be_are_refused(
+    at: int, size: int, value: int, message: str, files: dict[tuple[str, bool], Path], tmp_path: Path
+) -> None:
+    whole, name = files["llama", False].read_bytes(), b"blk.0.ffn_up.weight"
+    at += whole.index(name) + len(name) + 4  # the shape, the type and the place follow
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(whole[:at] + value.to_bytes(size, "little") + whole[at + size :])
+    with pytest.raises(SlipstreamError, match=f"tensor '[\\w.]+' {message}"):
+        load(str(broken), LoadOptions())

@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,33 +61,51 @@ class GGUFHeader:
     size: int
 
     def check(self) -> None:
-        """Refuse tensors that the file does not hold whole, and rows that are not whole blocks."""
-        size = self.file.stat().st_size
-        for entry in self.tensors.values():
+        """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
+        before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
+        for entry in sorted(self.tensors.values(), key=lambda entry: entry.start):
+            if before is not None and entry.start < before[0]:
+                raise self._wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
+            if entry.row_bytes is None and is_unknown(entry.kind):
+                known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+                raise self._wrong(entry, f"is of the unknown {entry.kind_name}; computed with: {known}")
             if entry.block is not None and entry.shape[-1] % entry.block.size:
-                raise SlipstreamError(
-                    f"model {str(self.file)!r}: tensor {entry.name!r} has rows of {entry.shape[-1]} numbers in "
-                    f"{entry.block.name}; allowed: multiples of {entry.block.size}"
-                )
-            if entry.row_bytes is None:
-                continue
-            rows = 1
-            for count in entry.shape[:-1]:
-                rows *= count
-            if (end := entry.start + rows * entry.row_bytes) > size:
-                raise SlipstreamError(
-                    f"model {str(self.file)!r} is truncated: the file ends before its last tensor: tensor "
-                    f"{entry.name!r} ends at byte {end:,}, the file at {size:,}"
-                )
+                has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
+                raise self._wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+            if entry.row_bytes is not None:
+                before = self._end(entry), entry.name
+
+    def _end(self, entry: TensorEntry) -> int:
+        """The byte after a tensor; refuses one that the file does not hold whole."""
+        end, size = entry.start + prod(entry.shape[:-1]) * (entry.row_bytes or 0), self.file.stat().st_size
+        if end > size:
+            raise SlipstreamError(
+                f"model {str(self.file)!r} is truncated: the file ends before its last tensor: tensor "
+                f"{entry.name!r} ends at byte {end:,}, the file at {size:,}"
+            )
+        return end
+
+    def _wrong(self, entry: TensorEntry, what: str) -> SlipstreamError:
+        return SlipstreamError(f"model {str(self.file)!r}: tensor {entry.name!r} {what}")
 
 
 def type_name(number: int) -> str:
     """What the gguf package calls a tensor's type."""
+    return _type_names().get(number, f"type {number}")
+
+
+def is_unknown(number: int) -> bool:
+    """Whether the gguf package, where it is installed, knows no such type."""
+    names = _type_names()
+    return bool(names) and number not in names
+
+
+def _type_names() -> dict[int, str]:
     try:
         from gguf import GGMLQuantizationType
     except ImportError:
-        return f"type {number}"
-    return next((kind.name for kind in GGMLQuantizationType if kind.value == number), f"type {number}")
+        return {}
+    return {kind.value: kind.name for kind in GGMLQuantizationType}
 
 
 class _Reader:
@@ -174,6 +193,10 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
         raise SlipstreamError(
             f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
         )
+    for name, _, _, offset in found:
+        if offset % alignment:
+            begins = f"tensor {name!r} begins at byte {offset:,} of the data"
+            raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
     data = -(-reader.at // alignment) * alignment
     digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
     tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, kind, shape, offset in found}

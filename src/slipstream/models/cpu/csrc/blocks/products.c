@@ -6,7 +6,11 @@
  */
 #include "blocks.h"
 
-enum { AHEAD = 4096, HANDED_OUT = 65536 /* bytes prefetched; of panels that a thread takes at a time */ };
+enum {
+    AHEAD = 4096,        /* bytes prefetched */
+    HANDED_OUT = 65536,  /* bytes of panels that a thread takes at a time */
+    FEW = 4              /* panels that share a tile of tokens which has to come from far */
+};
 
 ALWAYS float float_at(const uint8_t *from) {
     float x;
@@ -166,25 +170,6 @@ static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
     TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0), TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K),
 };
 
-/* One panel of a part times all tokens. first: the layer's output that the panel begins with. */
-static void multiply_panel(const struct block_linear *w, const struct block_part *part, int64_t panel, int64_t first,
-                           int64_t tokens, int64_t planes, const float *plain, const uint8_t *x, float *out) {
-    float sums[TILE * LANES];
-    const uint8_t *data = part->data + panel * panel_bytes(part->format, w->inputs);
-    int64_t each = w->inputs / GROUP * group_bytes(planes, 1), there = least(LANES, part->outputs - panel * LANES);
-    first += panel * LANES;
-    for (int64_t done = 0; done < tokens; done += TILE) {
-        int64_t rows = least(TILE, tokens - done);
-        if (is_grouped(part->format))
-            grouped_sums(part->format, data, w->inputs, rows, planes, x + done * each, plain + done * w->inputs, sums);
-        else FUNCTIONS[part->format][planes - 1][places(rows)](data, w->inputs, x + done * each, sums);
-        for (int64_t i = 0; i < rows; i++) {
-            float *to = out + (done + i) * w->outputs + first;
-            for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
-        }
-    }
-}
-
 /* A product that a team computes. next: the chunk of panels that nobody has taken yet. */
 struct product {
     const struct block_linear *w;
@@ -195,9 +180,27 @@ struct product {
     _Atomic int64_t next;
 };
 
-/* How many panels of a part a thread takes at a time. */
-static int64_t chunk_of(const struct block_linear *w, const struct block_part *part) {
-    int64_t chunk = HANDED_OUT / panel_bytes(part->format, w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
+/* A panel of a part times the tile that begins with token `done`. first: the layer's output that the panel begins with. */
+static void multiply_panel(const struct product *of, const struct block_part *part, int64_t panel, int64_t first,
+                           int64_t done) {
+    float sums[TILE * LANES];
+    const struct block_linear *w = of->w;
+    const uint8_t *data = part->data + panel * panel_bytes(part->format, w->inputs);
+    const uint8_t *x = of->space + done * (w->inputs / GROUP * group_bytes(of->planes, 1));
+    int64_t rows = least(TILE, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
+    if (is_grouped(part->format))
+        grouped_sums(part->format, data, w->inputs, rows, of->planes, x, of->x + done * w->inputs, sums);
+    else FUNCTIONS[part->format][of->planes - 1][places(rows)](data, w->inputs, x, sums);
+    for (int64_t i = 0; i < rows; i++) {
+        float *to = of->out + (done + i) * w->outputs + first;
+        for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
+    }
+}
+
+/* How many panels of a part a thread takes at a time: at least FEW, if there is more than one tile of tokens. */
+static int64_t chunk_of(const struct product *of, const struct block_part *part) {
+    int64_t chunk = HANDED_OUT / panel_bytes(part->format, of->w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
+    if (of->tokens > TILE && chunk < FEW) chunk = FEW;
     if (chunk > fair) chunk = fair;
     return chunk > 0 ? chunk : 1;
 }
@@ -209,11 +212,11 @@ static void multiply_in_team(const struct member *me, void *given) {
     int64_t taken = take(&of->next), before = 0, first = 0;
     for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
         const struct block_part *part = w->parts + p;
-        int64_t count = up(part->outputs, LANES) / LANES, chunk = chunk_of(w, part), chunks = up(count, chunk) / chunk;
+        int64_t count = up(part->outputs, LANES) / LANES, chunk = chunk_of(of, part), chunks = up(count, chunk) / chunk;
         for (; taken < before + chunks; taken = take(&of->next)) {
             int64_t panel = (taken - before) * chunk, end = least(count, panel + chunk);
-            for (; panel < end; panel++)
-                multiply_panel(w, part, panel, first, of->tokens, of->planes, of->x, of->space, of->out);
+            for (int64_t done = 0; done < of->tokens; done += TILE) /* a tile stays in the cache for all panels */
+                for (int64_t at = panel; at < end; at++) multiply_panel(of, part, at, first + at * LANES, done);
         }
         before += chunks;
     }
