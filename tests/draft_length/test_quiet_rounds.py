@@ -32,13 +32,13 @@ def test_looking_that_takes_much_pauses_after_rounds_that_bring_nothing() -> Non
     happen(quiet, rows, 0.0)  # their first
     for _ in range(AFTER):
         assert not quiet.left
-        happen(quiet, rows, 0.07)
-    assert quiet.left == 3  # one round in four looks: less than a fiftieth of the time
-    for left in (2, 1, 0):
+        happen(quiet, rows, 0.065)
+    assert quiet.left == 6  # one round in seven looks: a hundredth of the time
+    for left in (5, 4, 3, 2, 1, 0):
         happen(quiet, rows, 0.0)
         assert quiet.left == left
-    happen(quiet, rows, 0.07)
-    assert quiet.left == 3  # still nothing
+    happen(quiet, rows, 0.065)
+    assert quiet.left == 6  # still nothing
     happen(quiet, rows, 0.9)
     assert quiet.left <= MOST
 

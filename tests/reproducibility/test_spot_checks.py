@@ -68,7 +68,7 @@ class ClaimsRagged(Claims):
 
 def unmeasured(calibration: Calibration) -> Calibration:
     """What was found, without how long anything took."""
-    return replace(calibration, milliseconds={}, totals=dict.fromkeys(calibration.totals, 0.0))
+    return replace(calibration, milliseconds={}, totals=dict.fromkeys(calibration.totals, 0.0), every_total=False)
 
 
 def test_a_true_word_is_taken_after_a_few_trials(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,6 +139,7 @@ def test_compiled_layers_guarantee_what_all_trials_find(name: str, monkeypatch: 
     backend = fast(name, torch.bfloat16, head_dim=64)
     trusted = calibrate(backend, BATCH)
     assert (trusted.widths, trusted.attended_lengths, tuple(trusted.totals)) == (ALL_WIDTHS, ATTENDED_LENGTHS, TOTALS)
+    assert trusted.shapes.totals == tuple(range(1, TOTALS[-1] + 1))  # none is padded
     monkeypatch.setattr("slipstream.reproducibility.calibration.is_shape_independent", lambda backend: False)
     assert unmeasured(calibrate(backend, BATCH)) == replace(unmeasured(trusted), widths=WIDTHS)
 

@@ -12,7 +12,8 @@ from slipstream.core.types import Row
 
 AFTER = 3  # rounds in a row whose drafts were worth no verification, or turned out so
 PAID = 0.5  # share of the drafted tokens that are accepted where drafts are worth it
-SHARE = 0.02  # of a round's time that looking may take then, on average
+NOTABLE = 0.02  # share of a round's time from which on looking is left out then
+SHARE = 0.01  # of their time that looking takes on average, once it is
 MOST = 7  # rounds left out, at most
 
 
@@ -37,5 +38,5 @@ class QuietRounds:
         elif seconds.draft > 0:
             self._empty += 1
             looking = seconds.draft / max(1e-9, seconds.total - seconds.prefill)
-            if self._empty >= AFTER:
-                self.left = min(MOST, max(0, ceil(looking / SHARE) - 1))
+            if self._empty >= AFTER and looking > NOTABLE:
+                self.left = min(MOST, ceil(looking / SHARE) - 1)

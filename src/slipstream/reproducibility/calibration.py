@@ -50,7 +50,8 @@ class Calibration:
     prompts: whether prompt chunks agree with these widths too. They need not: a prompt is computed on its own, cut in
     the same way whatever comes after it; but if they do, cached tokens are reused singly instead of in whole chunks.
     attended_lengths: what else attention may read without a difference. totals: numbers of tokens that
-    ragged forwards may have, and the milliseconds of one of as many rows as there may be.
+    ragged forwards may have, and the milliseconds of one of as many rows as there may be; every_total: those between
+    them agree as well.
     milliseconds: of one forward of each width, for one row, at its fastest.
     """
 
@@ -61,6 +62,7 @@ class Calibration:
     together: tuple[int, ...] = ()
     attended_lengths: tuple[int, ...] = ()
     totals: dict[int, float] = field(default_factory=dict)
+    every_total: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -73,6 +75,8 @@ class Calibration:
         several = tuple(sorted((*self.widths, *self.together)))
         alone = _worth_having({w: ms for w, ms in self.milliseconds.items() if w in self.widths}, self.widths)
         totals = _worth_having(self.totals, tuple(self.totals))
+        if self.every_total and totals:
+            totals = tuple(range(1, totals[-1] + 1))
         return Shapes(
             several, PREFILL, self.attended_unit, 1 if self.prompts else PREFILL, alone, self.attended_lengths, totals
         )
@@ -130,7 +134,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
         return None
     totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
     milliseconds = trials.times.ragged(totals, trials.widths)
-    return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds)
+    return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ log = logging.getLogger("slipstream")
 
 Found = TypeVar("Found")
 
-VERSION = 15  # of what calibration tries; what an earlier one found is not used
+VERSION = 16  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
@@ -115,7 +115,7 @@ def _calibration(values: dict[str, Any]) -> Calibration:
     widths, together, lengths = (tuple(map(int, values[name])) for name in ("widths", "together", "attended_lengths"))
     unit, prompts = int(values["attended_unit"]), bool(values["prompts"])
     times, totals = _times(values["milliseconds"]), _times(values["totals"])
-    return Calibration(widths, unit, times, prompts, together, lengths, totals)
+    return Calibration(widths, unit, times, prompts, together, lengths, totals, bool(values["every_total"]))
 
 
 def _draft_times(values: dict[str, Any]) -> DraftTimes:
