@@ -94,7 +94,8 @@ class SpeculativeDecoder(ModelHolder):
 
     def _choose_engine(self) -> None:
         chosen = choose_engine(self._models, self.config, self._drafter, self.rule)
-        self._engine, self._name, self.traits, self.coupled = chosen.engine, chosen.name, chosen.traits, chosen.coupled
+        self._engine, self._name, self.traits = chosen.engine, chosen.name, chosen.traits
+        self.coupled = chosen.coupled  # every token is the target's own draw, so that a seed has one text
         self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
 
     @property

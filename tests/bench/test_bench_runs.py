@@ -150,7 +150,7 @@ def test_sampled_texts_are_compared_where_every_token_is_the_targets_own_draw(tm
 
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "none"])
 def test_drafts_that_are_declared_not_to_be_sampled_are_one_hot(name: str) -> None:
-    """`samples` decides whether sampled texts are compared, so a drafter that declares it must keep to it."""
+    """Under rules other than `match`: such drafts are then accepted as one-hot."""
     options: dict[str, Any] = {"drafter": name, "num_draft_tokens": 3}
     bridged = drafters.traits(name).other_vocabulary
     decoder = decoder_of(load_toy("toy"), fable_model("bytes"), **options) if bridged else toy(**options)

@@ -77,7 +77,9 @@ def test_the_distribution_of_a_draft_sums_to_one_and_could_have_drawn_it(
     name: str, coupled: bool, params: list[SamplingParams]
 ) -> None:
     draft = propose(make(name, coupled), make_rows(params), [4, 2, 3, 4])
-    if coupled or all(one.temperature == 0 for one in params):
+    if coupled:
+        assert draft.probs is None  # the draw is the target's
+    elif all(one.temperature == 0 for one in params):
         assert draft.probs is None or bool((draft.probs.amax(-1) > 1 - 1e-6).all())
     if draft.probs is not None:
         assert draft.probs.shape == (*draft.tokens.shape, VOCAB_SIZE)

@@ -155,15 +155,11 @@ def check(case: Case) -> None:
         assert [result.prompt_token_ids for result in results] == prompts
         for index, (prompt, one, result) in enumerate(zip(prompts, params, results, strict=True)):
             # a drafted token judged by a random draw of its own changes seeded text, though not its distribution
-            free = one.temperature > 0 and (case.rule in ("block", "rejection") or _sampled(case))
+            free = one.temperature > 0 and case.rule in ("block", "rejection")
             alone = decoder(case, case.drafter if free else "none").generate(prompt, one)
             assert (result.token_ids, result.finish_reason) == (alone.token_ids, alone.finish_reason)
             _adds_up(index, one, result)
         _shares_steps(case, results)
-
-
-def _sampled(case: Case) -> bool:
-    return case.rule == "auto" and case.drafter == "model"
 
 
 def _adds_up(index: int, params: SamplingParams, result: Result) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.core.rng import Race, Stream, key, uniform
+from slipstream.core.rng import Race, Stream, key, uniform, words
 
 CPU = torch.device("cpu")
 PROBS = torch.tensor([0.30, 0.02, 0.0, 0.18, 0.25, 0.0, 0.15, 0.10])
@@ -104,6 +104,16 @@ def test_draw_does_not_depend_on_batch_mates_or_place() -> None:
     assert together.tolist() == [int(race.draw(distributions[i : i + 1], row_keys[i : i + 1])) for i in range(40)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(race.draw(distributions[order], [row_keys[i] for i in order.tolist()]), together[order])
+
+
+def test_speeds_are_the_same_whether_few_or_all_tokens_have_noise() -> None:
+    race, probs = Race(64, CPU), torch.zeros(64, 6)
+    bits = race.bits(words(keys(6)))
+    probs[:5] = torch.rand(5, 6, generator=torch.Generator().manual_seed(2))
+    few = race.speeds(probs.T, bits)  # not contiguous
+    everywhere = race.speeds(probs.T + 1e-30, bits)
+    assert torch.equal(few[:, :5], everywhere[:, :5]) and not few[:, 5:].any()
+    assert torch.equal(race.draw(probs.T, bits), few.argmax(-1))
 
 
 def test_no_distributions_give_no_draws() -> None:

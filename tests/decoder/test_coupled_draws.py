@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny import perturbed, prompts, shared
+from tiny import VOCAB, perturbed, prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream
+from slipstream.core.traits import Traits
 from slipstream.core.types import Row
 
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_tokens=24) for i in range(3)]
@@ -19,7 +20,7 @@ class OwnDraws:
     """Samples one token from a flat distribution by random numbers of its own, and says so."""
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        probs = torch.full((len(rows), 1, 300), 1 / 300)
+        probs = torch.full((len(rows), 1, VOCAB), 1 / VOCAB)
         tokens = sampler.draw(probs, 0, Stream.DRAFT)
         return Draft(tokens, tuple(min(1, n) for n in lengths), probs)
 
@@ -42,6 +43,18 @@ def test_block_is_for_those_who_ask_for_it() -> None:
 
 
 def test_tokens_that_a_drafter_has_sampled_are_not_taken_for_the_targets_draws() -> None:
-    decoder = SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1)
-    assert not decoder.coupled
-    assert SpeculativeDecoder(shared("llama"), drafter="ngram").coupled
+    assert not SpeculativeDecoder(shared("llama"), drafter=OwnDraws(), num_draft_tokens=1).coupled
+    own = texts(drafter=OwnDraws(), num_draft_tokens=1)
+    assert own == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="block")
+    assert own != texts(**PLAIN) == texts(drafter=OwnDraws(), num_draft_tokens=1, acceptance="match")
+
+
+def test_a_drafter_object_that_declares_not_to_sample_leaves_the_draws_to_the_target() -> None:
+    class Echo:
+        traits = Traits(samples=False, costs_time=False)
+
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+            return Draft.from_lists([row.tokens[:n] for row, n in zip(rows, lengths, strict=True)], sampler.device)
+
+    assert SpeculativeDecoder(shared("llama"), drafter=Echo(), num_draft_tokens=3).coupled
+    assert texts(drafter=Echo(), num_draft_tokens=3) == texts(**PLAIN)

@@ -113,7 +113,10 @@ def test_sampled_text_of_a_seed_comes_again_under_every_rule(acceptance: str) ->
     guess = plain(decoder, prompt, SAMPLED).token_ids
     first, again = (decoder.generate(prompt, replace(SAMPLED, prediction=guess)) for _ in range(2))
     assert first.token_ids == again.token_ids
-    assert [done.draft for done in first.rounds] == [done.draft for done in again.rounds]
+    if acceptance == "auto":  # lengths follow measured times, which no text depends on
+        assert first.token_ids == guess
+    else:
+        assert [done.draft for done in first.rounds] == [done.draft for done in again.rounds]
     assert (first.stats.accepted_prediction_tokens or 0) > 0
 
 

@@ -54,9 +54,9 @@ class TextChecks:
     def __post_init__(self) -> None:
         self._judge = TieJudge(self.decoder)
         self._plain = self.decoder.using("none", num_draft_tokens="auto")
-        # "auto" judges the drafts of a drafter that samples by itself by their distribution; "match" by draws
+        # "auto" verifies drafts that a drafter object has sampled by `block`; "match" shows the same loop coupled
         auto = self.decoder.rule is None and self.decoder.config.acceptance == "auto"
-        self._seeded = self.decoder.using(acceptance="match") if auto else self.decoder
+        self._seeded = self.decoder.using(acceptance="match") if auto and not self.decoder.coupled else self.decoder
 
     def greedy(self) -> Finding:
         """Greedy text of every prompt alone."""

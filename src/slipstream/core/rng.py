@@ -98,7 +98,7 @@ class Race:
         if probs.device.type == "cpu":
             possible = np.flatnonzero(probs.detach().numpy() > 0)
             if len(possible) * SPARSE < probs.numel():
-                at, flat = torch.from_numpy(possible), torch.zeros_like(probs).view(-1)
+                at, flat = torch.from_numpy(possible), probs.new_zeros(probs.numel())
                 noise = _exponential(self._steps[at % probs.shape[1]] + bits[at // probs.shape[1]])
                 flat[at] = probs.reshape(-1)[at] / noise
                 return flat.view_as(probs)

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 class Traits:
     """What a drafter declares about itself. `auto`, `--help`, the bench and the tests go by this and by no name.
 
-    samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`).
+    samples: sampled rows get drafts that are sampled from a distribution of its own (`Draft.probs`) under rules other
+    than `match`. Under `match`, and under `auto` where it is one of ours (`Setup.coupled`), every draft is one-hot.
     costs_time: each drafted token takes a forward of a model; else drafts cost nothing but their verification.
     weighs_costs: it compares costs itself while it drafts, so that the policy need not before.
     reads_prompt: it has a KV cache of its own that must read a text before the first draft.

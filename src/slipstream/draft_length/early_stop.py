@@ -46,7 +46,7 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class Below(ABC):
-    """A draft ends, row by row, with the token that takes a probability below `threshold`."""
+    """A draft ends, row by row, with the token that makes it less sure than `threshold` (confidence.py)."""
 
     threshold: float
 
@@ -70,18 +70,18 @@ class Below(ABC):
 
     @abstractmethod
     def _chance(self, own: Sequence[float]) -> float:
-        """What is compared, of the probabilities of a row's tokens so far."""
+        """What is compared, of how sure the draft model was of each of a row's tokens so far."""
 
 
 class PathBelow(Below):
-    """The probability is that of all the draft's tokens together."""
+    """Of all the draft's tokens together."""
 
     def _chance(self, own: Sequence[float]) -> float:
         return prod(own)
 
 
 class TokenBelow(Below):
-    """The probability is that of the last token, as in Hugging Face's `assistant_confidence_threshold`."""
+    """Of the last token; in greedy rows that is Hugging Face's `assistant_confidence_threshold`."""
 
     def _chance(self, own: Sequence[float]) -> float:
         return own[-1]

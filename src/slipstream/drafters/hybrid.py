@@ -144,7 +144,7 @@ TRAITS = Traits(
 def build(setup: Setup, argument: str) -> HybridDrafter:
     """ "hybrid", "hybrid:STEPS" or "hybrid:STEPS+SUFFIX", where SUFFIX is an argument of the drafter `suffix`.
 
-    Without one it retrieves from the row's own text only, so that a seed gives the same sampled text every time.
+    Without one it retrieves from the row's own text only, so that a seed has one text under `block`, `rejection` too.
     """
     given = re.fullmatch(r"(\d*)(?:\+(.+))?", argument)
     steps = STEPS if given is None or not given[1] else int(given[1])

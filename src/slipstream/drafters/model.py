@@ -1,4 +1,8 @@
-"""A draft model with its own KV cache: greedy for greedy rows, sampled from its distribution for the others."""
+"""A draft model with its own KV cache.
+
+Greedy rows get its likeliest tokens, sampled ones the winners of the race that the target will run with the same random
+numbers (`match`), or tokens sampled from its own distribution (`block`, `rejection`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from slipstream.errors import UsageError
 
 @dataclass
 class ModelDrafter:
-    """Samples each draft token from the draft model's distribution under the request's own options.
+    """Drafts token by token, by the draft model's distribution under the request's own options.
 
     vocab_size: the target's; a draft head of another size (padding) is cut or filled with impossible tokens.
     coupled: sample with the random numbers the target will use at that position, for acceptance "match". The token is
@@ -93,37 +97,43 @@ class ModelDrafter:
     def _leaders(
         self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The draft's next token and those beside it, [B, count], and how sure the draft model is of each, if asked.
+        """The draft's next token and those beside it, [B, count], and how sure the draft model is of each.
 
-        scores: [B, V]. It is as sure as the token's share of all speeds in the race says: of greedy rows that is its
-        probability. So has a token that is sampled independently.
+        None for that where nobody asks. scores: [B, V]; distributions: of all the draft's tokens, if not `plain`.
         """
-        at, independent = len(distributions) - 1, not (sampler.all_greedy or self.coupled)
-        asks, first = self.stop is not None or count > 1, None
-        if sampler.plain:
-            first = argmax(scores)
-        elif independent or not asks:
-            stream = Stream.DRAFT if independent else Stream.TOKEN
-            first = sampler.draw(distributions[-1], at, stream)[:, 0]
-        if first is not None and not asks:
+        asked = self.stop is not None or count > 1
+        first = self._first(scores, distributions, sampler, asked)
+        if first is not None and not asked:
             return first[:, None], None
-        likely = self._likely(scores, distributions, sampler)
-        speeds = likely if sampler.plain or independent else sampler.speeds(likely, at)
-        leaders = [argmax(speeds) if first is None else first]
+        speeds = self._own_probs(scores, distributions, sampler)
+        if not sampler.plain and self.coupled:
+            speeds = sampler.speeds(speeds, len(distributions) - 1)
+        tokens = [argmax(speeds) if first is None else first]
         left = speeds
         for _ in range(1, count):
-            left = left.scatter(1, leaders[-1][:, None], 0.0)
-            leaders.append(argmax(left))
-        tokens = torch.stack(leaders, 1)
-        return tokens, speeds.gather(1, tokens) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
+            left = left.scatter(1, tokens[-1][:, None], 0.0)
+            tokens.append(argmax(left))
+        leaders = torch.stack(tokens, 1)
+        return leaders, speeds.gather(1, leaders) / speeds.sum(-1, keepdim=True).clamp(min=1e-30)
 
-    def _likely(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
-        """[B, V] the draft model's own probabilities; a greedy row's are those of its scores. scores: [B, V]."""
+    def _first(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler, asked: bool) -> Tensor | None:
+        """[B] the draft's next token, where it is known before the race; asked: whether the race is run anyway."""
+        if sampler.plain:
+            return argmax(scores)
+        races = sampler.all_greedy or self.coupled
+        if races and asked:
+            return None
+        return sampler.draw(distributions[-1], len(distributions) - 1, Stream.TOKEN if races else Stream.DRAFT)[:, 0]
+
+    def _own_probs(self, scores: Tensor, distributions: Sequence[Tensor], sampler: Sampler) -> Tensor:
+        """[B, V] the draft model's probabilities; a greedy row's are those of its scores [B, V]."""
         if sampler.plain:
             return scores.float().softmax(-1)
         greedy = torch.tensor([row.params.temperature == 0 for row in sampler.rows], device=scores.device)
         own = distributions[-1][:, 0]
-        return torch.where(greedy[:, None], scores.softmax(-1), own) if bool(greedy.any()) else own
+        if not bool(greedy.any()):
+            return own
+        return torch.where(greedy[:, None], scores.softmax(-1).nan_to_num(0.0), own)  # no number where no token is left
 
     def _fit(self, logits: Tensor) -> Tensor:
         extra = self.vocab_size - logits.shape[-1]

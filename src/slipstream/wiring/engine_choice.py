@@ -36,15 +36,15 @@ log = logging.getLogger("slipstream")
 class EngineChoice:
     """What settings come to, with "auto" resolved. name, traits: the drafter's.
 
-    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
     coupled: every committed token is the target's own draw, so that a seed has one text, whatever is drafted.
+    no_predictions: why requests cannot have predictions, and what is allowed; empty if they can.
     """
 
     engine: Engine
     name: str
     traits: Traits
+    coupled: bool
     no_predictions: str = ""
-    coupled: bool = True
 
 
 def check_names(config: DecoderConfig, drafter: str | Drafter) -> None:
@@ -68,8 +68,9 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     name, traits = name_of(wanted), drafters.traits_of(wanted)
     check_confidence(choice, config.num_draft_tokens, name, traits)
     acceptance, device = rule or config.acceptance, target.backend.device
-    if acceptance == "auto":  # our own drafters leave the draw to the target; others may sample themselves
-        coupled = isinstance(wanted, str) or not traits.samples
+    built_here = isinstance(wanted, str)  # and then told to leave every draw to the target, where that is chosen
+    if acceptance == "auto":
+        coupled = built_here or not traits.samples
     else:
         coupled = rule_for(acceptance, Draft.empty(0, device)).coupled
     controller = None
@@ -111,7 +112,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
-    return EngineChoice(engine, name, traits, no_predictions, coupled)
+    return EngineChoice(engine, name, traits, coupled, no_predictions)
 
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:

@@ -35,7 +35,8 @@ class CustomGenerate:
     to say `draft=`.
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
-    same distribution. Each row's seed comes from torch's global generator: `torch.manual_seed` makes a call repeatable.
+    same distribution. Each row's seed comes from torch's global generator: after one `torch.manual_seed` a call gives
+    the same text again, whatever drafts.
 
     What differs:
     - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.
