@@ -114,6 +114,16 @@ def test_compare_finds_the_same_text_even_when_interrupted(options: dict[str, An
         assert line.endswith("text identical") and line.count("tok/s") == 2
 
 
+def test_compare_goes_by_the_rule_that_the_answer_was_made_by() -> None:
+    chat = toy(draft="toy:2")
+    type_in(
+        chat, "/drafter model", "/set temperature 1", "/seed 3", "/acceptance block", "The heron", "/acceptance auto"
+    )
+    assert type_in(chat, "/compare").endswith("as sampled text may")
+    type_in(chat, "/retry")
+    assert "text identical" in type_in(chat, "/compare")
+
+
 def test_compare_catches_a_wrong_text() -> None:
     chat = toy(max_tokens=60, draft="toy:2")
     chat.decoder = chat.decoder.using(acceptance=load_wrong_rule("first-mismatch-kept"))

@@ -17,6 +17,7 @@ ENDS = [b"SSH-2.0-x\r\n", b"", b"HTTP/1.1 500 x\r\ncontent-length: 99\r\n\r\n{",
 NO_ADDRESSES = (
     *("http://[::1", "http://h:99999", "http://h:x", "http://a b/", "http://x..y", "http://ü.x", "http://h/é"),
     *("http://", "http://:80", "ftp://x", "", "http://h:0", "http://h/\x07"),
+    *("http://user:secret@h", "http://user@h", "http://h/?x", "http://h/#x"),
 )
 
 
@@ -97,6 +98,38 @@ def test_a_key_that_cannot_be_sent_is_named_and_not_shown(key: str, monkeypatch:
     with pytest.raises(UsageError, match=KEYS[0]) as told:
         RemoteApi.at("http://127.0.0.1:1")
     assert key not in str(told.value)
+
+
+def test_nothing_shows_a_key_or_a_password() -> None:
+    assert "secret" not in repr(RemoteApi("http://h", "secret"))
+    with pytest.raises(UsageError) as told:
+        RemoteApi.at("http://user:secret@h")
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd"])
+def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
+    said = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
+    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status {code}: it is elsewhere"):
+        api.models()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(b'"a\\n\\u001b[31mb"', r"a \[31mb$"), (b"{}", "no reason given"), (b'{"message":null}', "no reason given")],
+)
+def test_what_the_other_end_says_is_one_harmless_line(error: bytes, told: str) -> None:
+    body = b'{"error":%s}' % error
+    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(said) as api, pytest.raises(SlipstreamError, match=told):
+        api.models()
+
+
+def test_a_chunk_without_an_error_goes_on() -> None:
+    chunk = b'data: {"error":null,"choices":[{"delta":{"content":"hi"}}]}\n\ndata: [DONE]\n\n'
+    with sending(ok(chunk)) as api:
+        assert list(api.pieces({})) == ["hi"]
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES)

@@ -59,18 +59,21 @@ def test_nothing_is_moved_where_the_user_arranged_threads() -> None:
 
 
 @needs_cores
-def test_a_thread_that_does_not_compute_is_freed_of_its_core() -> None:
+def test_a_thread_that_does_not_compute_is_freed_of_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[int]] = []
 
     def bound_and_freed() -> None:  # in a thread of its own, since the mask is a thread's
-        os.sched_setaffinity(0, {min(threads.CORES)})
+        os.sched_setaffinity(0, {min(cores)})
         threads.free_thread()
         found.append(os.sched_getaffinity(0))
 
-    thread = threading.Thread(target=bound_and_freed)
-    thread.start()
-    thread.join()
-    assert found == [set(threads.CORES)]
+    cores = os.sched_getaffinity(0)
+    for unbound in (cores, set[int](), {9999}):  # bound by us; not by us; cores that are gone
+        monkeypatch.setattr(threads, "_unbound", unbound)
+        thread = threading.Thread(target=bound_and_freed)
+        thread.start()
+        thread.join()
+    assert found == [cores, {min(cores)}, {min(cores)}]
 
 
 def test_an_operator_is_slow_only_when_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ class Chat:
             finish_reason=chunks[-1].round.finish_reason or "interrupted",
             prefilled=decoder.num_prefilled_tokens - before,
             lossless=decoder.lossless,
+            coupled=decoder.coupled,
         )
         self.turns.append(turn)
         self._report(turn)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened
-from slipstream.certificate.tie_judge import TieJudge, coupled
+from slipstream.certificate.tie_judge import TieJudge
 from slipstream.errors import UsageError
 from slipstream.text.figures_as_text import statistics_line, time_split, verdict
 from slipstream.text.stats import Stats
@@ -23,8 +23,7 @@ def compare(chat: Chat) -> str:
     length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
     plain_params = replace(shortened(params, length), prediction=None)
     plain = decoder.using("none", num_draft_tokens="auto").generate(turn.prompt_ids, plain_params)
-    same = coupled(decoder, params)
-    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=same)
+    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=turn.coupled)
     fast, slow = _speed(turn.stats), _speed(plain.stats)
     speeds = f"{turn.drafter} {fast:.1f} tok/s, plain {slow:.1f} tok/s: {fast / slow:.2f}x, prompt not counted"
     return f"{speeds}; text {verdict(found)}"

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -22,8 +22,10 @@ TIMEOUT = 600.0  # seconds without a sign of life
 class _NoRedirects(HTTPRedirectHandler):
     """The key is for the address that was given, so no answer sends it elsewhere."""
 
-    def redirect_request(self, *given: Any) -> None:
+    def http_error_302(self, *given: Any) -> None:
         """Refuse: the answer becomes an error."""
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
 _opener = build_opener(_NoRedirects)
@@ -34,13 +36,14 @@ class RemoteApi:
     """A server. url: without /v1; key: None to send none."""
 
     url: str
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
 
     @staticmethod
     def at(url: str) -> RemoteApi:
         """The server of an address, with or without /v1, and the key of the environment. UsageError for no address."""
         if not _is_address(url):
-            raise UsageError(f"--url {url!r}; allowed: an address such as http://127.0.0.1:8000")
+            shown = "with a user or password" if "@" in url else repr(url)  # which is for nobody else to see
+            raise UsageError(f"--url {shown}; allowed: an address such as http://127.0.0.1:8000")
         name = next((name for name in KEYS if os.environ.get(name)), None)
         key = None if name is None else os.environ[name]
         if key is not None and not (key.isascii() and key.isprintable()):
@@ -64,7 +67,7 @@ class RemoteApi:
                 if data == b"[DONE]":
                     return
                 chunk = _json(data)
-                if "error" in chunk:
+                if chunk.get("error"):
                     raise SlipstreamError(f"{self.url}: {_message(chunk)}")
                 yield from _content(chunk)
 
@@ -95,7 +98,9 @@ def _is_address(url: str) -> bool:
         named = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:  # of hosts and ports that cannot be
         return False
-    return parts.scheme in ("http", "https") and named and url.isascii() and url.isprintable() and " " not in url
+    more = "@" in parts.netloc or parts.query or parts.fragment
+    plain = url.isascii() and url.isprintable() and " " not in url
+    return parts.scheme in ("http", "https") and named and plain and not more
 
 
 def _content(chunk: dict[str, Any]) -> Iterator[str]:
@@ -126,5 +131,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _message(answer: dict[str, Any]) -> str:
+    """What the other end says went wrong, in one line that does nothing to a terminal."""
     error = answer.get("error")
-    return str(error.get("message")) if isinstance(error, dict) else str(error or "no reason given")
+    told = str((error.get("message") if isinstance(error, dict) else error) or "no reason given")
+    return "".join(letter for letter in " ".join(told.split()) if letter.isprintable())

@@ -16,7 +16,8 @@ class Turn:
     """A question, its answer, and how the answer came about.
 
     params: as used, with the seed that was chosen. prefilled: prompt tokens the target had to read, the others being in
-    its KV cache; the last few of a prompt are read together with the first draft and not counted.
+    its KV cache; the last few of a prompt are read together with the first draft and not counted. coupled: every token
+    was the target's own draw.
     """
 
     user: str
@@ -29,6 +30,7 @@ class Turn:
     finish_reason: FinishReason | Literal["interrupted"]
     prefilled: int
     lossless: bool
+    coupled: bool
 
     @property
     def token_ids(self) -> list[int]:

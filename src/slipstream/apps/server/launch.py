@@ -110,12 +110,14 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
     """Serve until a signal. SlipstreamError if nothing can be listened on or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     with _listening(settings) as listener:
-        server = Server(settings, lambda: _kept(load()), on_ready)
+        server = Server(settings, lambda: _uncollected(load()), on_ready)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # of uvicorn, if it could not start
             if server.failure is None:
                 raise
+        finally:
+            gc.unfreeze()
     if server.failure is not None:
         if isinstance(server.failure, SlipstreamError):
             raise server.failure
@@ -126,8 +128,11 @@ def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], Non
         raise KeyboardInterrupt
 
 
-def _kept(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The same, with all that there is by now left out of garbage collections, which would stop all streams for it."""
+def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same, with all that there is by now left out of garbage collections, which would stop all streams for it.
+
+    Until `serve` ends.
+    """
     gc.collect()
     gc.freeze()
     return decoder

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import MutableMapping
-from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,7 +28,7 @@ log = logging.getLogger("slipstream")
 CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS")
 SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
 SAMPLES = 16
-CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()  # the program's
+_unbound: set[int] = set()  # cores on which the program might run before `bind_threads`; none if it did nothing
 _TASKS = Path("/proc/self/task")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
@@ -37,13 +38,19 @@ def bind_threads(environment: MutableMapping[str, str]) -> bool:
     if any(name in environment for name in CHOSEN):
         return False
     environment["OMP_PROC_BIND"] = "true"
+    if sys.platform == "linux":
+        _unbound.update(os.sched_getaffinity(0))
     return True
 
 
-def free_thread(cores: AbstractSet[int] = CORES) -> None:
-    """Let the calling thread, and those it starts, run on all cores again; for threads that do not compute."""
-    if cores and os.sched_getaffinity(0) < cores:
-        os.sched_setaffinity(0, cores)
+def free_thread() -> None:
+    """Let the calling thread, and those it starts, run on all cores again; for threads that do not compute.
+
+    Where `bind_threads` has bound none, or the system does not let go, it stays where it is: that costs some time only.
+    """
+    if sys.platform == "linux" and _unbound:
+        with suppress(OSError):
+            os.sched_setaffinity(0, _unbound)
 
 
 def separate_threads(cores: set[int] | None = None) -> bool:

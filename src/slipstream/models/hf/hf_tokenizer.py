@@ -25,7 +25,7 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
-        self._decodes_plainly = _decodes_plainly(type(tokenizer))
+        self._backend_decodes = _backend_alone_decodes(type(tokenizer))
 
     @property
     def has_chat_template(self) -> bool:
@@ -50,7 +50,7 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces left alone."""
-        if self._decodes_plainly:
+        if self._backend_decodes:
             return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -119,7 +119,7 @@ class HFTokenizer:
         return read_byte_tokens(self.inner.backend_tokenizer, tuple(whole[: -len(bare)]) if opened else ())
 
 
-def _decodes_plainly(kind: Any) -> bool:
+def _backend_alone_decodes(kind: Any) -> bool:
     """Whether `decode` of such tokenizers asks their backend and no more: streams call it twice per token."""
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
