@@ -106,6 +106,22 @@ def test_a_token_gets_the_same_bits_at_every_width(activations: str) -> None:
     assert not torch.equal(whole[0], whole[1])
 
 
+@pytest.mark.parametrize(("activations", "largest"), [("int8", 127), ("int15", 16319)])
+@pytest.mark.parametrize("tokens", [9, 17])
+def test_tiles_and_panels_of_which_some_are_left_over(activations: str, largest: int, tokens: int) -> None:
+    """67 panels, taken 4 at a time (3 for one token), and 33, taken 2 at a time; the last is not full."""
+    sizes = {"Q8_0": 66 * 16 + 5, "Q4_K": 32 * 16 + 9}
+    raws = {BY_NAME[name]: random_blocks(BY_NAME[name], rows, 1024, seed=rows) for name, rows in sizes.items()}
+    linear = BlockLinear([part_of(block, raw, 1024, LIBRARY) for block, raw in raws.items()], None, activations)
+    x = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(6))
+    whole = linear(x)
+    assert torch.equal(whole, torch.cat([linear(token) for token in x.split(1)]))
+    expected = rounded(x, largest) @ torch.cat([dequantised(*one) for one in raws.items()]).double().T
+    near = 1e-5 * expected.abs().max()
+    assert ((whole.double() - expected).abs() <= near).all()
+    assert ((whole.double() - expected.roll(16, 1)).abs() > near).any(0).all()  # a control: a panel too far
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_with_its_token(number: float) -> None:
     linear, x = mixed(HERE[0], "int8"), TOKENS[:6].clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,7 +192,7 @@ def test_rows_and_shapes_that_cannot_be_are_refused(files: dict[tuple[str, bool]
 @pytest.mark.parametrize(
     ("at", "size", "value", "message"),
     [
-        (16, 4, 250, "is of the unknown type 250; computed with: F32, F16, BF16, Q4_0"),
+        (16, 4, 250, "is of the unknown type 250; allowed: F32, .*, and others that the gguf package names$"),
         (20, 8, 7, r"begins at byte 7 of the data; allowed: multiples of \d+$"),
         (20, 8, 0, r"begins within tensor '[\w.]+'; allowed: tensors that do not overlap"),
     ],
@@ -199,9 +200,44 @@ def test_rows_and_shapes_that_cannot_be_are_refused(files: dict[tuple[str, bool]
 def test_unknown_types_and_places_that_cannot_be_are_refused(
     at: int, size: int, value: int, message: str, files: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
-    whole, name = files["llama", False].read_bytes(), b"blk.0.ffn_up.weight"
-    at += whole.index(name) + len(name) + 4  # the shape, the type and the place follow
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(whole[:at] + value.to_bytes(size, "little") + whole[at + size :])
+    broken = changed(files["llama", False], tmp_path, at, value.to_bytes(size, "little"))
     with pytest.raises(SlipstreamError, match=f"tensor '[\\w.]+' {message}"):
         load(str(broken), LoadOptions())
+
+
+def changed(file: Path, folder: Path, at: int, new: bytes) -> Path:
+    """A copy with other bytes from `at` on behind the dimensions' number of a tensor: shape, type and place follow."""
+    whole, name = file.read_bytes(), b"blk.0.ffn_up.weight"
+    at += whole.index(name) + len(name) + 4
+    (folder / "changed.gguf").write_bytes(whole[:at] + new + whole[at + len(new) :])
+    return folder / "changed.gguf"
+
+
+def test_types_that_only_the_gguf_package_knows_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Q2_K", "Q4_K"):
+        write_model(tmp_path / f"{kind}.gguf", kinds={"": "Q8_0", "1.ffn_down": kind})
+        read_header(tmp_path / f"{kind}.gguf").check()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    read_header(tmp_path / "Q4_K.gguf").check()
+    with pytest.raises(
+        SlipstreamError,
+        match=r"'blk.1.ffn_down.weight' is of the unknown type 10; allowed: F32, .*Q6_K"
+        r", and others after pip install 'slipstream-lm\[gguf\]'$",
+    ):
+        read_header(tmp_path / "Q2_K.gguf").check()
+
+
+def test_tensors_without_elements_overlap_with_none(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    rest = (8).to_bytes(4, "little") + bytes(8)  # of Q8_0, at the first tensor's place
+    read_header(changed(files["llama", False], tmp_path, 8, bytes(8) + rest)).check()
+    with pytest.raises(SlipstreamError, match="begins within tensor"):
+        read_header(changed(files["llama", False], tmp_path, 8, (1).to_bytes(8, "little") + rest)).check()
+
+
+def test_two_tensors_of_one_name_are_refused(files: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    whole = files["llama", False].read_bytes()
+    (tmp_path / "two.gguf").write_bytes(whole.replace(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"))
+    with pytest.raises(
+        SlipstreamError, match=r"two tensors are called 'blk.1.ffn_up.weight'; allowed: a name for each"
+    ):
+        load(str(tmp_path / "two.gguf"), LoadOptions())

@@ -21,6 +21,7 @@ STRING, ARRAY = 8, 9
 FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
 BLOCKS = {block.number: block for block in FORMATS}
 MOST_DIMENSIONS, MOST_STRING = 4, 1 << 26
+INSTALL = "pip install 'slipstream-lm[gguf]'"
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,29 @@ class GGUFHeader:
 
     def check(self) -> None:
         """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
+        size = self.file.stat().st_size
         before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
         for entry in sorted(self.tensors.values(), key=lambda entry: entry.start):
+            self._check_type(entry)
+            if 0 in entry.shape:
+                continue  # it has no bytes
             if before is not None and entry.start < before[0]:
                 raise self._wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
-            if entry.row_bytes is None and is_unknown(entry.kind):
-                known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
-                raise self._wrong(entry, f"is of the unknown {entry.kind_name}; computed with: {known}")
-            if entry.block is not None and entry.shape[-1] % entry.block.size:
-                has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
-                raise self._wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
             if entry.row_bytes is not None:
-                before = self._end(entry), entry.name
+                before = self._end(entry, entry.row_bytes, size), entry.name
 
-    def _end(self, entry: TensorEntry) -> int:
-        """The byte after a tensor; refuses one that the file does not hold whole."""
-        end, size = entry.start + prod(entry.shape[:-1]) * (entry.row_bytes or 0), self.file.stat().st_size
+    def _check_type(self, entry: TensorEntry) -> None:
+        if entry.row_bytes is None and entry.kind not in (names := _type_names()):
+            known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+            other = "others that the gguf package names" if names else f"others after {INSTALL}"
+            raise self._wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {known}, and {other}")
+        if entry.block is not None and entry.shape[-1] % entry.block.size:
+            has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
+            raise self._wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+
+    def _end(self, entry: TensorEntry, row_bytes: int, size: int) -> int:
+        """The byte after a tensor; refuses one that a file of `size` bytes does not hold whole."""
+        end = entry.start + prod(entry.shape[:-1]) * row_bytes
         if end > size:
             raise SlipstreamError(
                 f"model {str(self.file)!r} is truncated: the file ends before its last tensor: tensor "
@@ -94,13 +102,8 @@ def type_name(number: int) -> str:
     return _type_names().get(number, f"type {number}")
 
 
-def is_unknown(number: int) -> bool:
-    """Whether the gguf package, where it is installed, knows no such type."""
-    names = _type_names()
-    return bool(names) and number not in names
-
-
 def _type_names() -> dict[int, str]:
+    """The gguf package's types by number; none where it is not installed."""
     try:
         from gguf import GGMLQuantizationType
     except ImportError:
@@ -181,23 +184,25 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     for _ in range(num_values):
         name = reader.string()
         values[name] = reader.value(reader.number("I"))
-    found = list[tuple[str, int, tuple[int, ...], int]]()
+    found = dict[str, tuple[int, tuple[int, ...], int]]()
     for _ in range(num_tensors):
         name, dimensions = reader.string(), reader.number("I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
             raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
-        found.append((name, reader.number("I"), shape, reader.number("Q")))
+        if name in found:
+            raise SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
+        found[name] = reader.number("I"), shape, reader.number("Q")
     alignment = values.get("general.alignment") or 32
     if not isinstance(alignment, int) or alignment < 1:
         raise SlipstreamError(
             f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
         )
-    for name, _, _, offset in found:
+    for name, (_, _, offset) in found.items():
         if offset % alignment:
             begins = f"tensor {name!r} begins at byte {offset:,} of the data"
             raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
     data = -(-reader.at // alignment) * alignment
     digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
-    tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, kind, shape, offset in found}
+    tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, (kind, shape, offset) in found.items()}
     return GGUFHeader(file, str(values.get("general.architecture", "")), tensors, digest, reader.at)

@@ -9,7 +9,7 @@
 enum {
     AHEAD = 4096,        /* bytes prefetched */
     HANDED_OUT = 65536,  /* bytes of panels that a thread takes at a time */
-    FEW = 4              /* panels that share a tile of tokens which has to come from far */
+    FEW = 4              /* panels that use a tile read from memory, where there are several tiles */
 };
 
 ALWAYS float float_at(const uint8_t *from) {
@@ -197,7 +197,8 @@ static void multiply_panel(const struct product *of, const struct block_part *pa
     }
 }
 
-/* How many panels of a part a thread takes at a time: at least FEW, if there is more than one tile of tokens. */
+/* How many panels of a part a thread takes at a time: HANDED_OUT bytes, and where there are several tiles at least FEW
+ * panels, so that a tile read from memory serves several of them; never more than a sixteenth of the part. */
 static int64_t chunk_of(const struct product *of, const struct block_part *part) {
     int64_t chunk = HANDED_OUT / panel_bytes(part->format, of->w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
     if (of->tokens > TILE && chunk < FEW) chunk = FEW;
