@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import Any
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -22,7 +22,7 @@ TIMEOUT = 600.0  # seconds without a sign of life
 class _NoRedirects(HTTPRedirectHandler):
     """The key is for the address that was given, so no answer sends it elsewhere."""
 
-    def http_error_302(self, *given: Any) -> None:
+    def http_error_302(self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage) -> None:
         """Refuse: the answer becomes an error."""
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
