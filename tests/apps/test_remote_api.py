@@ -108,11 +108,12 @@ def test_nothing_shows_a_key_or_a_password() -> None:
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
-@pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd"])
+@pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd", b"/\x1b[31m"])
 def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
     said = b"HTTP/1.1 %d x\r\nlocation: %s\r\n\r\n" % (code, place)
-    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status {code}: it is elsewhere"):
+    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status {code}: it is elsewhere") as told:
         api.models()
+    assert str(told.value).isprintable()
 
 
 @pytest.mark.parametrize(

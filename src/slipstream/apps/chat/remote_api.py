@@ -115,7 +115,7 @@ def _content(chunk: dict[str, Any]) -> Iterator[str]:
 
 def _reason(error: HTTPError) -> str:
     if 300 <= error.code < 400:
-        return f"it is elsewhere: {error.headers.get('location')}"
+        return _harmless(f"it is elsewhere: {error.headers.get('location')}")
     try:
         return _message(_json(error.read()))
     except (OSError, HTTPException):  # the status was all that came
@@ -131,7 +131,11 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _message(answer: dict[str, Any]) -> str:
-    """What the other end says went wrong, in one line that does nothing to a terminal."""
+    """What the other end says went wrong."""
     error = answer.get("error")
-    told = str((error.get("message") if isinstance(error, dict) else error) or "no reason given")
-    return "".join(letter for letter in " ".join(told.split()) if letter.isprintable())
+    return _harmless(str((error.get("message") if isinstance(error, dict) else error) or "no reason given"))
+
+
+def _harmless(text: str) -> str:
+    """One line that does nothing to a terminal."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
