@@ -37,7 +37,7 @@ def main(
 ) -> None:
     """Print the two log-losses and the shares' table."""
     quiet()
-    with SpeculativeDecoder(target, draft, drafter="none") as decoder:
+    with SpeculativeDecoder(target, draft, acceptance="match") as decoder:
         pairs = [_distributions(decoder, one.prompt, tokens, temperature) for one in read_prompts(prompts, limit=limit)]
     p, q = (torch.cat(one) for one in zip(*pairs, strict=True))
     race, own, shares, agreed = Race(p.shape[1], p.device), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -64,7 +64,7 @@ def main(
 
 
 def _distributions(decoder: SpeculativeDecoder, prompt: str, tokens: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Both models' distributions after each token of a text that the target samples, [N, V] each."""
+    """Both models' distributions at each place of a text that the target samples, [N, V] each."""
     result = decoder.generate(prompt, SamplingParams(temperature=temperature, max_tokens=tokens, seed=0))
     text = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
     made = []
