@@ -20,7 +20,9 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rng import Race, words
+from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
+from slipstream.models.hf.vocabulary import same_vocabulary
 from slipstream.text.prompts import read_prompts
 
 BINS = 20
@@ -38,6 +40,9 @@ def main(
     """Print the two log-losses and the shares' table."""
     quiet()
     with SpeculativeDecoder(target, draft, acceptance="match") as decoder:
+        assert decoder.draft is not None
+        if not same_vocabulary(decoder.target, decoder.draft):
+            raise UsageError(f"draft {draft!r} has another vocabulary than target {target!r}; allowed: the same")
         pairs = [_distributions(decoder, one.prompt, tokens, temperature) for one in read_prompts(prompts, limit=limit)]
     p, q = (torch.cat(one) for one in zip(*pairs, strict=True))
     race, own, shares, agreed = Race(p.shape[1], p.device), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -67,8 +72,8 @@ def _distributions(decoder: SpeculativeDecoder, prompt: str, tokens: int, temper
     """Both models' distributions at each place of a text that the target samples, [N, V] each."""
     result = decoder.generate(prompt, SamplingParams(temperature=temperature, max_tokens=tokens, seed=0))
     text = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
-    made = []
     assert decoder.draft is not None
+    made = []
     for loaded in (decoder.target, decoder.draft):
         loaded.backend.reserve(1, text.shape[1])
         with torch.inference_mode():
