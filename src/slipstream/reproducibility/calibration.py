@@ -133,7 +133,7 @@ def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Ca
     if not all(agrees() for agrees in stages.over(shares["checks"], spot_checks(trials))):
         return None
     totals = stages.over(shares["ragged"], _in_turns(trials.totals(TOTALS, trials.widths)))
-    milliseconds = trials.times.ragged(totals, trials.widths)
+    milliseconds = trials.times.ragged(totals, trials.widths, times)
     return Calibration(tuple(trials.widths), unit, times, True, (), lengths, milliseconds, every_total=True)
 
 
@@ -159,7 +159,7 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
     ragged = prompts and trials.prompts_agree_together()
     candidates = stages.over(SHARES["totals"], trials.totals(TOTALS, widths) if ragged else ())
     totals = [total for total in candidates if trials.total_agrees(total, widths)]
-    milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths)
+    milliseconds = trials.times.ragged(stages.over(SHARES["ragged"], _in_turns(totals)), widths, reading.milliseconds)
     return Calibration(
         tuple(agreeing),
         reading.unit,

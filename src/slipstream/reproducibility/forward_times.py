@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,7 +12,7 @@ from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, Row
 from slipstream.reproducibility.ragged_rounds import end_to_end, shared_out
 
 FEWEST_TURNS, MOST_TURNS, SECONDS = 3, 16, 1.5
-FEWEST_RAGGED_TURNS, MOST_RAGGED_TURNS = 1, 3
+FEWEST_RAGGED_TURNS, MOST_RAGGED_TURNS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,38 @@ class ForwardTimes:
                 times[width].append(self._seconds(width))
         return {width: 1e3 * min(taken) for width, taken in times.items()}
 
-    def ragged(self, turns: Iterable[tuple[int, int]], widths: Sequence[int]) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take."""
-        times = dict[int, list[float]]()
-        started = perf_counter()
+    def ragged(
+        self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
+    ) -> dict[int, float]:
+        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take.
+
+        alone: milliseconds of one row's forwards, measured earlier. The widest of them is timed again beside each turn,
+        and all times count in proportion to it: the machine may have become slower or faster since.
+        """
+        width, times, again, begun = max(alone), dict[int, list[float]](), list[float](), perf_counter()
+        last = -1
         for turn, total in turns:
-            if turn >= FEWEST_RAGGED_TURNS and perf_counter() - started > SECONDS:
-                break
-            assert isinstance(self.backend, RaggedForwards)
-            counts = shared_out(total, min(total, len(self.starts)), 0)
-            segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
-            begun = perf_counter()
-            tokens = end_to_end(self.tokens, segments, total)
-            self.backend.forward_ragged(tokens, segments, widths=widths)[-1, -1].item()
-            times.setdefault(total, []).append(perf_counter() - begun)
-        return {total: 1e3 * min(taken) for total, taken in times.items()}
+            if turn != last:
+                if turn >= FEWEST_RAGGED_TURNS and perf_counter() - begun > SECONDS:
+                    break
+                if not times:
+                    self._ragged_seconds(total, widths)  # much happens for the first time
+                again.append(self._seconds(width))
+                last = turn
+            times.setdefault(total, []).append(self._ragged_seconds(total, widths))
+        if not times:
+            return {}
+        again.append(self._seconds(width))
+        return {total: alone[width] * min(taken) / min(again) for total, taken in times.items()}
+
+    def _ragged_seconds(self, total: int, widths: Sequence[int]) -> float:
+        counts = shared_out(total, min(total, len(self.starts)), 0)
+        segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
+        tokens = end_to_end(self.tokens, segments, total)
+        begun = perf_counter()
+        assert isinstance(self.backend, RaggedForwards)
+        self.backend.forward_ragged(tokens, segments, widths=widths)[-1, -1].item()
+        return perf_counter() - begun
 
     def _seconds(self, width: int) -> float:
         tokens = self.tokens[None, self.start : self.start + width]
