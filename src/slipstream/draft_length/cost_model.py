@@ -189,14 +189,19 @@ def best_lengths(
     """
     lengths = [0] * len(acceptance_probs)
     best, rate, brought, longest, drafted = lengths, sure / seconds(0, 0), sure, 0, 0
+    left = sum(map(sum, acceptance_probs))
     for step in _by_column(acceptance_probs) if even else _by_probability(acceptance_probs):
         lengths = lengths.copy()
         for row in step:
-            brought += acceptance_probs[row][lengths[row]]
+            prob = acceptance_probs[row][lengths[row]]
+            brought, left = brought + prob, left - prob
             lengths[row] += 1
             longest, drafted = max(longest, lengths[row]), drafted + 1
-        if brought / seconds(longest, drafted) > rate:
-            best, rate = lengths, brought / seconds(longest, drafted)
+        taken = seconds(longest, drafted)
+        if brought / taken > rate:
+            best, rate = lengths, brought / taken
+        elif (brought + left) / taken <= rate:  # even if all the others came for nothing
+            break
     return best, rate
 
 

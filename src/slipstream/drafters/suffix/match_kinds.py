@@ -56,10 +56,10 @@ def likely_chain(
     acceptance_model: AcceptanceModel, row: Row, steps: Iterator[Step], length: int, prob: float = 1.0
 ) -> list[Node]:
     """Up to `length` tokens of a walk. prob: that what comes before them is accepted."""
-    nodes = list[Node]()
+    nodes, chance = list[Node](), acceptance_model.chances(row)
     for step in islice(steps, length):
         kind = kind_of(step)
-        prob *= acceptance_model.chance(row, kind)
+        prob *= chance(kind)
         if prob < UNLIKELY:
             break
         nodes.append(Node(len(nodes) - 1, step.token, kind, prob))
