@@ -25,6 +25,7 @@ from slipstream.draft_length.text_lengths import TextLengths
 
 LONGEST = 15  # tokens of a retrieval draft
 STEPS = 8  # steps of a draft model
+FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,15 @@ class DraftController:
             lengths, notes = self._with_trials(rows, draft, probs, lengths)
             draft = replace(draft, notes=notes)
         return draft.cut(lengths)
+
+    def least_useful(self, rows: Sequence[Row]) -> float:
+        """A retrieved token that is accepted less likely than this pays in no draft of these rows, about."""
+        if self.cost_model.even:
+            return 0.0
+        verify = partial(self.cost_model.verify, len(rows))
+        plain = verify(0, 0)
+        further = min((verify(count, count) - plain) / count for count in FURTHER)
+        return max(0.0, further) * len(rows) / (plain * max(self._worth(rows)))
 
     def prefer_model(self, rows: Sequence[Row], probs: Sequence[Sequence[float]], asked: Sequence[int]) -> Decision:
         """For which rows a draft model's draft is worth more than a retrieval draft of these acceptance probs.

@@ -53,9 +53,18 @@ def kind_of(step: Step) -> int:
 
 
 def likely_chain(
-    acceptance_model: AcceptanceModel, row: Row, steps: Iterator[Step], length: int, prob: float = 1.0
+    acceptance_model: AcceptanceModel,
+    row: Row,
+    steps: Iterator[Step],
+    length: int,
+    *,
+    prob: float = 1.0,
+    least: float = UNLIKELY,
 ) -> list[Node]:
-    """Up to `length` tokens of a walk. prob: that what comes before them is accepted."""
+    """Up to `length` tokens of a walk. prob: that what comes before them is accepted.
+
+    least: the chain ends with the first token less likely to be accepted; none less likely than UNLIKELY is in it.
+    """
     nodes, chance = list[Node](), acceptance_model.chances(row)
     for step in islice(steps, length):
         kind = kind_of(step)
@@ -63,6 +72,8 @@ def likely_chain(
         if prob < UNLIKELY:
             break
         nodes.append(Node(len(nodes) - 1, step.token, kind, prob))
+        if prob < least:
+            break
     return nodes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class SuffixDrafter:
     branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
     batches none, as finding them would cost every row more time than they save.
     shaped: beside those of a chain only, as many as the user said, in batches as well.
+    least_useful: with an acceptance model, how likely a token must be for its verification to pay, by the rows of a
+    round; their chains end where it is less. Rows that ask for a number of tokens get them.
 
     An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
     of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
@@ -66,6 +68,7 @@ class SuffixDrafter:
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
     shaped: bool = False
+    least_useful: Callable[[Sequence[Row]], float] | None = None
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -79,9 +82,11 @@ class SuffixDrafter:
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
-        self._keep_outputs()
+        if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
+            self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.shaped or len(rows) == 1) else 0
-        drafts = [self._draft(row, length, branches) for row, length in zip(rows, lengths, strict=True)]
+        least = 0.0 if self.least_useful is None or not any(lengths) else self.least_useful(rows)
+        drafts = [self._draft(row, length, branches, least) for row, length in zip(rows, lengths, strict=True)]
         return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
@@ -95,7 +100,7 @@ class SuffixDrafter:
         if match.length < self.shortest:
             return [], []
         steps = text.own.walk(match, text.own.count(match))
-        nodes = likely_chain(self.acceptance_model, row, steps, length, acceptance_prob)
+        nodes = likely_chain(self.acceptance_model, row, steps, length, prob=acceptance_prob)
         return [node.token for node in nodes], [node.prob for node in nodes]
 
     def seed(self, texts: Iterable[Sequence[int]]) -> None:
@@ -132,7 +137,7 @@ class SuffixDrafter:
         self._keep_outputs()
         return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
 
-    def _draft(self, row: Row, length: int, branches: int) -> list[Node]:
+    def _draft(self, row: Row, length: int, branches: int, least: float) -> list[Node]:
         """The row's tokens, with an acceptance model as far as they are likely by it."""
         text = self._texts.get(row)
         if text is None:
@@ -149,17 +154,18 @@ class SuffixDrafter:
         learn(self.acceptance_model, row, *text.guess)
         nodes = list[Node]()
         if source.match.length >= self.shortest:
-            nodes = self._likely(self.acceptance_model, row, source, length, branches)
+            nodes = self._likely(self.acceptance_model, row, source, length, branches, least)
         text.guess = Guess(len(row.tokens), nodes)
         return nodes
 
     def _likely(
-        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int
+        self, acceptance_model: AcceptanceModel, row: Row, source: Source, length: int, branches: int, least: float
     ) -> list[Node]:
         automaton, match, occurrences = source
         occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
         if not branches:
-            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length)
+            least = least if row.params.num_draft_tokens is None else 0.0
+            return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=least)
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
         deepest = -(-length // (1 + branches)) if self.shaped else None
         return grown(
@@ -208,6 +214,7 @@ def build(setup: Setup, argument: str) -> SuffixDrafter:
         acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False, common=True) if judges else None,
         branches=branches,
         shaped=setup.shaped,
+        least_useful=setup.controller.least_useful if judges and setup.controller and setup.coupled else None,
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"
