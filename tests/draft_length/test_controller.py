@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -224,3 +225,15 @@ def test_a_draft_model_that_was_left_alone_gets_another_chance_with_later_texts(
     one.cost_model.reading = lambda tokens: 0.1  # type: ignore[method-assign]
     rounds = next(n for n in itertools.count() if in_vain(one, row(n)))
     assert 30 < rounds < 3000
+
+
+def test_what_a_draft_model_read_in_a_round_is_noted_though_it_has_it_cached_then() -> None:
+    one, of = controller(), row()
+    cached = list[Row]()
+    one.has_cached = lambda asked: asked in cached
+    policy = Auto(one, 6, stepwise=True)
+    assert policy.lengths([of]) == [one.steps]
+    cached.append(of)  # as proposing does
+    made = policy.worth_verifying([of], replace(draft([0.9, 0.8]), steps=2))
+    assert made.notes is not None and isinstance(made.notes[0], DraftNote)
+    assert made.notes[0].reading == len(of.tokens) and made.notes[0].decided == "paid"

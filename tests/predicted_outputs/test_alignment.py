@@ -156,3 +156,14 @@ def test_a_rewritten_token_that_comes_as_it_was_is_followed_again() -> None:
     alignment = Alignment(old, lambda token: False)
     alignment.read([1, 70, 71, 3, 4, 5, 2, 6, 7])
     assert alignment.place is not None and alignment.prediction[alignment.place.at :] == [8]
+
+
+def test_an_edit_that_would_make_the_prediction_far_longer_is_not_expected_again() -> None:
+    known = [1000, 1, 1001, 1002, *[1, 5] * 200]  # every 1 to come would become eight tokens, and so on with those
+    alignment = Alignment(known, lambda _: False)
+    alignment.read([1000, *[10, 11] * 4, 1001, 1002, 1])
+    assert alignment.prediction == known
+    assert alignment.place is not None and known[alignment.place.at] == 5
+    renamed = Alignment(known, lambda _: False)
+    renamed.read([1000, 10, 1001, 1002])
+    assert renamed.prediction == [*known[:4], *[10, 5] * 200]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakSet
 
 from slipstream.core.types import Draft, Row
@@ -28,8 +29,7 @@ STEPS = 8  # steps of a draft model
 FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What a draft model is asked for. lengths: 0 where it is not; notes: for `observe`; both per row."""
 
     lengths: list[int]
@@ -92,13 +92,6 @@ class DraftController:
         due = not pays and self.backoff.due(rows[0])
         lengths = [self.steps if pays else int(due and self._has_read(row)) for row in rows]
         return Decision(lengths, self._notes(rows, lengths, first))
-
-    def with_notes(self, rows: Sequence[Row], draft: Draft) -> Draft:
-        """The draft with what `stepping` decided for its rows noted beside what the drafter noted itself."""
-        drafting = [row for row in rows if row.rounds] or rows
-        decided = {id(row): note for row, note in zip(drafting, self.stepping(drafting).notes, strict=True)}
-        notes = [decided.get(id(row), NOTHING) for row in rows]
-        return replace(draft, notes=tuple(joined(a, b) for a, b in zip(notes, draft.notes or notes, strict=True)))
 
     def cut(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth verifying.
@@ -244,6 +237,11 @@ class DraftController:
             return longest * self.cost_model.step(rows) + verify
 
         return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.cost_model.even)[1]
+
+
+def with_notes(draft: Draft, decided: Sequence[DraftNote]) -> Draft:
+    """The draft with what was decided for its rows noted beside what the drafter noted itself."""
+    return replace(draft, notes=tuple(joined(a, b) for a, b in zip(decided, draft.notes or decided, strict=True)))
 
 
 def joined(decided: DraftNote, drafted: object) -> DraftNote:

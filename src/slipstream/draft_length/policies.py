@@ -12,7 +12,8 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.controller import DraftController, with_notes
+from slipstream.draft_length.draft_yields import NOTHING, DraftNote
 from slipstream.errors import UsageError
 
 FIRST, UP, DOWN = 5, 2, 1  # of the heuristic schedule
@@ -85,6 +86,7 @@ class Auto:
     reproducible_length: int
     samples: bool = False
     stepwise: bool = False
+    _decided: dict[int, DraftNote] = field(default_factory=dict)  # about this round's rows, before anything was read
 
     def observe(self, rows: Sequence[Row]) -> None:
         """See `DraftController.observe`."""
@@ -94,7 +96,10 @@ class Auto:
         """As many as can pay; where drafts have acceptance probabilities, as many as may be cut afterwards."""
         controller = self.controller
         longest = 0 if controller.quiet.left else controller.longest
-        chosen = controller.stepping(rows).lengths if self.stepwise else [longest] * len(rows)
+        chosen = [longest] * len(rows)
+        if self.stepwise:
+            chosen, notes = controller.stepping(rows)
+            self._decided = {id(row): note for row, note in zip(rows, notes, strict=True)}
         return [
             self.reproducible_length if self._is_fixed(row) else length
             for row, length in zip(rows, chosen, strict=True)
@@ -103,7 +108,7 @@ class Auto:
     def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
         """The draft as far as it is worth its verification."""
         if self.stepwise:
-            draft = self.controller.with_notes(rows, draft)
+            draft = with_notes(draft, [self._decided.get(id(row), NOTHING) for row in rows])
         if any(map(self._is_fixed, rows)):
             return draft
         return self.controller.cut(rows, draft)

@@ -3,7 +3,8 @@
 While they agree the place moves on with every token. Where they part, the place is found again by the longest suffix of
 the text that occurs in the prediction, of equals the next one after the place that was lost; and before the text has
 shown enough for that, by guesses at the commonest edits: a token replaced, a few left out, lines put in. An edit that
-was made once is expected again: what is left of the prediction is rewritten with it, as renaming a variable would do.
+was made once is expected again: what is left of the prediction is rewritten with it, as renaming a variable would do,
+unless that made it far longer.
 This module knows neither rows nor models.
 """
 
@@ -23,6 +24,7 @@ REPLACED = 3  # tokens of the text that may stand for one of the prediction
 INSERTED = 96  # tokens of lines that may have been put in
 BASE = 3  # tokens that count as agreeing behind a guess at most
 EDIT = 8  # tokens on either side of an edit that is expected again
+GROWTH = 2  # how much longer than it was given a prediction may become
 
 
 class Guess(IntEnum):
@@ -50,6 +52,7 @@ class Alignment:
 
     def __init__(self, prediction: Sequence[int], ends_line: Callable[[int], bool]) -> None:
         self.prediction, self._ends_line = list(prediction), ends_line
+        self._most = GROWTH * len(self.prediction) + EDIT  # tokens
         self._after = _places(self.prediction)  # token -> the places after it
         self._tail: deque[int] = deque(maxlen=LIMIT)
         self._anchor = self._run = self._lost = 0  # where they agreed last, how long, and tokens of the text since
@@ -98,8 +101,10 @@ class Alignment:
         if times == 1 and old[0] in self._kept:
             return
         ahead = place.at + 1
-        self.prediction[ahead:] = _replaced(self.prediction[ahead:], list(old), list(new))
-        self._after = _places(self.prediction)
+        rewritten = _replaced(self.prediction[ahead:], list(old), list(new))
+        if ahead + len(rewritten) <= self._most:  # edits whose new tokens hold old ones would multiply them
+            self.prediction[ahead:] = rewritten
+            self._after = _places(self.prediction)
 
     def _longer(self, token: int) -> dict[int, int]:
         return {at: min(LIMIT, self._matches.get(at - 1, 0) + 1) for at in self._after.get(token, ())}
