@@ -1,13 +1,14 @@
 """Forwards of a quantised model in its own blocks: time by width, memory, bits and distance from the file's numbers.
 
     python benchmarks/quantised_forwards.py MODEL.gguf
-    python benchmarks/quantised_forwards.py MODEL.gguf --beside FOLDER --kl 160
+    python benchmarks/quantised_forwards.py MODEL.gguf --beside FOLDER --kl 160 --llama-cpp
     python benchmarks/quantised_forwards.py FOLDER --quantize int4,int8 --activations int8 --beside FOLDER --kl 160
 
 Widths take turns; medians count. MODEL: a GGUF file or a folder of quantised weights, or, with --quantize, of others.
 beside: another model to time, such as the same one unpacked to bfloat16. kl: so many tokens of the package's own
-prompts through the model in float32 (4 bytes a weight), before it is quantised at load. Memory is the process's
-anonymous memory (Linux) on top of what it was before the model and its tokenizer were loaded.
+prompts through the model in float32 (4 bytes a weight), before it is quantised at load; --llama-cpp (extra `llama`)
+compares llama.cpp's numbers with those too. Memory is the process's anonymous memory (Linux) on top of what it was
+before the model and its tokenizer were loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from load_memory import Watch, _anonymous
 from terminal import JsonFile, console, run
 from torch import Tensor
 
+from slipstream.bench.llama_cpp_model import BATCH, LlamaCppModel, gguf_file
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.errors import UsageError
 from slipstream.models.hf.block_loading import load_unpacked
@@ -45,9 +47,13 @@ def main(
     beside: Annotated[str | None, typer.Option()] = None,
     kl: int = 0,
     json_file: JsonFile = None,
+    llama_cpp: Annotated[bool, typer.Option(help="with --kl: that of llama.cpp on the same file too")] = False,
 ) -> None:
     """Print milliseconds and ratios per width, memory over the size of the file, and whether bits are the same."""
     quiet()
+    if llama_cpp and not kl:
+        raise UsageError("llama_cpp without kl; allowed: both")
+    file = gguf_file(target, "llama_cpp") if llama_cpp else None
     sizes, size = [int(width) for width in widths.split(",")], _size(Path(target).expanduser())
     _warm_up()
     models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
@@ -81,8 +87,8 @@ def main(
         found[name]["milliseconds"] = by_width
         console.print(f"{name}: {shown}")
     if kl:
-        for name, distance in _distances(target, models, kl).items():
-            found[name]["kl"], found[name]["same_choice"] = distance
+        for name, distance in _distances(target, models, kl, file).items():
+            found.setdefault(name, {}).update(kl=distance[0], same_choice=distance[1])
             console.print(f"{name}: KL {distance[0]:.2g}, the likeliest token is the same at {distance[1]:.1%}")
     if json_file is not None:
         json_file.write_text(json.dumps({"target": target, "file": size, **found}) + "\n")
@@ -126,8 +132,11 @@ def _timed(
     return {name: {width: 1e3 * median(taken[name, width]) for width in widths} for name in models}
 
 
-def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, tuple[float, float]]:
-    """Mean KL from the numbers of the file in float32, and how often the likeliest token is the same."""
+def _distances(target: str, models: dict[str, Loaded], count: int, file: Path | None) -> dict[str, tuple[float, float]]:
+    """Mean KL from the numbers of the file in float32, and how often the likeliest token is the same.
+
+    file: what llama.cpp reads too, if it is asked.
+    """
     tokenizer = next(iter(models.values())).tokenizer
     if tokenizer is None:
         raise UsageError("--kl needs a file with a tokenizer")
@@ -138,10 +147,23 @@ def _distances(target: str, models: dict[str, Loaded], count: int) -> dict[str, 
     found = {}
     for name, loaded in models.items():
         loaded.backend.reserve(1, ids.shape[1])
-        got = torch.log_softmax(_logits(loaded, ids, 0).double(), -1)
-        distance = float((expected.exp() * (expected - got)).sum(-1).mean())
-        found[name] = distance, float((expected.argmax(-1) == got.argmax(-1)).float().mean())
+        found[name] = _distance(expected, _logits(loaded, ids, 0))
+    if file is not None:
+        found["llama.cpp"] = _distance(expected, _logits_of_llama_cpp(file, ids[0].tolist()))
     return found
+
+
+def _distance(expected: Tensor, logits: Tensor) -> tuple[float, float]:
+    got = torch.log_softmax(logits[:, : expected.shape[1]].double(), -1)
+    kl = float((expected.exp() * (expected - got)).sum(-1).mean())
+    return kl, float((expected.argmax(-1) == got.argmax(-1)).float().mean())
+
+
+def _logits_of_llama_cpp(file: Path, tokens: list[int]) -> Tensor:
+    model = LlamaCppModel(file, torch.get_num_threads())
+    parts = [torch.from_numpy(model.forward(tokens[at : at + BATCH], at).copy()) for at in range(0, len(tokens), BATCH)]
+    model.close()
+    return torch.cat(parts)
 
 
 if __name__ == "__main__":

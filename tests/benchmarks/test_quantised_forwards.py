@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import quantised_forwards
+import torch
 from gguf_files import write_model
 from quantised_files import SHAPE
 from tiny import fresh, tokenizer
@@ -45,3 +46,15 @@ def test_weights_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_other_models_are_refused() -> None:
     with pytest.raises(UsageError, match=r"target 'smollm2'; allowed: a \.gguf file, or a folder"):
         quantised_forwards.main("smollm2")
+
+
+def test_llama_cpp_is_compared_by_its_distance_alone(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="llama_cpp without kl; allowed: both"):
+        quantised_forwards.main(str(tmp_path / "tiny.gguf"), llama_cpp=True)
+    write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
+    with pytest.raises(UsageError, match=r"llama_cpp needs a \.gguf file; target '.*' is none"):
+        quantised_forwards.main(str(tmp_path), kl=24, llama_cpp=True)
+    equal = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
+    wide = torch.nn.functional.pad(equal, (0, 2))  # a vocabulary that was padded
+    kl, same = quantised_forwards._distance(equal, wide)
+    assert kl == pytest.approx(0, abs=1e-12) and same == 1
