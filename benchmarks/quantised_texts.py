@@ -1,0 +1,88 @@
+"""Are a quantised model's texts those of the file's own numbers in float32?
+
+    python benchmarks/quantised_texts.py MODEL.gguf --prompt-file FILE
+    python benchmarks/quantised_texts.py FOLDER --activations int8 --num-prompts 4 --max-tokens 32
+
+Greedy texts of the kernels, each read once by transformers' model of the same file unpacked to float32 (4 bytes a
+weight), token by token: would it have said the same? Where not, the gap is how much likelier its own choice is, in
+nats; below --tie the two count as tied, since float32 sums that are added in another order differ by as much. Prompts
+are the package's own, or the first of each family of a file. Exit code 1 if a text differs by more, with int15.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from terminal import Count, JsonFile, console, run
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.hf.block_loading import load_unpacked
+from slipstream.models.hf.model_files import quiet
+from slipstream.models.loaded import LoadOptions
+from slipstream.text.prompts import NamedPrompt, builtin_prompts, read_prompts
+
+
+def main(
+    target: str,
+    activations: str = "int15",
+    prompt_file: Annotated[Path | None, typer.Option(help="in place of the package's prompts")] = None,
+    num_prompts: Count = 13,
+    max_tokens: Count = 64,
+    tie: Annotated[float, typer.Option(min=0, help="nats")] = 0.01,
+    json_file: JsonFile = None,
+) -> None:
+    """Print how many texts are the same, how many part at a tie, and each gap."""
+    quiet()
+    prompts = _of_all_families(builtin_prompts() if prompt_file is None else read_prompts(prompt_file))[:num_prompts]
+    with SpeculativeDecoder(target, drafter="none", activations=activations) as decoder:
+        encoded = [decoder.encode(prompt.prompt) for prompt in prompts]
+        texts = [decoder.generate(ids, SamplingParams(max_tokens=max_tokens)).token_ids for ids in encoded]
+    reference = load_unpacked(target, LoadOptions("float32", "cpu"))
+    gaps = list[float]()
+    for prompt, ids, text in zip(prompts, encoded, texts, strict=True):
+        with torch.inference_mode():
+            logits = reference(input_ids=torch.tensor([ids + text]), use_cache=False).logits[0, len(ids) - 1 : -1]
+        found = first_gap(logits, text)
+        if found is not None:
+            gaps.append(found[1])
+            console.print(
+                f"{prompt.category}: another token is likelier at {found[0]} of {len(text)}, gap {found[1]:.2g}"
+            )
+    differing = sum(gap > tie for gap in gaps)
+    console.print(
+        f"{activations}: {len(texts)} texts, {len(texts) - len(gaps)} the same, {len(gaps) - differing} tied, "
+        f"{differing} different"
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps({"target": target, "activations": activations, "gaps": gaps}) + "\n")
+    if differing and activations == "int15":
+        sys.exit(1)
+
+
+def first_gap(logits: Tensor, text: list[int]) -> tuple[int, float] | None:
+    """Where the likeliest token is first another than the text's, and by how many nats; None if nowhere.
+
+    logits: [T, V], of the forward that says each token of the text.
+    """
+    choices = logits.argmax(-1)
+    at = next((i for i, (one, said) in enumerate(zip(choices.tolist(), text, strict=True)) if one != said), None)
+    return None if at is None else (at, float(logits[at, choices[at]] - logits[at, text[at]]))
+
+
+def _of_all_families(prompts: list[NamedPrompt]) -> list[NamedPrompt]:
+    """The first prompt of each family, then the second ones."""
+    families: dict[str, list[NamedPrompt]] = {}
+    for prompt in prompts:
+        families.setdefault(prompt.category, []).append(prompt)
+    return [prompt for ranked in zip_longest(*families.values()) for prompt in ranked if prompt is not None]
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,51 @@
+"""The benchmark of quantised texts: int15 says what the file's numbers say, and another text is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import quantised_texts
+import torch
+from gguf_files import write_model
+
+from slipstream.models.cpu.instruction_sets import NEEDED
+from slipstream.models.cpu.processor import processor
+
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
+)
+
+
+def test_int15_is_the_same_or_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
+    out = tmp_path / "out.json"
+    quantised_texts.main(str(tmp_path / "tiny.gguf"), num_prompts=3, max_tokens=12, json_file=out)
+    assert "int15: 3 texts" in capsys.readouterr().out and all(
+        gap <= 0.01 for gap in json.loads(out.read_text())["gaps"]
+    )
+
+
+def test_a_text_of_other_weights_is_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "tiny.gguf", kinds={"": "Q8_0"})
+    load = quantised_texts.load_unpacked
+
+    def another(*of: object) -> torch.nn.Module:
+        model: torch.nn.Module = load(*of)  # type: ignore[arg-type]
+        for weights in model.parameters():
+            weights.data = weights.data.flip(0)
+        return model
+
+    monkeypatch.setattr(quantised_texts, "load_unpacked", another)
+    with pytest.raises(SystemExit) as end:
+        quantised_texts.main(str(tmp_path / "tiny.gguf"), num_prompts=3, max_tokens=12)
+    assert end.value.code == 1
+
+
+def test_the_first_gap_is_where_another_token_is_likelier() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.5], [0.0, 1.0, 5.0]])
+    assert quantised_texts.first_gap(logits, [0, 1, 2]) is None
+    assert quantised_texts.first_gap(logits, [0, 2, 0]) == (1, 1.5)
