@@ -32,7 +32,8 @@ class DecoderConfig:
 
     drafter: str = setting(
         "auto",
-        "auto (hybrid if there is a draft model, else suffix) | " + " | ".join(usage()),
+        "auto (with a draft model hybrid, or model if num_draft_tokens fixes lengths; else suffix) | "
+        + " | ".join(usage()),
     )
     num_draft_tokens: int | str = setting(
         "auto",
@@ -63,7 +64,7 @@ class DecoderConfig:
         "full | a number (from 128)",
     )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
-    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU, captured graphs on CUDA")
+    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU; true alone captures graphs on CUDA")
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")

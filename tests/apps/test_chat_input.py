@@ -57,7 +57,7 @@ def test_any_sampling_option_can_be_set_and_unset(line: str, name: str, value: o
         ("/gama 3", "did you mean /gamma"),
         ("/xyzzyx", "/help lists them"),
         ("/", "unknown command '/'"),
-        ("/gamma many", "num_draft_tokens='many'; allowed: 'auto', 'chain', a whole number >= 0"),
+        ("/gamma many", "num_draft_tokens='many'; allowed: 'auto', 'chain', a whole number from 0 to 64"),
         ("/gamma 65", "allowed"),
         ("/gamma -1", "allowed"),
         ("/drafter oracle", "allowed: auto, "),

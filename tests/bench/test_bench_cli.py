@@ -241,4 +241,4 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys, monkeypatch, toy, options
 
 def test_the_help_explains_how_arms_are_written(capsys, monkeypatch) -> None:
     code, out, _ = run(capsys, monkeypatch, "bench", "--help")
-    assert code == 0 and "DRAFTER[@LENGTH][/RULE]" in " ".join(out.split())
+    assert code == 0 and "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP]," in " ".join(out.split())

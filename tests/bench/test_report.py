@@ -258,6 +258,7 @@ def test_the_headline_is_the_speed_of_the_fastest_lossless_arm_and_its_parity() 
 def test_arms_are_named_in_words() -> None:
     assert label("ngram~0") == "ngram, greedy" and label("ngram~0", temperature=False) == "ngram"
     assert label("model@1/rejection.plain~0.8") == "model, 1 token, rejection rule, unpacked weights, temperature 0.8"
+    assert label("auto.predicted") == "auto, with predictions" != label("auto")
     assert (label("hf"), label("hf-lookup@7"), label("none")) == (
         "Hugging Face",
         "Hugging Face prompt lookup, 7 tokens",

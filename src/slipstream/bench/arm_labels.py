@@ -28,6 +28,8 @@ def label(name: str, *, temperature: bool = True) -> str:
         parts.append(f"{arm.acceptance} rule")
     if arm.fast is False:
         parts.append("unpacked weights")
+    if arm.predicted:
+        parts.append("with predictions")
     if temperature and arm.temperature is not None:
         parts.append("greedy" if arm.temperature == 0 else f"temperature {arm.temperature:g}")
     return ", ".join(parts)

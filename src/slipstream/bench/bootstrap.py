@@ -55,7 +55,7 @@ def speed_up(tokens: Sequence[int], seconds: Repeats, base_tokens: Sequence[int]
 
 @dataclass(frozen=True)
 class _Draws:
-    """groups: [N, G] inrngs of sampled groups; repeats: [N, G, R] inrngs of each one's sampled repeats."""
+    """groups: [N, G] indices of sampled groups; repeats: [N, G, R] indices of each one's sampled repeats."""
 
     groups: NDArray[np.int64]
     repeats: NDArray[np.int64]

@@ -72,7 +72,7 @@ def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     """The same decoder, drafting whether it pays or not: a test sees nothing where nothing is drafted."""
     if decoder.config.num_draft_tokens != "auto":
         return decoder
-    if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that samples
+    if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that always drafts
         return decoder.using("model", num_draft_tokens=drafters.traits("model").default_length)
     return decoder.using(num_draft_tokens=decoder.traits.default_length)
 

@@ -6,14 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 
 SPELLED = re.compile(
     r"(auto|chain)|(heuristic)(?::([1-9]\d?))?|(confidence):(0?\.(?:0[1-9]|[1-9]\d?))|([1-9]\d?)x([2-9])"
 )
 ALLOWED = (
-    "'auto', 'chain', a whole number >= 0, 'heuristic', 'heuristic:MOST', 'confidence:CHANCE' from 0.01 to 0.99, or a "
-    "tree 'DEPTHxWIDTH' of at least 1x2"
+    f"'auto', 'chain', a whole number from 0 to {MAX_DRAFT_TOKENS}, 'heuristic', 'heuristic:MOST' up to "
+    f"{MAX_DRAFT_TOKENS}, 'confidence:CHANCE' from 0.01 to 0.99, or a tree 'DEPTHxWIDTH' at least 2 wide, of at most "
+    f"{MAX_DRAFT_TOKENS} tokens"
 )
 
 

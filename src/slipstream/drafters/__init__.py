@@ -35,7 +35,7 @@ class Setup:
     bridged: the draft model's over rows of the target, where their vocabularies differ.
     siblings: tokens that may be verified beside each of a one-hot draft. shaped: the user asked for so many, beside
     chains of `depth` tokens.
-    coupled: sample with the target's own random numbers (acceptance "match").
+    coupled: sample with the target's own random numbers (acceptance "match", which "auto" is here).
     controller: given where costs decide how much to draft.
     confidence: a draft model stops at the first token of which it is less confident than this.
     acceptance_probs: drafts should say how likely they are to be accepted, if the drafter can tell.

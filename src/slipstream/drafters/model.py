@@ -29,8 +29,8 @@ class ModelDrafter:
     """Drafts token by token, by the draft model's distribution under the request's own options.
 
     vocab_size: the target's; a draft head of another size (padding) is cut or filled with impossible tokens.
-    coupled: sample with the random numbers the target will use at that position, for acceptance "match". The token is
-    then a function of these numbers alone, so the draft counts as one-hot.
+    coupled: sample with the random numbers the target will use at that position, as for acceptance "match", the
+    default. The token is then a function of these numbers alone, so the draft counts as one-hot.
     stop: when a row's draft ends before it has the tokens asked for. The token after which it ends stays in the draft,
     so the end is no choice among tokens and every rule keeps its distribution.
     siblings: how many tokens are proposed beside each of a one-hot draft: the draft model's next best, or the next

@@ -26,7 +26,8 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Load
     if dtype != "auto":
         allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
         if allowed is None or dtype not in allowed:
-            what = "there is no draft model" if draft is None else "the draft model is loaded already"
+            loaded = "the toy model has no weights" if is_toy(draft) else "the draft model is loaded already"
+            what = "there is no draft model" if draft is None else loaded
             raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
     if vocabulary not in ("auto", "full") and (draft is None or is_toy(draft)):
         what = "there is no draft model" if draft is None else "the toy model has no output layer"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from served import PATIENCE, Served, served
 from talk import Recorder
 
-from slipstream import SamplingParams, SlipstreamError, UsageError
+from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
 from slipstream.apps.chat.remote_conversation import RemoteChat
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
@@ -49,6 +51,33 @@ def test_what_goes_wrong_is_one_line(server: Served) -> None:
         RemoteChat("ftp://x", face, SamplingParams())
     with pytest.raises(SlipstreamError, match="cannot be reached"):
         RemoteChat("http://127.0.0.1:9", face, SamplingParams())
+
+
+FORMS = (
+    (Constraint(choice=["a heron", "a kingfisher"]), r"a heron|a kingfisher"),
+    (Constraint(regex="[a-c]{3}"), r"[a-c]{3}"),
+    (Constraint(grammar='start: "yes" | "no"'), r"yes|no"),
+    (Constraint(json_schema=json.dumps({"type": "object", "properties": {}, "additionalProperties": False})), r"{}"),
+    (Constraint(json_schema={"const": 5}), r"5"),
+)
+
+
+@pytest.mark.parametrize(("constraint", "told"), FORMS)
+def test_the_form_of_an_answer_is_the_servers_to_keep(server: Served, constraint: Constraint, told: str) -> None:
+    face = Recorder()
+    RemoteChat(server.url, face, SamplingParams(constraint=constraint)).handle("A heron")
+    assert not face.errors and re.fullmatch(told, "".join(face.pieces).strip())
+
+
+def test_a_prediction_is_sent_and_changes_no_answer(server: Served) -> None:
+    texts = []
+    for prediction in (None, "The heron was slow."):
+        face = Recorder()
+        RemoteChat(server.url, face, SamplingParams(max_tokens=20, prediction=prediction)).handle("A heron")
+        texts.append("".join(face.pieces))
+        assert not face.errors
+    assert texts[0] == texts[1]
+    assert 'source="prediction"' in server.http.get("/metrics").text
 
 
 @pytest.mark.slow

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from slipstream.apps.chat.face import Face
 from slipstream.apps.chat.remote_api import RemoteApi
+from slipstream.apps.chat.remote_options import request_fields
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.sampling.params import SamplingParams
 
-ALWAYS = ("temperature", "max_tokens")  # the defaults of servers differ
 COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
 
 
@@ -27,6 +26,7 @@ class RemoteChat:
     closed: bool = False
 
     def __post_init__(self) -> None:
+        self._options = request_fields(self.params)
         self._api = RemoteApi.at(self.url)
         self.url = self._api.url
         if not self.model:
@@ -64,7 +64,7 @@ class RemoteChat:
         body = {"model": self.model, "messages": [*said, *self.turns, question], "stream": True}
         pieces: list[str] = []
         try:
-            for piece in self._api.pieces(body | _given(self.params)):
+            for piece in self._api.pieces(body | self._options):
                 pieces.append(piece)
                 self.face.piece(piece)
         except KeyboardInterrupt:
@@ -72,17 +72,3 @@ class RemoteChat:
         self.face.piece("\n")
         if pieces:
             self.turns += [question, {"role": "assistant", "content": "".join(pieces)}]
-
-
-def _given(params: SamplingParams) -> dict[str, Any]:
-    """The options that differ from their defaults, as OpenAI and vLLM name them."""
-    plain, found = SamplingParams(), dict[str, Any]()
-    for one in fields(params):
-        value = getattr(params, one.name)
-        if one.name not in ("n", "logprobs", "logits_processors") and (
-            one.name in ALWAYS or value != getattr(plain, one.name)
-        ):
-            found[one.name] = value
-    if "logit_bias" in found:
-        found["logit_bias"] = {str(token): bias for token, bias in found["logit_bias"].items()}
-    return found

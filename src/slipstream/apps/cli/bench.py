@@ -28,8 +28,8 @@ from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt
 
 ARMS = (
-    "DRAFTER[@LENGTH][/RULE][.plain][~TEMPERATURE], hf, hf-assisted, hf-assisted-tuned[@LENGTH], hf-lookup[@LENGTH], "
-    "llama, llama-lookup[@LENGTH]"
+    "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP], hf, hf-assisted, hf-assisted-tuned[@LENGTH], "
+    "hf-lookup[@LENGTH], llama, llama-lookup[@LENGTH]"
 )
 
 

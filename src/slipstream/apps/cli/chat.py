@@ -45,7 +45,7 @@ def chat_command(
     ] = None,
     url: Annotated[
         str,
-        option(MODELS, "--url", text="talk to a server; key in SLIPSTREAM_API_KEY", metavar="URL"),
+        option(MODELS, "--url", text="talk to a server; key in SLIPSTREAM_API_KEY or OPENAI_API_KEY", metavar="URL"),
     ] = "",
     model: Annotated[
         str,
@@ -125,7 +125,7 @@ def _piped() -> Iterator[str]:
 def _check_terminal(history: Path) -> None:
     """Refuse at once what would only fail later: a missing package, a history that cannot be written."""
     if find_spec("prompt_toolkit") is None:
-        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install prompt_toolkit")
+        raise SlipstreamError("chat at a terminal needs prompt_toolkit; run: pip install 'slipstream-lm[chat]'")
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
         history.open("a").close()

@@ -92,7 +92,7 @@ WRITTEN = {
     "ray_actors": Written(str, str, "N|MIN-MAX"),
     "seed": Written(int | None, lambda value: value, "N"),
     "logprobs": Written(int | None, lambda value: value, "K"),
-    "prediction": Written(str | None, _text_of, "FILE", "; a file of it"),
+    "prediction": Written(str | None, _text_of, "FILE", "; a file of UTF-8 text"),
 }
 
 

@@ -36,7 +36,8 @@ class CustomGenerate:
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
     same distribution. Each row's seed comes from torch's global generator: after one `torch.manual_seed` a call gives
-    the same text again, whatever drafts.
+    the same text again. Under acceptance "match" (the default) it does so whatever drafts, except where two tokens tie
+    within rounding.
 
     What differs:
     - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.

@@ -1,7 +1,7 @@
 """The kernels of `csrc/` for bfloat16 weights, for the best instructions of this processor.
 
-Sets of instructions give different bits, each its own at any width. SLIPSTREAM_ISA names the best that is used; where
-there is no variant for it, the next one below is.
+All sets of instructions give the same bits but AVX-512 with bfloat16, and each gives the same at any width.
+SLIPSTREAM_ISA names the best that is used; where there is no variant for it, the next one below is.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 log = logging.getLogger("slipstream")
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+_PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantised
 Convert = Callable[[nn.Linear], nn.Module]
 _TRIED: WeakSet[Any] = WeakSet()  # models that gave their own logits from the slots of a KV cache
 AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
@@ -55,7 +56,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
-    convert = _quantised(model, options) if options.quantise in BITS else None
+    convert = _quantised(model, options, "'auto'") if options.quantise in BITS else None
     if convert is None and options.fast is True:
         convert = _packed(model, True)
     if convert is not None:
@@ -134,8 +135,8 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
     return None
 
 
-def _quantised(model: Any, options: LoadOptions) -> Convert | None:
-    """Quantise as asked, or say why that cannot be; "auto" packs instead where that is no gain."""
+def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
+    """Quantise as asked, or say why that cannot be and what is `allowed`; "auto" packs where that is no gain."""
     bits, asked = options.quantise, options.quantise in BITS
     if not asked and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
         return _packed(model, options.fast)
@@ -144,7 +145,9 @@ def _quantised(model: Any, options: LoadOptions) -> Convert | None:
         reason = "no linear layer has a shape that the kernels take"
     if reason is not None:
         if asked:
-            raise UsageError(f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}")
+            raise UsageError(
+                f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
+            )
         return _packed(model, options.fast)
     return partial(rounded, bits=str(bits) if asked else BITS[0])
 
@@ -179,7 +182,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
     convert = None
     if not in_blocks:
-        convert = _quantised(model, options) if options.quantise else _packed(model, options.fast)
+        convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast, convert)
     ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
