@@ -8,7 +8,7 @@ from math import exp
 
 from slipstream.core.types import Row
 
-SPREAD = 0.06  # how far rows move apart by their drafts, as a share of the tokens that the longest one has still
+SPREAD = 0.03  # how far rows move apart by their drafts, as a share of the tokens that the longest one has still
 TYPICAL = 1e9  # tokens of a text that nothing but its limit ends
 
 

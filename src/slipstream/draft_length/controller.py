@@ -237,16 +237,3 @@ class DraftController:
             return longest * self.cost_model.step(rows) + verify
 
         return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.cost_model.even)[1]
-
-
-def with_notes(draft: Draft, decided: Sequence[DraftNote]) -> Draft:
-    """The draft with what was decided for its rows noted beside what the drafter noted itself."""
-    return replace(draft, notes=tuple(joined(a, b) for a, b in zip(decided, draft.notes or decided, strict=True)))
-
-
-def joined(decided: DraftNote, drafted: object) -> DraftNote:
-    """A decision's note with what the drafter itself noted of its draft, if anything."""
-    if not isinstance(drafted, DraftNote) or drafted.drafted is None:
-        return decided
-    decided = replace(decided, asked=drafted.asked, drafted=drafted.drafted)
-    return replace(decided, kinds=drafted.kinds, siblings=drafted.siblings)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from slipstream.core.types import Row
+from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 PRIOR = 0.75  # probability that a token is accepted if all before it were, before anything is known
@@ -102,3 +103,16 @@ class DraftYields:
             path *= self.at(row, position)
             probs.append(path)
         return probs
+
+
+def with_notes(draft: Draft, decided: Sequence[DraftNote]) -> Draft:
+    """The draft with what was decided for its rows noted beside what the drafter noted itself."""
+    return replace(draft, notes=tuple(joined(a, b) for a, b in zip(decided, draft.notes or decided, strict=True)))
+
+
+def joined(decided: DraftNote, drafted: object) -> DraftNote:
+    """A decision's note with what the drafter itself noted of its draft, if anything."""
+    if not isinstance(drafted, DraftNote) or drafted.drafted is None:
+        return decided
+    decided = replace(decided, asked=drafted.asked, drafted=drafted.drafted)
+    return replace(decided, kinds=drafted.kinds, siblings=drafted.siblings)
