@@ -163,6 +163,22 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch(tmp_path / "absent.jsonl", out)
 
 
+def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    lines = [
+        {"id": "n", "prompt": "The heron", "n": 3, "max_tokens": 4},
+        {"id": "m", "prompt": "The heron", "min_tokens": 201},
+        {"id": "u", "prompt": "The heron", "temprature": 1},
+        {"id": "b", "prompt": "The heron", "min_tokens": 206},
+    ]
+    report = decoder.batch(lines, tmp_path / "out.jsonl", SamplingParams(temperature=0.8, max_tokens=205))
+    found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
+    assert set(found) == {"n", "m"} and len(found["n"]["alternatives"]) == 2 and found["m"]["output_tokens"] > 200
+    assert [one.partition("line ")[2] for one in report.errors] == [
+        f"3: unknown option 'temprature'; allowed: {', '.join(vars(SamplingParams()))}",
+        "4: min_tokens=206; allowed: 0 to max_tokens (205)",
+    ]
+
+
 def test_token_ids_and_logprobs_are_reported_where_they_are_asked_for(
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:

@@ -91,8 +91,7 @@ class PlainLines:
             given["constraint"] = _constraint(given["constraint"])
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = {_token_id(name): bias for name, bias in given["logit_bias"].items()}
-        SamplingParams(**given)  # names what is unknown or not allowed
-        params = replace(self.options.params, **given)
+        params = replace(self.options.params, **given)  # names what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
 
 
