@@ -143,6 +143,19 @@ def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
+def test_a_line_that_is_nested_too_deep_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line's object is one more
+    lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
+    lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
+    report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    too_deep = "lists and objects are nested too deep; allowed: at most 200 within one another"
+    assert counts(report) == (5, 0, 1, 4) and "unknown option 'extra'" in report.errors[3]
+    assert [one.partition("line ")[2] for one in report.errors[:3]] == [f"{at}: {too_deep}" for at in (2, 3, 4)]
+    listed = [{"id": name, "prompt": "x", "extra": json.loads(lists)} for name, lists in list(deep.items())[:2]]
+    report = decoder.batch([*listed, {"id": "text", "prompt": "x", "max_tokens": 2}], tmp_path / "listed.jsonl")
+    assert counts(report) == (3, 0, 1, 2) and report.errors[0] == f"the list of requests, line 2: {too_deep}"
+
+
 def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
     report = decoder.batch(lines, tmp_path / "out.jsonl")

@@ -290,6 +290,21 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
         assert server.text("A heron", max_tokens=4)
 
 
+@pytest.mark.parametrize("where", ["run", "_prepared"])
+def test_a_batch_ends_with_an_error_that_nobody_expected(
+    where: str, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*given: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(f"slipstream.apps.server.batch_lines.BatchLines.{where}", fails)
+    with server.openai() as client:
+        failed = ended(server, client, begun(client, LINES[:2]))
+    assert failed.status == "failed" and failed.failed_at
+    assert failed.errors.data[0].message == "internal error; the server's log has the details"
+    assert server.text("A heron", max_tokens=4)
+
+
 def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     from slipstream import SlipstreamError
     from slipstream.apps.server.batch_store import BatchStore

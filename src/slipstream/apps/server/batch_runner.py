@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.apps.server.batch_lines import BatchLines
 from slipstream.apps.server.batch_records import BatchRecord
 from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.error_objects import ApiError, as_api_error
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import FileLines
 from slipstream.jobs.line_kinds import JobOptions, LineReader
@@ -81,6 +81,9 @@ class BatchRunner:
             self._fail(record, [_problem("batch_failed", first_line(error), None)])
         except ApiError as error:  # the server ends
             log.info("batch %s goes on when the server does: %s", record.id, error.message)
+        except Exception as error:
+            if not self._stopped:  # else it may be of the shutdown, and the next server tries again
+                self._fail(record, [_problem("batch_failed", as_api_error(error).message, None)])
         finally:
             self._tasks.pop(record.id, None)
 
