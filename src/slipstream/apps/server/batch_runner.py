@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.apps.server.batch_lines import BatchLines
@@ -52,7 +53,9 @@ class BatchRunner:
             self._cancelled(record)
 
     def _cancelled(self, record: BatchRecord) -> None:
-        if not self._stopped:
+        if not self._stopped:  # since a restart the record may count less than there is
+            record.completed = _whole_lines(self.store.content(record.output))
+            record.failed = _whole_lines(self.store.content(record.errors))
             self._publish(record)
             self.store.change(record, "cancelled")
 
@@ -123,6 +126,19 @@ class BatchRunner:
         for id, count, name in ((record.output, record.completed, "output"), (record.errors, record.failed, "errors")):
             if count and self.store.content(id).exists():
                 self.store.register(id, record.owner, f"{record.id}_{name}.jsonl", "batch_output")
+
+
+def _whole_lines(path: Path) -> int:
+    """How many lines a file has, if it exists; a line that a killed server left unfinished is cut off."""
+    if not path.exists():
+        return 0
+    count = end = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
 
 
 def _problem(code: str, message: str, line: int | None) -> dict[str, object]:
