@@ -59,8 +59,8 @@ class BatchLines:
         """Answer what is not answered yet; returns whether the time for it ran out."""
         with await asyncio.to_thread(JobOutput, self._store.content(self._record.output)) as output:
             self._output = output
-            self._errors = ErrorFile(self._store.content(self._record.errors))
             self._check_answers()
+            self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
             pending, expired = self._pending(), False
             failure: BaseException | None = None
