@@ -176,6 +176,19 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch(tmp_path / "absent.jsonl", out)
 
 
+def test_listed_requests_may_name_token_ids_by_number_or_by_text(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    biases: dict[str, dict[object, float]] = {"int": {101: 20.0}, "str": {"101": 20.0}, "bool": {True: 1.0}}
+    biases |= {"float": {1.5: 1.0}, "negative": {-1: 1.0}, "mixed": {5: 1.0, "6": 1.0}}
+    lines = [{"id": id, "prompt": "The", "max_tokens": 3, "logit_bias": bias} for id, bias in biases.items()]
+    report = decoder.batch(lines, tmp_path / "out.jsonl")
+    assert {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")} == {"int": "eee", "str": "eee"}
+    told = {line["id"] or "mixed": line["error"] for line in read(tmp_path / "out.errors.jsonl")}
+    assert told["bool"] == "logit_bias: True; allowed: token ids"
+    assert told["float"] == "logit_bias: 1.5; allowed: token ids"
+    assert told["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0") and "not JSON" in told["mixed"]
+    assert report.failed == 4
+
+
 def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     lines = [
         {"id": "n", "prompt": "The heron", "n": 3, "max_tokens": 4},

@@ -123,7 +123,7 @@ class ParquetLines:
 def _checked(number: int, item: Mapping[str, Any]) -> Line:
     """A line that can be written as JSON."""
     try:
-        text = json.dumps(dict(item))
+        text = json.dumps(dict(item), sort_keys=True)  # as digests have it
     except RecursionError:
         return Line(number, {}, TOO_DEEP)
     except (TypeError, ValueError) as error:
