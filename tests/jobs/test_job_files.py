@@ -95,7 +95,7 @@ def test_a_job_that_is_refused_leaves_the_errors_of_the_last_run(
 def test_an_output_that_has_an_id_twice_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_bytes(whole + whole.splitlines(keepends=True)[0])
-    with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1"):
+    with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1; allowed: each id once"):
         decoder.batch(LINES, out)
 
 

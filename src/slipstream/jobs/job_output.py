@@ -106,7 +106,9 @@ class JobOutput:
             raise no_output(self.path, number) from None
         if key in self.answered:
             other = self.answered[key].number
-            raise UsageError(f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}")
+            raise UsageError(
+                f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}; allowed: each id once"
+            )
         self.answered[key] = found
 
 
