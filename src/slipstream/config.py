@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,8 @@ class DecoderConfig:
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, path: Path) -> DecoderConfig:
-        """Settings from a JSON file; unknown keys are errors."""
+    def from_json(cls, path: Path, defaults: DecoderConfig | None = None) -> DecoderConfig:
+        """Settings from a JSON file; unknown keys are errors. defaults: of what it leaves out; None: the class's."""
         try:
             values = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -119,8 +119,11 @@ class DecoderConfig:
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in known]):
             what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"
             raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(known)}")
-        return cls(**values)
+        return replace(defaults or cls(), **values)
 
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+SERVED = DecoderConfig(acceptance="match")  # of servers and jobs: texts must not depend on what was drafted

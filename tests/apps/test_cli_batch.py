@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from command_line import run
 from job_cases import by_id, chat, read, requests, toy, write
 from rich.console import Console
 
-from slipstream.apps.cli import batch_requests
+from slipstream.apps.cli import batch_requests, serve
+from slipstream.config import SERVED, DecoderConfig
 
 Capture = pytest.CaptureFixture[str]
 TOY = ("--target", "toy")
@@ -37,6 +39,27 @@ def test_the_settings_of_a_file_take_the_place_of_flags(
     assert run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config)[0] == 0
     code, _, told = run(capsys, monkeypatch, "batch", str(source), str(out), *TOY, *config, "--drafter", "ngram")
     assert code == 2 and "--config replaces the decoder's flags" in told
+
+
+def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, file = write(tmp_path / "in.jsonl", requests(2)), tmp_path / "out.jsonl", tmp_path / "settings.json"
+    file.write_text("{}")
+    job = ("batch", str(source), str(out), *TOY)
+    assert run(capsys, monkeypatch, *job)[0] == 0
+    code, _, told = run(capsys, monkeypatch, *job, "--config", str(file))
+    assert code == 0 and told.startswith("0 of 2 answered, 2 before in "), told
+    file.write_text('{"acceptance": "block"}')  # the control: what it says counts
+    assert run(capsys, monkeypatch, *job, "--config", str(file))[0] == 2
+
+    seen: list[DecoderConfig] = []
+    monkeypatch.setattr(serve, "load_decoder", lambda models, config: seen.append(config))
+    monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, load, banner: load())
+    for arguments in ((), ("--config", str(file))):
+        file.write_text('{"drafter": "ngram"}')
+        assert run(capsys, monkeypatch, "serve", *TOY, *arguments)[0] == 0
+    assert seen == [SERVED, replace(SERVED, drafter="ngram")]
 
 
 def test_options_are_those_of_lines_that_bring_none(

@@ -143,6 +143,19 @@ def test_a_row_that_fails_ends_alone_and_is_tried_again_by_the_next_run(
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
+def test_a_line_that_is_nested_too_deep_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    deep = {str(depth): "[" * depth + "]" * depth for depth in (199, 200, 980, 5000)}  # the line's object is one more
+    lines = [f'{{"id": "{name}", "prompt": "x", "extra": {lists}}}' for name, lists in deep.items()]
+    lines.append(json.dumps({"id": "text", "prompt": "[" * 300, "max_tokens": 2}))
+    report = decoder.batch(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    too_deep = "lists and objects are nested too deep; allowed: at most 200 within one another"
+    assert counts(report) == (5, 0, 1, 4) and "unknown option 'extra'" in report.errors[3]
+    assert [one.partition("line ")[2] for one in report.errors[:3]] == [f"{at}: {too_deep}" for at in (2, 3, 4)]
+    listed = [{"id": name, "prompt": "x", "extra": json.loads(lists)} for name, lists in list(deep.items())[:2]]
+    report = decoder.batch([*listed, {"id": "text", "prompt": "x", "max_tokens": 2}], tmp_path / "listed.jsonl")
+    assert counts(report) == (3, 0, 1, 2) and report.errors[0] == f"the list of requests, line 2: {too_deep}"
+
+
 def test_a_dictionary_that_is_no_json_is_refused_alone(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": object()}, {"id": "b", "prompt": "x", "max_tokens": 2}, ["c"]]
     report = decoder.batch(lines, tmp_path / "out.jsonl")
@@ -161,6 +174,35 @@ def test_wrong_options_are_refused(decoder: SpeculativeDecoder, tmp_path: Path) 
         decoder.batch([chat("a", "x")], out, SamplingParams(top_k=3))
     with pytest.raises(UsageError, match=r"absent.jsonl' cannot be read; allowed: a file with one request per line"):
         decoder.batch(tmp_path / "absent.jsonl", out)
+
+
+def test_listed_requests_may_name_token_ids_by_number_or_by_text(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    biases: dict[str, dict[object, float]] = {"int": {101: 20.0}, "str": {"101": 20.0}, "bool": {True: 1.0}}
+    biases |= {"float": {1.5: 1.0}, "negative": {-1: 1.0}, "mixed": {5: 1.0, "6": 1.0}}
+    lines = [{"id": id, "prompt": "The", "max_tokens": 3, "logit_bias": bias} for id, bias in biases.items()]
+    report = decoder.batch(lines, tmp_path / "out.jsonl")
+    assert {line["id"]: line["text"] for line in read(tmp_path / "out.jsonl")} == {"int": "eee", "str": "eee"}
+    told = {line["id"] or "mixed": line["error"] for line in read(tmp_path / "out.errors.jsonl")}
+    assert told["bool"] == "logit_bias: True; allowed: token ids"
+    assert told["float"] == "logit_bias: 1.5; allowed: token ids"
+    assert told["negative"].startswith("logit_bias={-1: 1.0}; allowed: token ids >= 0") and "not JSON" in told["mixed"]
+    assert report.failed == 4
+
+
+def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    lines = [
+        {"id": "n", "prompt": "The heron", "n": 3, "max_tokens": 4},
+        {"id": "m", "prompt": "The heron", "min_tokens": 201},
+        {"id": "u", "prompt": "The heron", "temprature": 1},
+        {"id": "b", "prompt": "The heron", "min_tokens": 206},
+    ]
+    report = decoder.batch(lines, tmp_path / "out.jsonl", SamplingParams(temperature=0.8, max_tokens=205))
+    found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
+    assert set(found) == {"n", "m"} and len(found["n"]["alternatives"]) == 2 and found["m"]["output_tokens"] > 200
+    assert [one.partition("line ")[2] for one in report.errors] == [
+        f"3: unknown option 'temprature'; allowed: {', '.join(vars(SamplingParams()))}",
+        "4: min_tokens=206; allowed: 0 to max_tokens (205)",
+    ]
 
 
 def test_token_ids_and_logprobs_are_reported_where_they_are_asked_for(

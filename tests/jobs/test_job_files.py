@@ -78,10 +78,24 @@ def test_the_output_of_another_job_is_refused(decoder: SpeculativeDecoder, whole
     assert counts(decoder.batch([*LINES, {"id": "new", "prompt": "x", "max_tokens": 2}], out)) == (10, 9, 1, 0)
 
 
+def test_a_job_that_is_refused_leaves_the_errors_of_the_last_run(
+    decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "out.jsonl").write_bytes(whole)
+    errors, told = tmp_path / "out.errors.jsonl", '{"line": 3, "id": "r2", "error": "of the last run"}\n'
+    errors.write_text(told)
+    bad = {"prompt": "a line without an id"}
+    with pytest.raises(UsageError, match="is not in 'the list of requests'"):
+        decoder.batch([bad, *LINES[:5]], tmp_path / "out.jsonl")
+    assert errors.read_text() == told
+    assert counts(decoder.batch([bad, *LINES], tmp_path / "out.jsonl")) == (10, 9, 0, 1)  # the control
+    assert [line["line"] for line in read(errors)] == [1]
+
+
 def test_an_output_that_has_an_id_twice_is_refused(decoder: SpeculativeDecoder, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_bytes(whole + whole.splitlines(keepends=True)[0])
-    with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1"):
+    with pytest.raises(UsageError, match=r"line 10: id '\w+' is that of line 1; allowed: each id once"):
         decoder.batch(LINES, out)
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from slipstream.constraints.grammar_text import nesting
 from slipstream.errors import UsageError
 from slipstream.jobs.parquet_files import is_parquet, parquet_rows
 from slipstream.text.prompts import check_text
 
 LONGEST_ID = 512  # characters
 SHOWN = 80  # characters of a value in a message
+DEEPEST = 200  # lists and objects within one another; Python reads and copies them recursively
+TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} within one another"
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,12 @@ class ParquetLines:
 def _checked(number: int, item: Mapping[str, Any]) -> Line:
     """A line that can be written as JSON."""
     try:
-        json.dumps(dict(item))
-    except (TypeError, ValueError, RecursionError) as error:
+        text = json.dumps(dict(item), sort_keys=True)  # as digests have it
+    except RecursionError:
+        return Line(number, {}, TOO_DEEP)
+    except (TypeError, ValueError) as error:
         return Line(number, {}, f"not JSON: {error}; allowed: texts, numbers, lists and dictionaries of them")
-    return Line(number, item)
+    return Line(number, {}, TOO_DEEP) if _too_deep(text) else Line(number, item)
 
 
 def _parsed(number: int, line: bytes) -> Line:
@@ -134,11 +139,18 @@ def _parsed(number: int, line: bytes) -> Line:
         return Line(number, {}, f"not UTF-8 at byte {error.start}; allowed: one JSON object")
     except json.JSONDecodeError as error:
         return Line(number, {}, f"not JSON: {error.msg} at character {error.pos + 1}; allowed: one JSON object")
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return Line(number, {}, TOO_DEEP)
+    except ValueError as error:
         return Line(number, {}, f"not JSON: {error}; allowed: one JSON object")
     if not isinstance(item, dict):
         return Line(number, {}, f"a JSON {type(item).__name__}; allowed: one JSON object")
-    return Line(number, item)
+    return Line(number, {}, TOO_DEEP) if _too_deep(text) else Line(number, item)
+
+
+def _too_deep(text: str) -> bool:
+    """Whether JSON text is nested deeper than is read; few brackets are counted fast."""
+    return text.count("{") + text.count("[") > DEEPEST and nesting(text) > DEEPEST
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -45,7 +45,7 @@ class JobOutput:
         try:
             self._lock()
             if new:
-                sync_folder(path.parent)
+                sync(path.parent)
             self._read()
         except BaseException:
             self._file.close()
@@ -106,7 +106,9 @@ class JobOutput:
             raise no_output(self.path, number) from None
         if key in self.answered:
             other = self.answered[key].number
-            raise UsageError(f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}")
+            raise UsageError(
+                f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}; allowed: each id once"
+            )
         self.answered[key] = found
 
 
@@ -122,9 +124,9 @@ def line_bytes(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def sync_folder(folder: Path) -> None:
-    """Put a folder's new names on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file's content, or a folder's new names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

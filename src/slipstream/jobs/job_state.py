@@ -70,8 +70,11 @@ class JobState:
         self._begun = monotonic()
         self._output = JobOutput(files.output)
         try:
-            self._errors = ErrorFile(files.errors)
-            self._refused = self._survey()
+            refusals = self._survey()
+            self._errors = ErrorFile(files.errors)  # which is the last run's until the job is known to be the same
+            for line, refusal in refusals:
+                self.refuse(line, refusal)
+            self._refused = {line.number for line, _ in refusals}
         except BaseException:
             self._output.close()
             raise
@@ -119,10 +122,10 @@ class JobState:
         if self._files.parquet is not None:
             write_parquet(self._files.parquet, lambda: output_lines(self._files.output))
 
-    def _survey(self) -> set[int]:
-        """Read all lines once: refuse the bad ones, and an output that is not this job's; returns their numbers."""
+    def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
+        """Read all lines once; returns the bad ones and why. UsageError if the output is not this job's."""
         known: dict[str, int] = {}
-        refused: set[int] = set()
+        refusals: list[tuple[Line, Mapping[str, Any]]] = []
         answered = self._output.answered
         for line in self._files.lines:
             self.report.total += 1
@@ -131,8 +134,7 @@ class JobState:
                 if key in known:
                     raise UsageError(f"id {key!r:.80} is that of line {known[key]}; allowed: an id for each line")
             except UsageError as error:
-                refused.add(line.number)
-                self.refuse(line, refusal_of(line, self._digests.of(line), error))
+                refusals.append((line, refusal_of(line, self._digests.of(line), error)))
                 continue
             self._digests.check(line)
             known[key] = line.number
@@ -142,7 +144,7 @@ class JobState:
         for key, found in answered.items():
             if key not in known:
                 raise self._of_another_job(found.number, f"id {key!r:.80} is not in {self._files.lines.name!r}")
-        return refused
+        return refusals
 
     def _check_answer(self, line: Line, key: str) -> None:
         found = self._output.answered[key]

@@ -91,8 +91,7 @@ class PlainLines:
             given["constraint"] = _constraint(given["constraint"])
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = {_token_id(name): bias for name, bias in given["logit_bias"].items()}
-        SamplingParams(**given)  # names what is unknown or not allowed
-        params = replace(self.options.params, **given)
+        params = replace(self.options.params, **given)  # names what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
 
 
@@ -110,7 +109,10 @@ def _constraint(given: dict[str, Any]) -> Constraint:
         ) from None
 
 
-def _token_id(name: str) -> int:
-    if not (name.isascii() and name.isdigit() and len(name) < 12):
-        raise UsageError(f"logit_bias: {name!r:.40}; allowed: token ids")
-    return int(name)
+def _token_id(name: object) -> int:
+    """A key of logit_bias: text in JSON, a number in a dictionary."""
+    if isinstance(name, int) and not isinstance(name, bool):
+        return name
+    if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 12:
+        return int(name)
+    raise UsageError(f"logit_bias: {name!r:.40}; allowed: token ids")

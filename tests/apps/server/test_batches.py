@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from job_cases import by_id, chat, write
 from job_cases import toy as job_toy
 from served import Gate, Served, served, toy
 
+from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
 
 LINES = [
@@ -290,9 +292,38 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
         assert server.text("A heron", max_tokens=4)
 
 
+@pytest.mark.parametrize("where", ["run", "_prepared"])
+def test_a_batch_ends_with_an_error_that_nobody_expected(
+    where: str, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*given: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(f"slipstream.apps.server.batch_lines.BatchLines.{where}", fails)
+    with server.openai() as client:
+        failed = ended(server, client, begun(client, LINES[:2]))
+    assert failed.status == "failed" and failed.failed_at
+    assert failed.errors.data[0].message == "internal error; the server's log has the details"
+    assert server.text("A heron", max_tokens=4)
+
+
+def test_files_become_known_on_the_thread_that_lists_them(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    register = BatchStore.register
+
+    def noted(*given: Any) -> Any:
+        threads.append(get_ident())
+        return register(*given)
+
+    monkeypatch.setattr(BatchStore, "register", noted)
+    with server.openai() as client:
+        file = client.files.create(file=("in.jsonl", jsonl(LINES)), purpose="batch")
+        assert client.files.list().data[0].id == file.id
+    assert threads == [server.call(get_ident)]
+
+
 def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     from slipstream import SlipstreamError
-    from slipstream.apps.server.batch_store import BatchStore
 
     with served(batch_folder=str(tmp_path)), pytest.raises(SlipstreamError, match="is used by another server"):
         BatchStore(tmp_path)

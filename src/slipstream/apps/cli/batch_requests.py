@@ -14,7 +14,7 @@ from slipstream.apps.cli.common import command, config_from, err, load_decoder, 
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import OUTPUT, PROMPTS, Json, Models, Raw, option
 from slipstream.apps.cli.structure import Structure
-from slipstream.config import DecoderConfig
+from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
@@ -46,7 +46,7 @@ ModelName = Annotated[
     SamplingParams,
     Structure,
     RayOptions,
-    acceptance="match",
+    acceptance=SERVED.acceptance,
     also=("n", "logprobs"),
     without=("seed",),
 )
@@ -68,7 +68,7 @@ def batch_command(
     from slipstream.jobs.job_files import JobFiles
     from slipstream.jobs.line_kinds import JobOptions
 
-    config = config_from(config, models.config_file, DecoderConfig(acceptance="match"))
+    config = config_from(config, models.config_file, SERVED)
     options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
     files = JobFiles.of(source, output, errors)
     job = _job(models, config, files, options, cluster)

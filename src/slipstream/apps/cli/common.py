@@ -88,12 +88,12 @@ def warn_lossy(acceptance: str) -> None:
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:
-    """The settings of --config, or those of the flags. defaults: the command's own, where they are others."""
+    """The settings of --config, or those of the flags. defaults: the command's own, for both; None: the class's."""
     if file is None:
         return flags
     if flags != (defaults or DecoderConfig()):
         raise UsageError("--config replaces the decoder's flags; allowed: one or the other")
-    return DecoderConfig.from_json(file)
+    return DecoderConfig.from_json(file, defaults)
 
 
 def prompt_set(choice: PromptChoice) -> list[NamedPrompt]:

@@ -9,7 +9,7 @@ from slipstream.apps.cli.common import command, config_from, err, load_decoder
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import Models
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.config import DecoderConfig
+from slipstream.config import SERVED, DecoderConfig
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @command("serve")
-@flags(Models, ServerSettings, DecoderConfig, acceptance="match")
+@flags(Models, ServerSettings, DecoderConfig, acceptance=SERVED.acceptance)
 def serve_command(models: Models, settings: ServerSettings, config: DecoderConfig) -> None:
     """Serve a model under OpenAI's API; Ctrl-C lets running requests finish, twice ends at once."""
-    config = config_from(config, models.config_file, DecoderConfig(acceptance="match"))
+    config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
     from slipstream.apps.server.access import ApiKeys

@@ -15,7 +15,6 @@ from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.answering import collect, prepare
 from slipstream.apps.server.batch_records import BatchRecord
 from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_lines import answer_line, read_fields, refusal_line
 from slipstream.core.types import Row
@@ -60,8 +59,8 @@ class BatchLines:
         """Answer what is not answered yet; returns whether the time for it ran out."""
         with await asyncio.to_thread(JobOutput, self._store.content(self._record.output)) as output:
             self._output = output
-            self._errors = ErrorFile(self._store.content(self._record.errors))
             self._check_answers()
+            self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
             pending, expired = self._pending(), False
             failure: BaseException | None = None
@@ -69,7 +68,7 @@ class BatchLines:
                 async with asyncio.TaskGroup() as tasks:
                     while not expired and (lines := await asyncio.to_thread(lambda: list(islice(pending, PIECE)))):
                         expired = await self._begin(lines, tasks)
-            except* (SlipstreamError, OSError, ApiError) as group:
+            except* Exception as group:
                 failure = group.exceptions[0]
             if failure is not None:
                 raise failure

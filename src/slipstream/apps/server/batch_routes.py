@@ -17,6 +17,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.model_routes import service_of
 from slipstream.apps.server.request_fields import Fields
 from slipstream.apps.server.upload_form import UploadForm
+from slipstream.jobs.job_output import sync
 
 router = APIRouter(prefix="/v1")
 Listed = TypeVar("Listed", FileRecord, BatchRecord)
@@ -70,8 +71,8 @@ async def upload(http: Request) -> dict[str, Any]:
             raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'", "purpose")
         if not form.size:
             raise refused("the file is empty; allowed: at least one line", "file")
-        record = await asyncio.to_thread(store.add_file, http.state.owner, form.filename or "", "batch", content)
-        return record.to_dict()
+        await asyncio.to_thread(sync, content)
+        return store.add_file(http.state.owner, form.filename or "", "batch", content).to_dict()
     finally:
         content.unlink(missing_ok=True)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.apps.server.batch_lines import BatchLines
 from slipstream.apps.server.batch_records import BatchRecord
 from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.error_objects import ApiError, as_api_error
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import FileLines
 from slipstream.jobs.line_kinds import JobOptions, LineReader
@@ -52,7 +53,9 @@ class BatchRunner:
             self._cancelled(record)
 
     def _cancelled(self, record: BatchRecord) -> None:
-        if not self._stopped:
+        if not self._stopped:  # since a restart the record may count less than there is
+            record.completed = _whole_lines(self.store.content(record.output))
+            record.failed = _whole_lines(self.store.content(record.errors))
             self._publish(record)
             self.store.change(record, "cancelled")
 
@@ -81,6 +84,9 @@ class BatchRunner:
             self._fail(record, [_problem("batch_failed", first_line(error), None)])
         except ApiError as error:  # the server ends
             log.info("batch %s goes on when the server does: %s", record.id, error.message)
+        except Exception as error:
+            if not self._stopped:  # else it may be of the shutdown, and the next server tries again
+                self._fail(record, [_problem("batch_failed", as_api_error(error).message, None)])
         finally:
             self._tasks.pop(record.id, None)
 
@@ -120,6 +126,19 @@ class BatchRunner:
         for id, count, name in ((record.output, record.completed, "output"), (record.errors, record.failed, "errors")):
             if count and self.store.content(id).exists():
                 self.store.register(id, record.owner, f"{record.id}_{name}.jsonl", "batch_output")
+
+
+def _whole_lines(path: Path) -> int:
+    """How many lines a file has, if it exists; a line that a killed server left unfinished is cut off."""
+    if not path.exists():
+        return 0
+    count = end = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
 
 
 def _problem(code: str, message: str, line: int | None) -> dict[str, object]:

@@ -18,7 +18,7 @@ from uuid import uuid4
 from slipstream.apps.server.batch_records import BatchRecord, FileRecord, Status
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.jobs.job_output import sync_folder
+from slipstream.jobs.job_output import sync
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
 WINDOW_S = 24 * 3600  # seconds of the only completion window
@@ -26,7 +26,7 @@ MOST = 10_000  # files, and batches, of a folder
 
 
 class BatchStore:
-    """Files and batches by id. One server at a time uses a folder."""
+    """Files and batches by id, for one thread. One server at a time uses a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,11 +59,9 @@ class BatchStore:
         return self.folder / "uploads" / uuid4().hex
 
     def add_file(self, owner: str, filename: str, purpose: str, content: Path) -> FileRecord:
-        """Take over what has been uploaded."""
+        """Take over what has been uploaded, and is on the disk."""
         if len(self.files) >= MOST:
             raise refused(f"{len(self.files)} files; allowed: at most {MOST}, delete some")
-        with open(content, "rb") as file:
-            os.fsync(file.fileno())
         id = f"file-{uuid4().hex}"
         content.replace(self.content(id))
         return self.register(id, owner, filename, purpose)
@@ -140,7 +138,7 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _read(folder: Path, cls: type[Record]) -> list[Record]:

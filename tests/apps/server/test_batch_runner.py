@@ -1,0 +1,41 @@
+"""Batches cancelled before the server that took them over has read what an earlier one answered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from job_cases import chat, write
+from served import toy
+
+from slipstream.apps.server.batch_runner import BatchRunner
+from slipstream.apps.server.batch_store import BatchStore
+
+
+def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    source = store.add_file("", "in.jsonl", "batch", write(store.upload(), [chat(f"c{at}", "x") for at in range(9)]))
+    record = store.add_batch("", source.id, "/v1/chat/completions", None)
+    store.change(record, "in_progress")
+    answers, errors = '{"id": "a"}\n{"id": "b"}\n{"id": "c"}\n', '{"line": 1}\n'
+    store.content(record.output).write_text(answers + '{"id":"batch_req_')  # killed while it wrote
+    store.content(record.errors).write_text(errors)
+    store.close()
+
+    store = BatchStore(tmp_path)
+    service: Any = SimpleNamespace(decoder=toy())
+    asyncio.run(_cancelled(BatchRunner(service, store), record.id))
+    told = store.batches[record.id].to_dict()
+    assert told["status"] == "cancelled" and told["request_counts"] == {"total": 0, "completed": 3, "failed": 1}
+    assert [store.content(told[name]).read_text() for name in ("output_file_id", "error_file_id")] == [answers, errors]
+    assert store.files[told["output_file_id"]].bytes == len(answers)
+    store.close()
+
+
+async def _cancelled(runner: BatchRunner, id: str) -> None:
+    runner.start()
+    runner.cancel(runner.store.batches[id])
+    while runner.store.batches[id].unfinished:
+        await asyncio.sleep(0)
