@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from slipstream.apps.server.app_factory import make_app
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
-from slipstream.config import DecoderConfig
+from slipstream.config import SERVED, DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 
@@ -60,7 +60,7 @@ class ServeSpec:
     @property
     def config(self) -> DecoderConfig:
         """The decoder's settings; `match` by default, as in `slipstream serve`."""
-        return DecoderConfig(**{"acceptance": "match"} | dict(self.decoder))
+        return replace(SERVED, **self.decoder)
 
     @property
     def settings(self) -> ServerSettings:
