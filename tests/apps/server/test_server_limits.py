@@ -12,7 +12,10 @@ import openai
 import pytest
 from served import PATIENCE, Gate, Served, in_thread, served
 
-from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest
+from slipstream.apps.server.answer_making import writer_of
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
+from slipstream.apps.server.request_fields import CompletionFields
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
@@ -96,6 +99,47 @@ def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gat
         assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
         gate.opened.set()
         server.wait_until(lambda: not server.service.live)
+
+
+def queued(service: Any, **fields: Any) -> LiveRequest:
+    """A request whose events nobody reads, as when its client does not; called on the event loop."""
+    live: LiveRequest = service.enter("/v1/completions", "", None)
+    writer_of(service.rows, service.facts, live, CompletionFields(**LONG | fields), service.decoder.tokenizer)
+    service.submit(live, live.jobs)
+    return live
+
+
+def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> None:
+    with one_at_a_time(gate, request_timeout=0.2) as server:
+        live = server.call(lambda: queued(server.service))
+        assert gate.reached.wait(PATIENCE)
+        server.wait_until(lambda: live.error is not None)
+        gate.opened.set()
+        server.wait_until(lambda: live.jobs[0].over)
+        assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
+        server.call(lambda: server.service.release(live))
+        assert 'when="running"' in server.http.get("/metrics").text
+
+
+def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it() -> None:
+    async def read(ends: int) -> tuple[list[Event | None], Exception | None]:
+        live, told = job("a").request, list[Event | None]()
+        live.jobs = [job("a"), job("a")]
+        live.put(Started(0, 0, 0.0))
+        live.put(Started(1, 0, 0.0))
+        for choice in range(ends):
+            live.put(Ended(choice, "length", 0.0))
+        try:
+            async for one in live.events():
+                told.append(one)
+                live.fail(ApiError(408, "late"))
+        except ApiError as error:
+            return told, error
+        return told, None
+
+    assert [len(told) for told, error in map(asyncio.run, map(read, (0, 1))) if error is not None] == [1, 1]
+    told, error = asyncio.run(read(2))  # a whole answer is not taken back
+    assert len(told) == 4 and error is None
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:

@@ -90,7 +90,8 @@ class LiveRequest:
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0
+    _ended: int = 0  # rows whose end has come
+    _read: int = 0  # rows whose end the handler has read
     _heard: float = 0.0
     _silent: bool = False
 
@@ -98,18 +99,15 @@ class LiveRequest:
         """Called on the event loop."""
         self.watch(self, event)
         self._heard = monotonic()
+        self._ended += isinstance(event, Ended)
         self._events.append(event)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """The request ends with an error at its next event; called on the event loop."""
-        self.error = self.error or error
-        self._news.set()
-
-    @property
-    def over(self) -> bool:
-        """Whether all of its rows have ended."""
-        return self._ended == len(self.jobs)
+        """The handler is told an error instead of the next event, unless the answer is whole; on the event loop."""
+        if not self._ended or self._ended < len(self.jobs):
+            self.error = self.error or error
+            self._news.set()
 
     async def events(self, idle: float | None = None) -> AsyncIterator[Event | None]:
         """Everything that happens until all rows have ended; raises what the request failed with.
@@ -119,18 +117,19 @@ class LiveRequest:
         self._heard = monotonic()
         watching = None if idle is None else asyncio.ensure_future(self._watch_silence(idle))
         try:
-            while not self.over:
-                while not self._events:
-                    if self.error is not None:
-                        raise self.error
+            while self._read < len(self.jobs):
+                if self.error is not None:  # it goes before events that wait: the reader may be slow
+                    raise self.error
+                if self._silent:
+                    self._silent = False
+                    yield None
+                elif self._events:
+                    event = self._events.popleft()
+                    self._read += isinstance(event, Ended)
+                    yield event
+                else:
                     self._news.clear()
                     await self._news.wait()
-                    if self._silent:
-                        self._silent = False
-                        yield None
-                event = self._events.popleft()
-                self._ended += isinstance(event, Ended)
-                yield event
         finally:
             if watching is not None:
                 watching.cancel()
