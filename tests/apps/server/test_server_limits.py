@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from served import PATIENCE, Gate, Served, in_thread, served
+from served import PATIENCE, Gate, Served, in_thread, served, toy
 
 from slipstream.apps.server.answer_making import writer_of
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
+from slipstream.apps.server.prompt_rendering import rendered_prompts
 from slipstream.apps.server.request_fields import CompletionFields
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.types import Row
+from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
 
 LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -119,6 +122,38 @@ def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> N
         assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
         server.call(lambda: server.service.release(live))
         assert 'when="running"' in server.http.get("/metrics").text
+
+
+class SlowTokenizer(ToyTokenizer):
+    """Counts the texts that it is asked to encode, and waits for a sign."""
+
+    def __init__(self) -> None:
+        self.texts, self.opened = 0, threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.texts += 1
+        assert self.opened.wait(PATIENCE)
+        return super().encode(text)
+
+    def __deepcopy__(self, memo: Any) -> SlowTokenizer:
+        return self
+
+
+def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
+    tokenizer = SlowTokenizer()
+    fields = CompletionFields(prompt=["a"] * 65, n=2)
+    with pytest.raises(ApiError, match="65 prompts with n=2; allowed: at most 128 texts"):
+        rendered_prompts(fields, tokenizer)
+    assert tokenizer.texts == 0
+
+
+def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
+    tokenizer, decoder = SlowTokenizer(), toy()
+    decoder.target = replace(decoder.target, tokenizer=tokenizer)
+    with served(lambda: decoder, request_timeout=0.2) as server:
+        assert server.complete().status_code == 408
+        assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
+        tokenizer.opened.set()
 
 
 def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it() -> None:

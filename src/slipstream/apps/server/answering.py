@@ -62,7 +62,8 @@ def count_unknown(service: Service, fields: SamplingFields) -> None:
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    return await service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    work = service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    return await live.before_failing(work)
 
 
 async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:

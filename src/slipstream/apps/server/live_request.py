@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeVar
 from uuid import uuid4
 
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.core.types import Row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,18 @@ class LiveRequest:
         if not self._ended or self._ended < len(self.jobs):
             self.error = self.error or error
             self._news.set()
+
+    async def before_failing(self, work: Awaitable[T]) -> T:
+        """The result of work that precedes all events; given up for what the request fails with meanwhile."""
+        task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return await task
+        finally:
+            task.cancel()
+            failed.cancel()
 
     async def events(self, idle: float | None = None) -> AsyncIterator[Event | None]:
         """Everything that happens until all rows have ended; raises what the request failed with.

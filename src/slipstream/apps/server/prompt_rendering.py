@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.apps.server.error_objects import refused
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, ContentPart, MessageFields
+from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, ContentPart, MessageFields
 from slipstream.apps.server.tool_fields import checked_tools
 from slipstream.text.chat_form import ChatForm
 from slipstream.text.detokenizer import Tokenizer
@@ -35,6 +35,8 @@ def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> l
         several = [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
     if not several:
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
+    if len(several) * (fields.n or 1) > MOST_ROWS:  # before any is tokenised
+        raise refused(f"{len(several)} prompts with n={fields.n or 1}; allowed: at most {MOST_ROWS} texts", "n")
     return [_prompt(one, fields, tokenizer) for one in several]
 
 

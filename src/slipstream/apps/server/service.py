@@ -128,6 +128,13 @@ class Service:
         self._idle.clear()
         self._waiting[live] = 0
         self._preparing.add(live)
+        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
+        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
+        loop = asyncio.get_running_loop()
+        self._timers[live] = [
+            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
+            loop.call_later(self.settings.request_timeout, self._fail, live, over),
+        ]
         return live
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
@@ -141,13 +148,6 @@ class Service:
         self._preparing.discard(live)
         live.jobs = jobs
         self._begun.add(live)
-        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
-        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
-        loop = asyncio.get_running_loop()
-        self._timers[live] = [
-            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
-            loop.call_later(self.settings.request_timeout, self._fail, live, over),
-        ]
         assert self.engine is not None
         for job in jobs:
             self.engine.submit(job)
