@@ -73,6 +73,19 @@ def test_lines_that_cannot_be_answered_are_in_the_error_file(server: Served) -> 
     assert found["l"] == (4, 400, "context_length_exceeded")
 
 
+def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, shown = set[str](), server.service.room.event
+
+    def note(live: LiveRequest, event: Event) -> None:
+        groups.add(live.jobs[event.choice].row.group)
+        shown(live, event)
+
+    monkeypatch.setattr(server.service.room, "event", note)
+    with server.openai() as client:
+        ended(server, client, begun(client, [LINES[0], chat("s", "x", cache_salt="salt")]))
+    assert groups == {"", "\nsalt"}
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

@@ -286,19 +286,18 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
     assert found == [503, 503, 503]
 
 
-def job(group: str) -> Job:
-    live = LiveRequest("/", group)
-    return Job(live, 0, Row(0, [1], SamplingParams(), 0, group=group))
+def job(owner: str) -> Job:
+    return Job(LiveRequest("/", owner), 0, Row(0, [1], SamplingParams(), 0))
 
 
 def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     async def orders() -> list[str]:
         line = WaitingLine()
         jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
-        names = {id(one): f"{one.group}{at}" for at, one in enumerate(jobs)}
+        names = {id(one): f"{one.request.owner}{at}" for at, one in enumerate(jobs)}
         for one in jobs:
             line.add(one)
-        assert len(line) == 8 and len(line.jobs()) == 8
+        assert len(line) == 8
         line.remove(jobs[1])
         taken = []
         while (one := line.take()) is not None:
@@ -308,22 +307,27 @@ def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     assert asyncio.run(orders()) == ["a0", "b5", "c6", "a2", "c7", "a3", "a4"]
 
 
-def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(gate: Gate, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("share_learning", "salted"), [(False, False), (False, True), (True, False)])
+def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
+    gate: Gate, tmp_path: Any, share_learning: bool, salted: bool
+) -> None:
     (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
-    with one_at_a_time(gate, api_key_file=str(tmp_path / "keys")) as server:
+    with one_at_a_time(gate, api_key_file=str(tmp_path / "keys"), share_learning=share_learning) as server:
         ended, shown = list[str](), server.service.room.event
 
         def note(live: LiveRequest, event: Event) -> None:
-            ended.extend([live.group] * isinstance(event, Ended))
+            ended.extend([live.owner] * isinstance(event, Ended))
             shown(live, event)
 
         server.service.room.event = note
 
-        def ask(key: str) -> None:
+        def ask(key: str, salt: str | None = None) -> None:
             with server.openai(key) as client:
-                client.completions.create(model="toy", prompt="A heron", max_tokens=5)
+                more = {"cache_salt": salt}
+                client.completions.create(model="toy", prompt="A heron", max_tokens=5, extra_body=more)
 
-        threads = [threading.Thread(target=ask, args=["key-of-the-many"]) for _ in range(8)]
+        salts = [f"salt {at}" if salted else None for at in range(8)]
+        threads = [threading.Thread(target=ask, args=["key-of-the-many", salt]) for salt in salts]
         for thread in threads:
             thread.start()
         server.wait_until(lambda: len(server.service.live) == 8 and all(live.jobs for live in server.service.live))

@@ -70,20 +70,17 @@ class Job:
     started: bool = False
     over: bool = False
 
-    @property
-    def group(self) -> str:
-        """Whose it is."""
-        return self.row.group
-
 
 @dataclass(eq=False)
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
+    owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
     background: nobody waits for its answer now; others go first.
     """
 
     endpoint: str
+    owner: str = ""
     group: str = ""
     id: str = field(default_factory=lambda: uuid4().hex)
     jobs: list[Job] = field(default_factory=list)

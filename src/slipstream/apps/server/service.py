@@ -121,9 +121,7 @@ class Service:
         if len(self._waiting) >= self.settings.max_queued_requests:
             self.metrics.rejected("requests")
             raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
-        group = "" if self.settings.share_learning else owner
-        live = LiveRequest(endpoint, group if salt is None else f"{group}\n{salt}")
-        live.watch = self._watch
+        live = LiveRequest(endpoint, owner, self._group(owner, salt), watch=self._watch)
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
@@ -136,6 +134,11 @@ class Service:
             loop.call_later(self.settings.request_timeout, self._fail, live, over),
         ]
         return live
+
+    def _group(self, owner: str, salt: str | None) -> str:
+        """With whom a request shares what is cached and learned."""
+        group = "" if self.settings.share_learning else owner
+        return group if salt is None else f"{group}\n{salt}"
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused where too many prompt tokens wait."""
@@ -178,11 +181,11 @@ class Service:
         if self.batches is not None:
             self.batches.stop()
 
-    def enter_background(self, endpoint: str, owner: str, id: str) -> LiveRequest:
+    def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
         self.check_ready()
-        live = LiveRequest(endpoint, "" if self.settings.share_learning else owner, id=id, background=True)
-        live.watch = self.room.event
+        group = self._group(owner, salt)
+        live = LiveRequest(endpoint, owner, group, id, background=True, watch=self.room.event)
         self._background.add(live)
         return live
 
