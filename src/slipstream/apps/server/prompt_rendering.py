@@ -51,19 +51,34 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
     messages = [_message(number, one) for number, one in enumerate(fields.messages)]
+    tools = () if fields.tool_choice == "none" else checked_tools(fields)
     if not _needed(tokenizer).has_chat_template:
-        ids = _needed(tokenizer).encode("\n".join(message["content"] for message in messages))
+        _check_plain(fields)
+        encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
+        ids = encode("\n".join(message["content"] for message in messages))
         return Rendered(_cut(ids, fields.truncate_prompt_tokens))
+    if fields.add_special_tokens:
+        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
     opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
-    tools = () if fields.tool_choice == "none" else checked_tools(fields)
     variables = fields.chat_template_kwargs or {}
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
     ids = _needed(tokenizer).chat(messages, form)
     plain = not tools and not goes_on and all(set(message) == {"role", "content"} for message in messages)
     return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+
+
+def _check_plain(fields: ChatFields) -> None:
+    """Refuse what only a chat template could show to the model."""
+    for name, given in (
+        ("tools", fields.tool_choice != "none" and fields.tools),
+        ("chat_template_kwargs", fields.chat_template_kwargs),
+        *((f"messages.{number}.tool_calls", one.tool_calls) for number, one in enumerate(fields.messages)),
+    ):
+        if given:
+            raise refused(f"{name}: this model has no chat template; allowed: messages with texts", name)
 
 
 def rendered_messages(messages: Sequence[MessageFields], tokenizer: Tokenizer | None, *, opens: bool) -> list[int]:
