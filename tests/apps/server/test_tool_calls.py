@@ -11,7 +11,7 @@ import pytest
 import tiny
 from served import Served, served
 
-from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.server.answer_parts import ModelFacts
 from slipstream.apps.server.chat_answers import ChatWriter
 from slipstream.apps.server.error_objects import ApiError
@@ -175,3 +175,37 @@ def test_special_tokens_go_before_texts_and_not_before_what_a_template_wrote() -
         rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()))
     begun = [rendered_chat(ChatFields(messages=asked, add_special_tokens=one), Opening()).ids for one in (None, False)]
     assert begun == [[256, *b"hi"], [*b"hi"]]
+
+
+HALF = "\ud800"  # of a pair of surrogates
+DEEP: Any = 1
+for _ in range(3000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"messages": [{"role": "assistant", "tool_calls": [CALLED | {"id": HALF}]}]}, "messages.0"),
+        ({"chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [CALLED | {"function": called}]}]}, "messages.0")
+            for called in (
+                {"name": "add", "arguments": {"x": HALF}},
+                {"name": "add", "arguments": '{"x": "\\ud800"}'},
+                {"name": HALF, "arguments": {}},
+                {"name": "add", "arguments": {"x": DEEP}},
+            )
+        ),
+    ],
+)
+def test_what_utf8_cannot_write_is_refused_by_name(fields: dict[str, Any], place: str) -> None:
+    asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
+    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as found:
+        rendered_chat(asked, HFTokenizer(tokenizer()))
+    assert found.value.status == 400 and found.value.param == place
+
+
+def test_a_conversation_that_no_tokenizer_can_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="valid Unicode"):
+        HFTokenizer(tokenizer()).chat([{"role": "user", "content": HALF}])

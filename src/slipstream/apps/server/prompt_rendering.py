@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.apps.server.error_objects import refused
 from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, ContentPart, MessageFields
-from slipstream.apps.server.tool_fields import checked_tools
+from slipstream.apps.server.tool_fields import check_json, checked_tools
 from slipstream.text.chat_form import ChatForm
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
@@ -64,6 +64,7 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     if goes_on and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
     variables = fields.chat_template_kwargs or {}
+    check_json("chat_template_kwargs", variables)
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
     ids = _needed(tokenizer).chat(messages, form)
     plain = not tools and not goes_on and all(set(message) == {"role", "content"} for message in messages)
@@ -98,6 +99,7 @@ def _message(number: int, message: MessageFields) -> dict[str, Any]:
         made["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         made["name"] = message.name
+    check_json(f"messages.{number}", {name: value for name, value in made.items() if name != "content"})
     return made
 
 
