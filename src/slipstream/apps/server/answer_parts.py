@@ -71,7 +71,7 @@ def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": choices[0].cached},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in choices[::n])},
     } | told
 
 

@@ -19,7 +19,7 @@ ROLES = {"developer": "system", "function": "tool"}
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt. text: as it was sent, if it was; messages: for draft models that have a format of their own."""
+    """One prompt. text: as it was sent, unless it was cut; messages: for draft models with a format of their own."""
 
     ids: list[int]
     text: str | None = None
@@ -45,7 +45,9 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
         return Rendered(_cut(prompt, fields.truncate_prompt_tokens))
     check_text("prompt", prompt)
     encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
-    return Rendered(_cut(encode(prompt), fields.truncate_prompt_tokens), prompt)
+    whole = encode(prompt)
+    ids = _cut(whole, fields.truncate_prompt_tokens)
+    return Rendered(ids, prompt if len(ids) == len(whole) else None)
 
 
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:

@@ -185,7 +185,7 @@ class Service:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
         self.check_ready()
         group = self._group(owner, salt)
-        live = LiveRequest(endpoint, owner, group, id, background=True, watch=self.room.event)
+        live = LiveRequest(endpoint, owner, group, id, background=True, watch=self._watch)
         self._background.add(live)
         return live
 
