@@ -121,7 +121,7 @@ class Service:
         if len(self._waiting) >= self.settings.max_queued_requests:
             self.metrics.rejected("requests")
             raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
-        live = LiveRequest(endpoint, owner, self._group(owner, salt), watch=self._watch)
+        live = self._live(endpoint, owner, salt)
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
@@ -135,10 +135,10 @@ class Service:
         ]
         return live
 
-    def _group(self, owner: str, salt: str | None) -> str:
-        """With whom a request shares what is cached and learned."""
+    def _live(self, endpoint: str, owner: str, salt: str | None, *, background: bool = False) -> LiveRequest:
         group = "" if self.settings.share_learning else owner
-        return group if salt is None else f"{group}\n{salt}"
+        group = group if salt is None else f"{group}\n{salt}"
+        return LiveRequest(endpoint, owner, group, background=background, watch=self._watch)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused where too many prompt tokens wait."""
@@ -184,8 +184,8 @@ class Service:
     def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
         self.check_ready()
-        group = self._group(owner, salt)
-        live = LiveRequest(endpoint, owner, group, id, background=True, watch=self._watch)
+        live = self._live(endpoint, owner, salt, background=True)
+        live.id = id
         self._background.add(live)
         return live
 
