@@ -213,8 +213,8 @@ def test_a_tool_may_be_called_where_a_form_is_demanded_of_answers(ask: Any) -> N
         assert one.message.tool_calls or set(json.loads(one.message.content)) == {"x", "unit"}
 
 
-def test_forced_calls_need_a_known_form() -> None:
+def test_calls_need_a_chat_template() -> None:
     with served() as server:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"

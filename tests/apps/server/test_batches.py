@@ -75,6 +75,32 @@ def test_lines_that_cannot_be_answered_are_in_the_error_file(server: Served) -> 
     assert found["l"] == (4, 400, "context_length_exceeded")
 
 
+def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: Served) -> None:
+    def counted() -> list[float]:
+        page = server.http.get("/metrics").text
+        names = "prompt_tokens_total", "prefix_cache_queries_total", "time_to_first_token_seconds_count"
+        lines = [next(line for line in page.splitlines() if line.startswith(f"vllm:{name}{{")) for name in names]
+        return [float(line.rpartition(" ")[2]) for line in lines]
+
+    before = counted()
+    with server.openai() as client:
+        ended(server, client, begun(client, [chat("p", "12345"), chat("q", "123")]))
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [8, 8, 0]
+
+
+def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, shown = set[str](), server.service.room.event
+
+    def note(live: LiveRequest, event: Event) -> None:
+        groups.add(live.jobs[event.choice].row.group)
+        shown(live, event)
+
+    monkeypatch.setattr(server.service.room, "event", note)
+    with server.openai() as client:
+        ended(server, client, begun(client, [LINES[0], chat("s", "x", cache_salt="salt")]))
+    assert groups == {"", "\nsalt"}
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

@@ -61,6 +61,22 @@ def test_choices_are_numbered_prompt_by_prompt(server: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len("The wind") + len("A fish")
 
 
+def test_cached_tokens_are_those_of_all_prompts(server: Served) -> None:
+    prompts = ["first " * 9, "second " * 9]
+    one, other = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
+    again = server.complete(prompts, max_tokens=2, n=2).json()["usage"]
+    assert again["prompt_tokens"] == one["prompt_tokens"] + other["prompt_tokens"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > one["prompt_tokens"]
+
+
+def test_an_echo_is_of_the_prompt_that_was_read(server: Served) -> None:
+    for prompt in ("A heron", [*b"A heron"]):
+        cut = {"truncate_prompt_tokens": 5, "echo": True, "logprobs": 1, "max_tokens": 0}
+        choice = server.complete(prompt, **cut).json()["choices"][0]
+        assert choice["text"] == "heron" == "".join(choice["logprobs"]["tokens"])
+    assert server.text(truncate_prompt_tokens=99, echo=True, max_tokens=0) == "A heron"
+
+
 def test_greedy_choices_are_equal(server: Served) -> None:
     texts = [c["text"] for c in server.complete(n=3, temperature=0).json()["choices"]]
     assert len(texts) == 3 and len(set(texts)) == 1

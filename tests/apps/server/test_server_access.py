@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -215,3 +216,28 @@ def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) 
         assert one.http.options("/v1/models", headers={"origin": "https://pages.example"}).status_code == 401
         listed = one.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
         assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("allowed_host", host) for host in ("box:8000", "http://box", "box/", "*", "", "a b", "[::1]")),
+        *(("allowed_origin", f"{scheme}://a.example{port}") for scheme, port in (("http", ":80"), ("https", ":443"))),
+        *(("allowed_origin", origin) for origin in ("http://a.example/", "*", "http://A.example", "a.example", "null")),
+    ],
+)
+def test_names_and_sites_that_no_request_can_have_are_refused(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}; allowed: ")):
+        ServerSettings(**{name: ("localhost", value) if name == "allowed_host" else (value,)})  # type: ignore[arg-type]
+
+
+def test_names_and_sites_are_taken_as_browsers_send_them() -> None:
+    ServerSettings(allowed_host=("box", "Box.LAN", "10.0.0.7", "fe80::1"))
+    sites = (
+        "http://a.example",
+        "https://a.example:8443",
+        "http://[::1]:3000",
+        "vscode-webview://0abc",
+        "http://a.example:8080",
+    )
+    ServerSettings(allowed_origin=sites)

@@ -152,3 +152,16 @@ def test_the_dashboard_asks_for_metrics_that_there_are(server: Served) -> None:
     assert len(names) > 12
     for name in names:
         assert f"# TYPE {name.removesuffix('_bucket').removesuffix('_sum').removesuffix('_count')} " in page, name
+
+
+def test_the_log_has_the_traceback_of_what_fails_outside_of_answers(
+    server: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(totals: Any) -> Any:
+        raise KeyError("lane")
+
+    monkeypatch.setattr(server.service.room, "state", failing)
+    answer = server.http.get("/v1/slipstream/state")
+    assert answer.status_code == 500 and "lane" not in answer.text
+    (record,) = [record for record in caplog.records if record.name == "slipstream.server"]
+    assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)

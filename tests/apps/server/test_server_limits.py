@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from served import PATIENCE, Gate, Served, in_thread, served
+from served import PATIENCE, Gate, Served, in_thread, served, toy
 
-from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest
+from slipstream.apps.server.answer_making import writer_of
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
+from slipstream.apps.server.prompt_rendering import rendered_prompts
+from slipstream.apps.server.request_fields import CompletionFields
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.types import Row
+from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
 
 LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -96,6 +102,79 @@ def test_a_request_that_takes_too_long_is_ended_and_not_to_be_repeated(gate: Gat
         assert answer.status_code == 408 and answer.headers["x-should-retry"] == "false"
         gate.opened.set()
         server.wait_until(lambda: not server.service.live)
+
+
+def queued(service: Any, **fields: Any) -> LiveRequest:
+    """A request whose events nobody reads, as when its client does not; called on the event loop."""
+    live: LiveRequest = service.enter("/v1/completions", "", None)
+    writer_of(service.rows, service.facts, live, CompletionFields(**LONG | fields), service.decoder.tokenizer)
+    service.submit(live, live.jobs)
+    return live
+
+
+def test_a_deadline_ends_the_rows_of_a_stream_that_nobody_reads(gate: Gate) -> None:
+    with one_at_a_time(gate, request_timeout=0.2) as server:
+        live = server.call(lambda: queued(server.service))
+        assert gate.reached.wait(PATIENCE)
+        server.wait_until(lambda: live.error is not None)
+        gate.opened.set()
+        server.wait_until(lambda: live.jobs[0].over)
+        assert live.jobs[0].row.num_output_tokens < LONG["max_tokens"]
+        server.call(lambda: server.service.release(live))
+        assert 'when="running"' in server.http.get("/metrics").text
+
+
+class SlowTokenizer(ToyTokenizer):
+    """Counts the texts that it is asked to encode, and waits for a sign."""
+
+    def __init__(self) -> None:
+        self.texts, self.opened = 0, threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        self.texts += 1
+        assert self.opened.wait(PATIENCE)
+        return super().encode(text)
+
+    def __deepcopy__(self, memo: Any) -> SlowTokenizer:
+        return self
+
+
+def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
+    tokenizer = SlowTokenizer()
+    fields = CompletionFields(prompt=["a"] * 65, n=2)
+    with pytest.raises(ApiError, match="65 prompts with n=2; allowed: at most 128 texts"):
+        rendered_prompts(fields, tokenizer)
+    assert tokenizer.texts == 0
+
+
+def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
+    tokenizer, decoder = SlowTokenizer(), toy()
+    decoder.target = replace(decoder.target, tokenizer=tokenizer)
+    with served(lambda: decoder, request_timeout=0.2) as server:
+        assert server.complete().status_code == 408
+        assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
+        tokenizer.opened.set()
+
+
+def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it() -> None:
+    async def read(ends: int) -> tuple[list[Event | None], Exception | None]:
+        live, told = job("a").request, list[Event | None]()
+        live.jobs = [job("a"), job("a")]
+        live.put(Started(0, 0, 0.0))
+        live.put(Started(1, 0, 0.0))
+        for choice in range(ends):
+            live.put(Ended(choice, "length", 0.0))
+        try:
+            async for one in live.events():
+                told.append(one)
+                live.fail(ApiError(408, "late"))
+        except ApiError as error:
+            return told, error
+        return told, None
+
+    assert [len(told) for told, error in map(asyncio.run, map(read, (0, 1))) if error is not None] == [1, 1]
+    told, error = asyncio.run(read(2))  # a whole answer is not taken back
+    assert len(told) == 4 and error is None
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:
@@ -207,19 +286,18 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
     assert found == [503, 503, 503]
 
 
-def job(group: str) -> Job:
-    live = LiveRequest("/", group)
-    return Job(live, 0, Row(0, [1], SamplingParams(), 0, group=group))
+def job(owner: str) -> Job:
+    return Job(LiveRequest("/", owner), 0, Row(0, [1], SamplingParams(), 0))
 
 
 def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     async def orders() -> list[str]:
         line = WaitingLine()
         jobs = [job("a") for _ in range(5)] + [job("b"), job("c"), job("c")]
-        names = {id(one): f"{one.group}{at}" for at, one in enumerate(jobs)}
+        names = {id(one): f"{one.request.owner}{at}" for at, one in enumerate(jobs)}
         for one in jobs:
             line.add(one)
-        assert len(line) == 8 and len(line.jobs()) == 8
+        assert len(line) == 8
         line.remove(jobs[1])
         taken = []
         while (one := line.take()) is not None:
@@ -229,22 +307,27 @@ def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
     assert asyncio.run(orders()) == ["a0", "b5", "c6", "a2", "c7", "a3", "a4"]
 
 
-def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(gate: Gate, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("share_learning", "salted"), [(False, False), (False, True), (True, False)])
+def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
+    gate: Gate, tmp_path: Any, share_learning: bool, salted: bool
+) -> None:
     (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
-    with one_at_a_time(gate, api_key_file=str(tmp_path / "keys")) as server:
+    with one_at_a_time(gate, api_key_file=str(tmp_path / "keys"), share_learning=share_learning) as server:
         ended, shown = list[str](), server.service.room.event
 
         def note(live: LiveRequest, event: Event) -> None:
-            ended.extend([live.group] * isinstance(event, Ended))
+            ended.extend([live.owner] * isinstance(event, Ended))
             shown(live, event)
 
         server.service.room.event = note
 
-        def ask(key: str) -> None:
+        def ask(key: str, salt: str | None = None) -> None:
             with server.openai(key) as client:
-                client.completions.create(model="toy", prompt="A heron", max_tokens=5)
+                more = {"cache_salt": salt}
+                client.completions.create(model="toy", prompt="A heron", max_tokens=5, extra_body=more)
 
-        threads = [threading.Thread(target=ask, args=["key-of-the-many"]) for _ in range(8)]
+        salts = [f"salt {at}" if salted else None for at in range(8)]
+        threads = [threading.Thread(target=ask, args=["key-of-the-many", salt]) for salt in salts]
         for thread in threads:
             thread.start()
         server.wait_until(lambda: len(server.service.live) == 8 and all(live.jobs for live in server.service.live))

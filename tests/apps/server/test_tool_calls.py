@@ -11,14 +11,17 @@ import pytest
 import tiny
 from served import Served, served
 
-from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.server.answer_parts import ModelFacts
 from slipstream.apps.server.chat_answers import ChatWriter
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
+from slipstream.apps.server.prompt_rendering import rendered_chat
 from slipstream.apps.server.request_fields import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from slipstream.models.toy import ToyTokenizer
 
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}{% endif %}"
@@ -26,7 +29,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}a:"
 )
 EXTRA = '<>_{}"/1[]'
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -87,11 +90,11 @@ def test_calls_of_earlier_turns_are_shown_to_the_template_as_objects(server: Ser
     assert tokenizer().convert_tokens_to_ids("1") in ids
 
 
-def written(text: str, cuts: int, reason: str = "stop") -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The chunks and the whole answer of a text that comes in rounds of `cuts` tokens."""
     ours = HFTokenizer(tokenizer())
     ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
-    fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS)
+    fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS, **options)
     row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
     facts = ModelFacts("m", "f", True, lambda done: "none", ours)
 
@@ -128,3 +131,81 @@ def test_text_that_only_began_like_a_call_is_not_lost(text: str, cuts: int) -> N
     chunks, whole = written(text, cuts, "length")
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == text == whole["message"]["content"]
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_one_call_is_told_where_several_are_not_wanted(parallel: bool | None, count: int) -> None:
+    chunks, whole = written(CALL + CALL.replace("1", "[1]"), 1, parallel_tool_calls=parallel)
+    assert len(chunks[-2]["delta"]["tool_calls"]) == len(whole["message"]["tool_calls"]) == count
+    assert json.loads(whole["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": 1}
+
+
+CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "messages.0.tool_calls"),
+    ],
+)
+def test_what_only_a_template_could_show_is_refused_without_one(fields: dict[str, Any], param: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]} | fields
+    with pytest.raises(ApiError, match="no chat template") as found:
+        rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
+    assert found.value.status == 400 and found.value.param == param
+    rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
+
+
+class Opening(ToyTokenizer):
+    """Begins every text with the token 256."""
+
+    def encode(self, text: str) -> list[int]:
+        return [256, *text.encode()]
+
+    def bare(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+
+def test_special_tokens_go_before_texts_and_not_before_what_a_template_wrote() -> None:
+    asked = [MessageFields(role="user", content="hi")]
+    with pytest.raises(ApiError, match="add_special_tokens=true; allowed: false"):
+        rendered_chat(ChatFields(messages=asked, add_special_tokens=True), HFTokenizer(tokenizer()))
+    begun = [rendered_chat(ChatFields(messages=asked, add_special_tokens=one), Opening()).ids for one in (None, False)]
+    assert begun == [[256, *b"hi"], [*b"hi"]]
+
+
+HALF = "\ud800"  # of a pair of surrogates
+DEEP: Any = 1
+for _ in range(3000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"messages": [{"role": "assistant", "tool_calls": [CALLED | {"id": HALF}]}]}, "messages.0"),
+        ({"chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [CALLED | {"function": called}]}]}, "messages.0")
+            for called in (
+                {"name": "add", "arguments": {"x": HALF}},
+                {"name": "add", "arguments": '{"x": "\\ud800"}'},
+                {"name": HALF, "arguments": {}},
+                {"name": "add", "arguments": {"x": DEEP}},
+            )
+        ),
+    ],
+)
+def test_what_utf8_cannot_write_is_refused_by_name(fields: dict[str, Any], place: str) -> None:
+    asked = ChatFields.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
+    with pytest.raises(ApiError, match=f"^{place}.*; allowed: .*valid Unicode") as found:
+        rendered_chat(asked, HFTokenizer(tokenizer()))
+    assert found.value.status == 400 and found.value.param == place
+
+
+def test_a_conversation_that_no_tokenizer_can_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="valid Unicode"):
+        HFTokenizer(tokenizer()).chat([{"role": "user", "content": HALF}])

@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 from slipstream.models.cpu.thread_placement import bind_threads
 
-bind_threads(os.environ)  # before PyTorch is imported
+CORES = bind_threads(os.environ)  # before PyTorch is imported
 
 from slipstream import __version__  # noqa: E402
 from slipstream.apps.cli.command import COMMANDS, MODULES  # noqa: E402

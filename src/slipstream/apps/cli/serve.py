@@ -26,6 +26,7 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     config = config_from(config, models.config_file, SERVED)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
+    from slipstream.apps.cli import CORES
     from slipstream.apps.server.access import ApiKeys
     from slipstream.apps.server.launch import serve
 
@@ -35,7 +36,7 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
         return load_decoder(models, config)
 
     err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
-    serve(settings, load, _banner)
+    serve(settings, load, _banner, CORES)
 
 
 def _banner(server: Server) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.server_settings import ServerSettings, is_address
 from slipstream.errors import UsageError
 
 Scope = MutableMapping[str, Any]
@@ -152,7 +151,7 @@ class Access:
             name = ""
         known = {"localhost", self._settings.host.lower(), *map(str.lower, self._settings.allowed_host)}
         any_name = bool(self._keys.digests) and not self._settings.allowed_host and not self._settings.is_local
-        if not name or not (any_name or name in known or _is_address(name)):
+        if not name or not (any_name or name in known or is_address(name)):
             raise ApiError(403, f"host {host!r:.80} is not served here; see --allowed-host")
         return host
 
@@ -175,11 +174,3 @@ class Access:
 
 def _headers(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True

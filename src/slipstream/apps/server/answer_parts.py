@@ -58,20 +58,21 @@ def shares(done: Round, facts: ModelFacts) -> list[Share]:
 
 
 def usage(choices: Sequence[ChoiceState], n: int) -> dict[str, Any]:
-    """OpenAI's count of tokens. A prompt with `n` answers counts once."""
+    """OpenAI's count of tokens; chunks have it too, so it reads no rounds. A prompt with `n` answers counts once."""
     told: dict[str, Any] = {}
     if any(choice.job.row.prediction for choice in choices):
-        stats = Stats.of(done for choice in choices for done in choice.rounds)
-        accepted, rejected = stats.accepted_prediction_tokens or 0, stats.rejected_prediction_tokens or 0
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        details = {
+            "accepted_prediction_tokens": sum(choice.stats.accepted_prediction_tokens or 0 for choice in choices),
+            "rejected_prediction_tokens": sum(choice.stats.rejected_prediction_tokens or 0 for choice in choices),
+        }
         told = {"completion_tokens_details": details}
-    prompt = sum(len(choice.prompt) for choice in choices[::n])
-    completion = sum(len(choice.token_ids) for choice in choices)
+    prompt = sum(choice.job.row.prompt_length for choice in choices[::n])
+    completion = sum(choice.stats.num_output_tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": choices[0].cached},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in choices[::n])},
     } | told
 
 

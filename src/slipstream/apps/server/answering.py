@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -42,7 +43,7 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
         return JSONResponse(whole)
     except Exception as error:
         told = as_api_error(error)
-        service.log_answer(live, told.status)
+        log_answer(live, told.status)
         raise told from error
     finally:
         if not streaming:
@@ -61,7 +62,8 @@ def count_unknown(service: Service, fields: SamplingFields) -> None:
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    return await service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    work = service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    return await live.before_failing(work)
 
 
 async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
@@ -89,8 +91,23 @@ async def _chunks(service: Service, live: LiveRequest, writer: AnswerWriter) -> 
 
 
 def _over(service: Service, live: LiveRequest, status: int) -> None:
-    service.log_answer(live, status)
+    log_answer(live, status)
     service.release(live)
+
+
+def log_answer(live: LiveRequest, status: int) -> None:
+    """One line per request: numbers alone, no texts."""
+    rows = [job.row for job in live.jobs]
+    log.info(
+        "request id=%s endpoint=%s status=%d rows=%d prompt_tokens=%d tokens=%d seconds=%.3f",
+        live.id,
+        live.endpoint,
+        status,
+        len(rows),
+        sum(row.prompt_length for row in rows),
+        sum(row.num_output_tokens for row in rows),
+        time.monotonic() - live.arrived,
+    )
 
 
 async def until_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:

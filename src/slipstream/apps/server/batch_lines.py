@@ -107,13 +107,15 @@ class BatchLines:
     async def _prepared(self, line: Line) -> Prepared | None:
         """A line that can be answered; others are written down."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
-        live = service.enter_background(record.endpoint, record.owner, digest)
+        live: LiveRequest | None = None
         try:
             fields = read_fields(line)
             check_model(service.facts.name, fields)
+            live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
             return Prepared(line, digest, live, await prepare(service, live, fields))
         except BaseException as error:
-            service.release(live)
+            if live is not None:
+                service.release(live)
             await self._refuse(line, digest, error)
             return None
 

@@ -24,7 +24,8 @@ class ChatWriter(AnswerWriter):
     def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
         super().__init__(live, fields, facts)
         tools = () if fields.tool_choice == "none" else fields.tools or ()
-        self._watches = [ToolWatch(facts.tokenizer, tools) for _ in self.choices]
+        several = fields.parallel_tool_calls is not False
+        self._watches = [ToolWatch(facts.tokenizer, tools, several=several) for _ in self.choices]
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
         """The role."""

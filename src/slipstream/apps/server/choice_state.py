@@ -27,11 +27,12 @@ class Piece:
 
 @dataclass
 class ChoiceState:
-    """Folds the events of one job."""
+    """Folds the events of one job. stats: those of its rounds so far."""
 
     job: Job
     tokenizer: Tokenizer | None
     rounds: list[Round] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
     text: str = ""
     finish_reason: FinishReason | None = None
     cached: int = 0
@@ -53,11 +54,6 @@ class ChoiceState:
         """The answer's token ids so far."""
         return [token for done in self.rounds for token in done.tokens]
 
-    @property
-    def stats(self) -> Stats:
-        """The answer's statistics so far."""
-        return Stats.of(self.rounds)
-
     def take(self, event: Event) -> Piece | None:
         """Note an event; returns what it added to the answer. ApiError if the row failed."""
         if isinstance(event, Started):
@@ -74,6 +70,7 @@ class ChoiceState:
 
     def _commit(self, done: Round) -> Piece | None:
         self.rounds.append(done)
+        self.stats.add_step([done])
         if done.finish_reason == "error":
             return None  # told by the end of the job
         text = ""

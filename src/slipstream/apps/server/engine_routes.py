@@ -28,7 +28,7 @@ class ReplayFields(Fields):
     """`POST /v1/slipstream/replay`. request: the body that was sent; token_ids: the answer's; seed: the receipt's."""
 
     request: dict[str, Any]
-    token_ids: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    token_ids: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
     seed: Annotated[int, NUMBER, Field(ge=0, lt=1 << 63)] | None = None
 
 

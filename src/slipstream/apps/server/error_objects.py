@@ -94,7 +94,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "internal error; the server's log has the details").response()
+        return as_api_error(error).response()
 
 
 def _methods(request: Request) -> list[str]:

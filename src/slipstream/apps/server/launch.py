@@ -26,11 +26,16 @@ FORCED = 2.0  # seconds that a step under way may take to end after a second sig
 class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
-    on_ready: told the service once the models are loaded. failure: what ended the engine, if that is why it ended.
+    on_ready: told the service once the models are loaded. cores: those that its own thread is let run on; see
+    `free_thread`. failure: what ended the engine, if that is why it ended.
     """
 
     def __init__(
-        self, settings: ServerSettings, load: Load, on_ready: Callable[[Server], None] = lambda server: None
+        self,
+        settings: ServerSettings,
+        load: Load,
+        on_ready: Callable[[Server], None] = lambda server: None,
+        cores: frozenset[int] = frozenset(),
     ) -> None:
         app = make_app(settings, load, self._make_service)
         super().__init__(
@@ -48,7 +53,7 @@ class Server(uvicorn.Server):
                 limit_concurrency=MOST_CONNECTIONS,
             )
         )
-        self.settings, self._ready = settings, on_ready
+        self.settings, self._ready, self._cores = settings, on_ready, cores
         self.service: Service | None = None
         self.failure: BaseException | None = None
         self._listens = False
@@ -57,7 +62,7 @@ class Server(uvicorn.Server):
 
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
-        free_thread()  # else it would take its time from the core of the engine's thread
+        free_thread(self._cores)  # else it would take its time from the core of the engine's thread
         try:
             self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
         except SlipstreamError as error:
@@ -106,11 +111,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(settings: ServerSettings, load: Load, on_ready: Callable[[Server], None]) -> None:
-    """Serve until a signal. SlipstreamError if nothing can be listened on or the engine failed."""
+def serve(
+    settings: ServerSettings, load: Load, on_ready: Callable[[Server], None], cores: frozenset[int] = frozenset()
+) -> None:
+    """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     with _listening(settings) as listener:
-        server = Server(settings, lambda: _uncollected(load()), on_ready)
+        server = Server(settings, lambda: _uncollected(load()), on_ready, cores)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # of uvicorn, if it could not start

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeVar
 from uuid import uuid4
 
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.core.types import Row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,17 @@ class Job:
     started: bool = False
     over: bool = False
 
-    @property
-    def group(self) -> str:
-        """Whose it is."""
-        return self.row.group
-
 
 @dataclass(eq=False)
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
+    owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
     background: nobody waits for its answer now; others go first.
     """
 
     endpoint: str
+    owner: str = ""
     group: str = ""
     id: str = field(default_factory=lambda: uuid4().hex)
     jobs: list[Job] = field(default_factory=list)
@@ -90,7 +90,8 @@ class LiveRequest:
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0
+    _ended: int = 0  # rows whose end has come
+    _read: int = 0  # rows whose end the handler has read
     _heard: float = 0.0
     _silent: bool = False
 
@@ -98,18 +99,27 @@ class LiveRequest:
         """Called on the event loop."""
         self.watch(self, event)
         self._heard = monotonic()
+        self._ended += isinstance(event, Ended)
         self._events.append(event)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """The request ends with an error at its next event; called on the event loop."""
-        self.error = self.error or error
-        self._news.set()
+        """The handler is told an error instead of the next event, unless the answer is whole; on the event loop."""
+        if not self._ended or self._ended < len(self.jobs):
+            self.error = self.error or error
+            self._news.set()
 
-    @property
-    def over(self) -> bool:
-        """Whether all of its rows have ended."""
-        return self._ended == len(self.jobs)
+    async def before_failing(self, work: Awaitable[T]) -> T:
+        """The result of work that precedes all events; given up for what the request fails with meanwhile."""
+        task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return await task
+        finally:
+            task.cancel()
+            failed.cancel()
 
     async def events(self, idle: float | None = None) -> AsyncIterator[Event | None]:
         """Everything that happens until all rows have ended; raises what the request failed with.
@@ -119,18 +129,19 @@ class LiveRequest:
         self._heard = monotonic()
         watching = None if idle is None else asyncio.ensure_future(self._watch_silence(idle))
         try:
-            while not self.over:
-                while not self._events:
-                    if self.error is not None:
-                        raise self.error
+            while self._read < len(self.jobs):
+                if self.error is not None:  # it goes before events that wait: the reader may be slow
+                    raise self.error
+                if self._silent:
+                    self._silent = False
+                    yield None
+                elif self._events:
+                    event = self._events.popleft()
+                    self._read += isinstance(event, Ended)
+                    yield event
+                else:
                     self._news.clear()
                     await self._news.wait()
-                    if self._silent:
-                        self._silent = False
-                        yield None
-                event = self._events.popleft()
-                self._ended += isinstance(event, Ended)
-                yield event
         finally:
             if watching is not None:
                 watching.cancel()

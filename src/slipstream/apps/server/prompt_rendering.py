@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.apps.server.error_objects import refused
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, ContentPart, MessageFields
-from slipstream.apps.server.tool_fields import checked_tools
+from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, ContentPart, MessageFields
+from slipstream.apps.server.tool_fields import check_json, checked_tools
 from slipstream.text.chat_form import ChatForm
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
@@ -19,7 +19,7 @@ ROLES = {"developer": "system", "function": "tool"}
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt. text: as it was sent, if it was; messages: for draft models that have a format of their own."""
+    """One prompt. text: as it was sent, unless it was cut; messages: for draft models with a format of their own."""
 
     ids: list[int]
     text: str | None = None
@@ -35,6 +35,8 @@ def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> l
         several = [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
     if not several:
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
+    if len(several) * (fields.n or 1) > MOST_ROWS:  # before any is tokenised
+        raise refused(f"{len(several)} prompts with n={fields.n or 1}; allowed: at most {MOST_ROWS} texts", "n")
     return [_prompt(one, fields, tokenizer) for one in several]
 
 
@@ -43,25 +45,43 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
         return Rendered(_cut(prompt, fields.truncate_prompt_tokens))
     check_text("prompt", prompt)
     encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
-    return Rendered(_cut(encode(prompt), fields.truncate_prompt_tokens), prompt)
+    whole = encode(prompt)
+    ids = _cut(whole, fields.truncate_prompt_tokens)
+    return Rendered(ids, prompt if len(ids) == len(whole) else None)
 
 
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
     messages = [_message(number, one) for number, one in enumerate(fields.messages)]
+    tools = () if fields.tool_choice == "none" else checked_tools(fields)
     if not _needed(tokenizer).has_chat_template:
-        ids = _needed(tokenizer).encode("\n".join(message["content"] for message in messages))
+        _check_plain(fields)
+        encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
+        ids = encode("\n".join(message["content"] for message in messages))
         return Rendered(_cut(ids, fields.truncate_prompt_tokens))
+    if fields.add_special_tokens:
+        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
     opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
-    tools = () if fields.tool_choice == "none" else checked_tools(fields)
     variables = fields.chat_template_kwargs or {}
+    check_json("chat_template_kwargs", variables)
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
     ids = _needed(tokenizer).chat(messages, form)
     plain = not tools and not goes_on and all(set(message) == {"role", "content"} for message in messages)
     return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+
+
+def _check_plain(fields: ChatFields) -> None:
+    """Refuse what only a chat template could show to the model."""
+    for name, given in (
+        ("tools", fields.tool_choice != "none" and fields.tools),
+        ("chat_template_kwargs", fields.chat_template_kwargs),
+        *((f"messages.{number}.tool_calls", one.tool_calls) for number, one in enumerate(fields.messages)),
+    ):
+        if given:
+            raise refused(f"{name}: this model has no chat template; allowed: messages with texts", name)
 
 
 def rendered_messages(messages: Sequence[MessageFields], tokenizer: Tokenizer | None, *, opens: bool) -> list[int]:
@@ -81,6 +101,7 @@ def _message(number: int, message: MessageFields) -> dict[str, Any]:
         made["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         made["name"] = message.name
+    check_json(f"messages.{number}", {name: value for name, value in made.items() if name != "content"})
     return made
 
 

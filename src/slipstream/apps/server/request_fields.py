@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
 MOST_TOKENS = 1 << 24
+MOST_BIASES = 1024
 MOST_ROWS = 128  # texts of one request: prompts times n
 
 
@@ -18,10 +19,19 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _few_biases(value: Any) -> Any:
+    """Biases are counted before they are read."""
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise PydanticCustomError("too_long", f"{len(value)} biases; allowed: at most {MOST_BIASES}")
+    return value
+
+
 NUMBER = BeforeValidator(_number)
 TokenId = Annotated[int, Field(strict=True, ge=0, le=1 << 31)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)]
+FAIL_FAST = Field(fail_fast=True)
+# lists are read up to their first mistake: a body of a few MiB holds a million, each of which would become an error
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1, max_length=256)]
 WITHOUT_EFFECT = frozenset(
     {
         "best_of",
@@ -85,11 +95,14 @@ class ContentPart(Fields):
     text: str | None = None
 
 
+Parts = Annotated[list[ContentPart], FAIL_FAST]
+
+
 class PredictionFields(Fields):
     """A text that the answer is expected to resemble."""
 
     type: Literal["content"]
-    content: str | list[ContentPart]
+    content: str | Parts
 
 
 class ResponseFormat(Fields):
@@ -115,12 +128,17 @@ class SamplingFields(Fields):
     frequency_penalty: Annotated[float, NUMBER, Field(ge=-100, le=100)] | None = None
     repetition_penalty: Annotated[float, NUMBER, Field(gt=0, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[str, Annotated[float, NUMBER, Field(ge=-1e4, le=1e4)]], Field(max_length=1024)] | None
+        Annotated[
+            dict[str, Annotated[float, NUMBER, Field(ge=-1e4, le=1e4)]],
+            BeforeValidator(_few_biases),
+            Field(max_length=MOST_BIASES),
+        ]
+        | None
     ) = None
-    stop: Annotated[str, Field(min_length=1, max_length=256)] | Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=128)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
+    allowed_token_ids: Ids | None = None
     min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
     ignore_eos: StrictBool | None = None
     seed: Annotated[int, NUMBER, Field(ge=-1, lt=1 << 63)] | None = None
@@ -141,7 +159,7 @@ class SamplingFields(Fields):
 class CompletionFields(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | Annotated[list[str], FAIL_FAST] | Ids | Annotated[list[Ids], FAIL_FAST]
     echo: StrictBool | None = None
     logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
@@ -151,20 +169,23 @@ class MessageFields(Fields):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Parts | None = None
     name: Annotated[str, Field(max_length=1024)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     tool_call_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+Messages = Annotated[list[MessageFields], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 class ChatFields(SamplingFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
@@ -177,7 +198,7 @@ class TokenizeFields(Fields):
     """`POST /tokenize`: a text, or messages that the chat template renders."""
 
     prompt: str | None = None
-    messages: Annotated[list[MessageFields], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool = True
 
@@ -185,4 +206,4 @@ class TokenizeFields(Fields):
 class DetokenizeFields(Fields):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FAIL_FAST]

@@ -10,7 +10,7 @@ from slipstream.apps.server.answer_forms import answer_constraint, form_field, t
 from slipstream.apps.server.error_objects import refused
 from slipstream.apps.server.live_request import Job, LiveRequest
 from slipstream.apps.server.prompt_rendering import Rendered
-from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.sampling_fields import sampling_params, wanted_logprobs
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.constraints.compiled_grammars import CompiledGrammars
@@ -48,9 +48,6 @@ class RowMaker:
 
         tokenizer: of the calling thread; the decoder's own is the engine's, which decodes with it.
         """
-        n = fields.n or 1
-        if len(prompts) * n > MOST_ROWS:
-            raise refused(f"{len(prompts)} prompts with n={n}; allowed: at most {MOST_ROWS} texts", "n")
         jobs: list[Job] = []
         for prompt in prompts:
             for job in self._of_prompt(live, fields, prompt, tokenizer):

@@ -127,7 +127,7 @@ class ServerMetrics:
         self._observe("vllm:iteration_tokens_total", tokens)
 
     def event(self, live: LiveRequest, event: Event) -> None:
-        """Take the times of a row."""
+        """Take the times of a row, but for those that nobody waits for."""
         job = live.jobs[event.choice]
         if isinstance(event, Started):
             self._began(live, job, event)
@@ -137,16 +137,18 @@ class ServerMetrics:
             self._finished(live, job, event)
 
     def _began(self, live: LiveRequest, job: Job, event: Started) -> None:
-        self._times[job] = {"start": event.at}
         length = job.row.prompt_length
+        self.add("vllm:prompt_tokens", length)
+        self.add("vllm:prefix_cache_queries", length)
+        self.add("vllm:prefix_cache_hits", event.cached)
+        if live.background:
+            return
+        self._times[job] = {"start": event.at}
         self._observe("vllm:request_queue_time_seconds", event.at - live.arrived)
         self._observe("vllm:request_prompt_tokens", length)
         self._observe("vllm:request_params_max_tokens", job.row.params.max_tokens)
         if event.choice == 0:
             self._observe("vllm:request_params_n", len(live.jobs))
-        self.add("vllm:prompt_tokens", length)
-        self.add("vllm:prefix_cache_queries", length)
-        self.add("vllm:prefix_cache_hits", event.cached)
 
     def _committed(self, live: LiveRequest, job: Job, event: Committed) -> None:
         times, count = self._times[job], max(1, len(event.round.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -9,6 +10,9 @@ from slipstream.config import setting
 from slipstream.errors import UsageError
 
 SEVERAL = "may be given several times"
+NAME = re.compile(r"[A-Za-z0-9._-]+")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,15 @@ class ServerSettings:
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise UsageError(f"{name}={getattr(self, name)}; allowed: seconds above 0, up to 1e6")
+        for name in self.allowed_host:
+            if not (NAME.fullmatch(name) or is_address(name)):
+                raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")
+        for origin in self.allowed_origin:
+            if not ORIGIN.fullmatch(origin) or origin.endswith(DEFAULT_PORTS.get(origin.partition(":")[0], "/")):
+                raise UsageError(
+                    f"allowed_origin={origin!r}; allowed: a site as browsers name it, like https://pages.example or "
+                    "http://localhost:3000: lower case, no path, no default port"
+                )
         if not self.host:
             raise UsageError("host=''; allowed: an address or a name, for example 127.0.0.1")
         if not self.is_local and not self.api_key_file and not self.insecure:
@@ -63,7 +76,14 @@ class ServerSettings:
         """Whether only this machine can reach the server."""
         if self.host.lower() == "localhost":
             return True
-        try:
-            return ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        host = self.host.strip("[]")
+        return is_address(host) and ip_address(host).is_loopback
+
+
+def is_address(name: str) -> bool:
+    """Whether a name is an IP address."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -122,14 +121,24 @@ class Service:
         if len(self._waiting) >= self.settings.max_queued_requests:
             self.metrics.rejected("requests")
             raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
-        group = "" if self.settings.share_learning else owner
-        live = LiveRequest(endpoint, group if salt is None else f"{group}\n{salt}")
-        live.watch = self._watch
+        live = self._live(endpoint, owner, salt)
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
         self._preparing.add(live)
+        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
+        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
+        loop = asyncio.get_running_loop()
+        self._timers[live] = [
+            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
+            loop.call_later(self.settings.request_timeout, self._fail, live, over),
+        ]
         return live
+
+    def _live(self, endpoint: str, owner: str, salt: str | None, *, background: bool = False) -> LiveRequest:
+        group = "" if self.settings.share_learning else owner
+        group = group if salt is None else f"{group}\n{salt}"
+        return LiveRequest(endpoint, owner, group, background=background, watch=self._watch)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused where too many prompt tokens wait."""
@@ -142,20 +151,18 @@ class Service:
         self._preparing.discard(live)
         live.jobs = jobs
         self._begun.add(live)
-        late = ApiError(503, "no place became free in time; try again later", code="queue_timeout")
-        over = ApiError(408, f"the request took over {self.settings.request_timeout:g} seconds", code="timeout")
-        loop = asyncio.get_running_loop()
-        self._timers[live] = [
-            loop.call_later(self.settings.queue_timeout, self._fail_waiting, live, late),
-            loop.call_later(self.settings.request_timeout, live.fail, over),
-        ]
         assert self.engine is not None
         for job in jobs:
             self.engine.submit(job)
 
     def _fail_waiting(self, live: LiveRequest, error: ApiError) -> None:
         if live in self._waiting:
-            live.fail(error)
+            self._fail(live, error)
+
+    def _fail(self, live: LiveRequest, error: ApiError) -> None:
+        """End a request; its handler may hang in a send to a client that does not read, so its rows end here."""
+        live.fail(error)
+        self._end_rows(live)
 
     def _watch(self, live: LiveRequest, event: Event) -> None:
         if isinstance(event, Started):
@@ -174,11 +181,11 @@ class Service:
         if self.batches is not None:
             self.batches.stop()
 
-    def enter_background(self, endpoint: str, owner: str, id: str) -> LiveRequest:
+    def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
         self.check_ready()
-        live = LiveRequest(endpoint, "" if self.settings.share_learning else owner, id=id, background=True)
-        live.watch = self.room.event
+        live = self._live(endpoint, owner, salt, background=True)
+        live.id = id
         self._background.add(live)
         return live
 
@@ -190,10 +197,8 @@ class Service:
         for job in live.jobs:
             self.engine.submit(job)
 
-    def release(self, live: LiveRequest) -> None:
-        """A request is over, however it ended: its rows end before their next round."""
-        for timer in self._timers.pop(live, []):
-            timer.cancel()
+    def _end_rows(self, live: LiveRequest) -> None:
+        """What a request has left to decode ends before its next round."""
         self._preparing.discard(live)
         was_waiting = self._waiting.pop(live, None) is not None
         unfinished = [job for job in live.jobs if not job.over] if live in self._begun else []
@@ -201,9 +206,15 @@ class Service:
         for job in unfinished:
             assert self.engine is not None
             self.engine.cancel(job)
-        self._background.discard(live)
         if unfinished and not live.background:
             self.metrics.cancelled("queued" if was_waiting else "running")
+
+    def release(self, live: LiveRequest) -> None:
+        """A request is over, however it ended."""
+        for timer in self._timers.pop(live, []):
+            timer.cancel()
+        self._end_rows(live)
+        self._background.discard(live)
         self.live.discard(live)
         if not self.live:
             self._idle.set()
@@ -218,7 +229,7 @@ class Service:
         except TimeoutError:
             log.warning("drain_timeout=%g is over: %d requests end", self.settings.drain_timeout, len(self.live))
             for live in self.live:
-                live.fail(ApiError(503, "the server is shutting down", code="not_ready"))
+                self._fail(live, ApiError(503, "the server is shutting down", code="not_ready"))
             for _ in range(50):  # their answers are being written
                 if not self.live:
                     break
@@ -233,17 +244,3 @@ class Service:
             self._pool.close()
         if self._store is not None:
             self._store.close()
-
-    def log_answer(self, live: LiveRequest, status: int) -> None:
-        """One line per request: numbers alone, no texts."""
-        rows = [job.row for job in live.jobs]
-        log.info(
-            "request id=%s endpoint=%s status=%d rows=%d prompt_tokens=%d tokens=%d seconds=%.3f",
-            live.id,
-            live.endpoint,
-            status,
-            len(rows),
-            sum(row.prompt_length for row in rows),
-            sum(row.num_output_tokens for row in rows),
-            time.monotonic() - live.arrived,
-        )

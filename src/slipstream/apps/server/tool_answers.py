@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slipstream.apps.server.choice_state import ChoiceState, Piece
@@ -11,13 +12,18 @@ from slipstream.text.tool_calls import ParsedAnswer, ToolCallParser
 
 
 class ToolWatch:
-    """Watches one choice. tools: those that the request offers; without any, all text is passed on."""
+    """Watches one choice. tools: those that the request offers; without any, all text is passed on.
 
-    def __init__(self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    several: whether an answer may have more than one call; else those after the first are left out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]], *, several: bool = True
+    ) -> None:
         self._parser = tokenizer if tools and isinstance(tokenizer, ToolCallParser) else None
         opening = None if self._parser is None else self._parser.call_opening()
         self._before = None if opening is None else StopStrings((opening,))
-        self._tools, self._passed = tools, 0
+        self._tools, self._several, self._passed = tools, several, 0
 
     def passed(self, piece: Piece) -> str:
         """The part of a piece's text that belongs to no call, as far as is known yet."""
@@ -31,7 +37,8 @@ class ToolWatch:
         """What a finished choice calls."""
         if self._before is None or self._parser is None:
             return None
-        return self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
+        parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
+        return parsed if parsed is None or self._several else replace(parsed, calls=parsed.calls[:1])
 
     def held_back(self, choice: ChoiceState) -> str:
         """Text of a finished choice without calls that was not passed on."""

@@ -37,10 +37,15 @@ def _check(place: str, tool: dict[str, Any]) -> None:
     if not isinstance(function.get("description", ""), str | None):
         raise refused(f"{place}.function.description; allowed: a text", f"{place}.function.description")
     _check_parameters(f"{place}.function.parameters", function.get("parameters"))
+    check_json(place, tool)
+
+
+def check_json(place: str, value: Any) -> None:
+    """Refuse what templates and tokenizers cannot write: halves of surrogate pairs, and what is nested too deep."""
     try:
-        json.dumps(tool, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):  # half of a pair of surrogates, or nested too deep
-        raise refused(f"{place}; allowed: JSON of valid Unicode", place) from None
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise refused(f"{place}; allowed: JSON of valid Unicode (no lone surrogates)", place) from None
 
 
 def _check_parameters(place: str, parameters: Any) -> None:

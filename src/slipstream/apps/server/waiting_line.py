@@ -18,29 +18,25 @@ class WaitingLine:
 
     def add(self, job: Job) -> None:
         """Queue a job behind those of its caller."""
-        self._lines.setdefault(job.group, deque()).append(job)
+        self._lines.setdefault(job.request.owner, deque()).append(job)
 
     def take(self) -> Job | None:
         """The next job; its caller is the last to be served again."""
         while self._lines:
-            group, line = next(iter(self._lines.items()))
+            owner, line = next(iter(self._lines.items()))
             job = line.popleft()
             if line:
-                self._lines.move_to_end(group)
+                self._lines.move_to_end(owner)
             else:
-                del self._lines[group]
+                del self._lines[owner]
             if not job.over:
                 return job
         return None
 
     def remove(self, job: Job) -> None:
         """Take a job out, if it is there."""
-        line = self._lines.get(job.group)
+        line = self._lines.get(job.request.owner)
         if line is not None and job in line:
             line.remove(job)
             if not line:
-                del self._lines[job.group]
-
-    def jobs(self) -> list[Job]:
-        """All that wait."""
-        return [job for line in self._lines.values() for job in line]
+                del self._lines[job.request.owner]

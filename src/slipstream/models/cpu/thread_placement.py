@@ -28,29 +28,29 @@ log = logging.getLogger("slipstream")
 CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS")
 SLOW = 1e-3  # seconds; an operator of the size tried takes some 20 microseconds on cores of their own
 SAMPLES = 16
-_unbound: set[int] = set()  # cores on which the program might run before `bind_threads`; none if it did nothing
 _TASKS = Path("/proc/self/task")
 _USER, _SYSTEM, _PROCESSOR = 11, 12, 36  # of /proc/PID/task/TID/stat, counted from the field after the name
 
 
-def bind_threads(environment: MutableMapping[str, str]) -> bool:
-    """Have OpenMP keep its threads on cores of their own, unless the user arranged them; before PyTorch is imported."""
-    if any(name in environment for name in CHOSEN):
-        return False
-    environment["OMP_PROC_BIND"] = "true"
-    if sys.platform == "linux":
-        _unbound.update(os.sched_getaffinity(0))
-    return True
+def bind_threads(environment: MutableMapping[str, str]) -> frozenset[int]:
+    """Have OpenMP keep its threads on cores of their own, unless the user arranged them; before PyTorch is imported.
 
-
-def free_thread() -> None:
-    """Let the calling thread, and those it starts, run on all cores again; for threads that do not compute.
-
-    Where `bind_threads` has bound none, or the system does not let go, it stays where it is: that costs some time only.
+    Returns the cores on which the program may run, for `free_thread`; none where nothing is bound or to be freed.
     """
-    if sys.platform == "linux" and _unbound:
+    if any(name in environment for name in CHOSEN):
+        return frozenset()
+    environment["OMP_PROC_BIND"] = "true"
+    return frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+
+
+def free_thread(cores: frozenset[int]) -> None:
+    """Let the calling thread, and those it starts, run on these cores; for threads that do not compute.
+
+    Without cores, or where the system does not let go, it stays where it is: that costs some time only.
+    """
+    if sys.platform == "linux" and cores:
         with suppress(OSError):
-            os.sched_setaffinity(0, _unbound)
+            os.sched_setaffinity(0, cores)
 
 
 def separate_threads(cores: set[int] | None = None) -> bool:

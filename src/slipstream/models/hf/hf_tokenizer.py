@@ -14,6 +14,7 @@ from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.model_files import one_line
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
+from slipstream.text.prompts import check_text
 from slipstream.text.tool_calls import CallForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
@@ -76,6 +77,7 @@ class HFTokenizer:
             raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
+        check_text("the conversation as the chat template writes it", text)
         return self.bare(text)
 
     def _check_variables(self, form: ChatForm) -> None:
