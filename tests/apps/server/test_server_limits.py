@@ -135,7 +135,7 @@ class SlowTokenizer(ToyTokenizer):
         assert self.opened.wait(PATIENCE)
         return super().encode(text)
 
-    def __deepcopy__(self, memo: Any) -> SlowTokenizer:
+    def __deepcopy__(self, copied: Any) -> SlowTokenizer:
         return self
 
 

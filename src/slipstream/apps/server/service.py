@@ -142,6 +142,8 @@ class Service:
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
         """Queue the rows of a request; refused where too many prompt tokens wait."""
+        if live.error is not None:  # it came too late
+            raise live.error
         tokens = sum(job.row.prompt_length for job in jobs)
         waiting = sum(self._waiting.values())
         if waiting and waiting + tokens > self.settings.max_queued_tokens:
