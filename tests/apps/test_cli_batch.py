@@ -55,7 +55,7 @@ def test_what_a_file_of_settings_leaves_out_is_as_without_the_file(
 
     seen: list[DecoderConfig] = []
     monkeypatch.setattr(serve, "load_decoder", lambda models, config: seen.append(config))
-    monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, load, banner: load())
+    monkeypatch.setattr("slipstream.apps.server.launch.serve", lambda settings, load, *_: load())
     for arguments in ((), ("--config", str(file))):
         file.write_text('{"drafter": "ngram"}')
         assert run(capsys, monkeypatch, "serve", *TOY, *arguments)[0] == 0
