@@ -18,6 +18,7 @@ from vocabularies import tokenizer as tokenizer_of
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
+from slipstream.models.hf.cache_names import cache_name
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 
@@ -192,13 +193,14 @@ def test_the_output_object_has_sequences_results_and_statistics() -> None:
         assistant_model=perturbed("gemma3"),
     )
     assert isinstance(out, GenerateDecoderOnlyOutput) and torch.equal(out.sequences, expected("gemma3"))
-    assert out.scores is None and out.past_key_values is None
+    assert out.scores is None and getattr(out, CACHE) is None
     stats, texts = out.slipstream_stats, [result.token_ids for result in out.slipstream_results]
     assert stats.num_accepted_tokens > 0 and stats.num_output_tokens == sum(map(len, texts))
     for row, text in zip(out.sequences[:, WIDTH:].tolist(), texts, strict=True):
         assert row[: len(text)] == text and not any(row[len(text) :])
 
 
+CACHE = cache_name(shared("llama")) or ""  # what this transformers calls it
 IDS = batch()["input_ids"]
 REFUSALS: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
@@ -208,7 +210,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 1.5},
     "penalty_alpha": {"penalty_alpha": 0.5, "top_k": 4},
-    "past_key_values": {"past_key_values": DynamicCache()},
+    CACHE: {CACHE: DynamicCache()},
     "inputs_embeds": {"inputs_embeds": torch.zeros(4, WIDTH, 32)},
     "synced_gpus": {"synced_gpus": True},
     "position_ids": {"position_ids": torch.arange(WIDTH).expand(4, -1)},

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
+from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
 from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
@@ -219,3 +220,8 @@ def test_few_states_are_kept_the_newest_among_them() -> None:
 def test_of_older_states_those_far_apart_are_kept() -> None:
     older = kept([512, 1024, 1536, *range(1537, 1537 + MOST)])
     assert older[:3] == [512, 1024, 1536] and len(older) == MOST
+
+
+def test_a_cache_by_another_kind_is_none() -> None:
+    assert cache_name(tiny_model("xlm")) is None  # its `cache` is a dictionary of tensors
+    assert cache_name(tiny_model("llama")) in KEYS_AND_VALUES

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from slipstream import SpeculativeDecoder
+from slipstream.models.hf.cache_names import cache_name
 
 
 def decoder_of(model: Any, drafter: str = "none", **settings: Any) -> SpeculativeDecoder:
@@ -34,11 +35,11 @@ def left_out(model: Any, layers: Sequence[int]) -> Iterator[None]:
 
 def by_hugging_face(model: Any, layers: Sequence[int], text: list[int], steps: int) -> list[int]:
     """Greedy tokens of some layers on Hugging Face's own cache, which the whole model filled with the text."""
-    cache, said = DynamicCache(config=model.config), list(text)
+    cache, said = {cache_name(model) or "": DynamicCache(config=model.config)}, list(text)
     with torch.inference_mode():
-        model(input_ids=torch.tensor([text[:-1]]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([text[:-1]]), use_cache=True, **cache)
         with left_out(model, layers):
             for _ in range(steps):
-                out = model(input_ids=torch.tensor([said[-1:]]), past_key_values=cache, use_cache=True)
+                out = model(input_ids=torch.tensor([said[-1:]]), use_cache=True, **cache)
                 said.append(int(out.logits[0, -1].argmax()))
     return said[len(text) :]

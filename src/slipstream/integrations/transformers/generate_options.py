@@ -25,12 +25,12 @@ from slipstream.integrations.transformers.hf_processors import (
     for_row,
     last_fields,
 )
+from slipstream.models.hf.cache_names import NAMES
 from slipstream.sampling.params import Processor, SamplingParams
 
 Criterion = Callable[[Tensor, None], Any]
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-CACHES = {"past_key_values", "cache_params"}  # the names that models have for theirs
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
 ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # a row checks these itself
 # option -> the values that a speculative loop can honour
@@ -68,7 +68,7 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Pad
     inputs = {name: value for name, value in model_kwargs.items() if value is not None and name not in HARMLESS}
     mask = inputs.pop("attention_mask", torch.ones_like(input_ids)).bool()
     positions = inputs.pop("position_ids", None)
-    for name in inputs.keys() & CACHES:
+    for name in inputs.keys() & set(NAMES):
         if _is_new(inputs[name]):
             del inputs[name]
     for name in inputs:

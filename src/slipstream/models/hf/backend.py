@@ -19,12 +19,11 @@ from slipstream.errors import UsageError
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.attention_masks import MaskBuilder, Masks
+from slipstream.models.hf.cache_names import cache_name
 from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
 from slipstream.models.hf.recurrent.mixers import recurrent_states
 from slipstream.models.hf.supported_models import check_supported
 from slipstream.models.hf.tree_attention import tree_rows
-
-CACHE_NAMES = ("past_key_values", "cache_params")  # of `forward`'s arguments
 
 
 class HFBackend:
@@ -47,7 +46,7 @@ class HFBackend:
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
         accepted = inspect.signature(model.forward).parameters
-        self._cache_name = next(name for name in CACHE_NAMES if name in accepted)
+        self._cache_name = cache_name(model) or ""  # `check_supported` has seen to it that there is one
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from slipstream.models.hf.cache_names import given_cache
 from slipstream.models.hf.fused_linear import FusedOutput
 from slipstream.models.hf.grouped_attention import attend, attend_in_blocks
 from slipstream.models.hf.ragged_attention import RaggedCache, attend_ragged
@@ -185,7 +186,7 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """hidden_states: [B, W, H]. Calls by anyone but `HFBackend` go to the layer's own forward."""
-        cache, rope = options.get("past_key_values"), options.get("position_embeddings")
+        cache, rope = given_cache(options), options.get("position_embeddings")
         mask = options.get("attention_mask")
         if inputs or rope is None or mask is None or not isinstance(cache, RaggedCache):
             return self._own(hidden_states, *inputs, **options)

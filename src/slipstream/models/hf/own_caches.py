@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
+from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")  # of `forward`'s arguments
-TO_PREPARE = {"past_buckets_states": "past_key_values"}  # what `prepare_inputs_for_generation` calls it instead
+CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
 NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many in all
 
 
@@ -156,8 +156,8 @@ class OwnCacheBackend:
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
-        self._cache_name = next((name for name in CACHE_NAMES if name in self._accepts), None)
-        self._has_dynamic_cache = self._cache_name == "past_key_values" and model._supports_default_dynamic_cache()
+        self._cache_name = cache_name(model, CACHE_NAMES)
+        self._has_dynamic_cache = self._cache_name in KEYS_AND_VALUES and model._supports_default_dynamic_cache()
         self.module_state = ModuleState(model)
         self.caches = OwnCaches()
         self._ids: list[list[int]] = []
@@ -227,7 +227,7 @@ class OwnCacheBackend:
         if cache is None and self._has_dynamic_cache:
             cache = DynamicCache(config=self.model.config)
         if self._cache_name is not None and cache is not None:
-            given[TO_PREPARE.get(self._cache_name, self._cache_name)] = cache
+            given[prepared_name(self.model, self._cache_name)] = cache
         width = count if caches else len(ids)
         inputs = self.model.prepare_inputs_for_generation(
             everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given

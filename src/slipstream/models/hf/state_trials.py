@@ -14,6 +14,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.fast_forwards import START, a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
 
@@ -92,7 +93,8 @@ def differ(model: Any, logits: Tensor) -> bool:
         return False
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
-        cache = {"past_key_values": begun.past_key_values}
+        name = cache_name(model) or KEYS_AND_VALUES[0]
+        cache = {name: begun[name]}
         rest = model(input_ids=tokens[:, START:], position_ids=positions[:, START:], use_cache=True, **cache)
     except MODEL_ERRORS as error:
         log.info("%s does not go on from its own cache: %s", type(model).__name__, error)
