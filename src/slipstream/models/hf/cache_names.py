@@ -1,4 +1,4 @@
-"""What models call the cache that their forward takes and returns: transformers 5.24 has a new name for it."""
+"""What models call the cache that their forward takes and returns: transformers 5.24 has one new name for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS_AND_VALUES = ("cache", "past_key_values")  # the new name before the old one, which is accepted beside it
+STATES = ("cache", "cache_params")  # of models that have recurrent layers alone
 NAMES = (*KEYS_AND_VALUES, "cache_params")
 BUCKETS = "past_buckets_states"  # Reformer's
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 
 from slipstream.errors import UsageError
 from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
+from slipstream.models.hf.cache_names import KEYS_AND_VALUES, STATES, cache_name
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
 
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -37,8 +37,9 @@ def not_by_position(model: Any) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     layers = DynamicCache(config=config).layers
     attends = any(type(layer) is not LinearAttentionLayer for layer in layers)
-    cached = cache_name(model, KEYS_AND_VALUES) or KEYS_AND_VALUES[-1]
-    needed = ("position_ids", cached, "logits_to_keep") if attends else ("cache_params", "logits_to_keep")
+    names = KEYS_AND_VALUES if attends else STATES
+    cached = cache_name(model, names) or names[-1]
+    needed = ("position_ids", cached, "logits_to_keep") if attends else (cached, "logits_to_keep")
     reason = None
     if not _known_layers(model, config, layers):
         reason = "it carries recurrent state or compressed attention"
