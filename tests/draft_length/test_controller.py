@@ -20,6 +20,8 @@ from slipstream.draft_length.policies import Auto, Heuristic
 
 CPU = torch.device("cpu")
 numbers = itertools.count()
+ALONE = {1: 16.0, 8: 16.0, 32: 40.0}  # milliseconds
+TOGETHER = {8: 16.0, 32: 40.0}
 
 
 def row(index: int = 0, **options: int) -> Row:
@@ -237,3 +239,13 @@ def test_what_a_draft_model_read_in_a_round_is_noted_though_it_has_it_cached_the
     made = policy.worth_verifying([of], replace(draft([0.9, 0.8]), steps=2))
     assert made.notes is not None and isinstance(made.notes[0], DraftNote)
     assert made.notes[0].reading == len(of.tokens) and made.notes[0].decided == "paid"
+
+
+def test_a_token_is_useful_by_what_it_costs_beside_a_row() -> None:
+    one = DraftController(
+        CostModel(ragged=lambda rows, drafted: rows + drafted, measured=ALONE, together=TOGETHER, most=8)
+    )
+    eight, four = ([row(i) for i in range(count)] for count in (8, 4))
+    assert one.least_useful(eight) == pytest.approx(0.5)  # one more costs 1 ms, a row of eight 2
+    assert one.least_useful(four) == pytest.approx(0.0)  # up to eight cost nothing
+    assert controller().least_useful(eight) == 0.0  # all rows are as wide as the widest

@@ -29,7 +29,6 @@ from slipstream.models.cuda.graph_store import (
 from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, Bucket, IndexedCache
 from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.cache_names import cache_name
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
 
@@ -54,7 +53,6 @@ class GraphedBackend:
         """
         self.cache = IndexedCache(model.config.get_text_config().num_hidden_layers) if cache is None else cache
         self.eager = HFBackend(model, self.cache)  # runs what is not captured
-        self._cache_name = cache_name(model) or ""  # as `HFBackend` has it
         self.model, self.device, self.num_layers = self.eager.model, self.eager.device, self.eager.num_layers
         self.vocab_size, self.max_length = self.eager.vocab_size, self.eager.max_length
         if capturer is None:
@@ -226,7 +224,7 @@ class GraphedBackend:
             position_ids=positions.clamp(max=self.max_length - 1),
             use_cache=True,
             logits_to_keep=0,
-            **{self._cache_name: self.cache},
+            **{self.eager.cache_name: self.cache},
         )
         logits: Tensor = out.logits
         return logits

@@ -46,7 +46,7 @@ class HFBackend:
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
         accepted = inspect.signature(model.forward).parameters
-        self._cache_name = cache_name(model) or ""  # `check_supported` has seen to it that there is one
+        self.cache_name = cache_name(model) or ""  # `check_supported` has seen to it that there is one
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
@@ -210,7 +210,7 @@ class HFBackend:
         return logits
 
     def _run(self, tokens: Tensor, positions: Tensor, mask: Masks, keep: int | Tensor) -> Tensor:
-        given: dict[str, Any] = {self._cache_name: self.cache}
+        given: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
             # padding may reach beyond the context's end, where learned positions have no row
             given["position_ids"] = positions.clamp(max=self.max_length - 1)
