@@ -167,3 +167,13 @@ def test_a_caption_of_the_demo_follows_from_its_numbers(seconds: float, said: st
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_what_the_hub_tries_again_is_not_told_beside_the_error() -> None:
+    """Its client sets its own level where it is imported, in a process of its own here."""
+    code = (
+        "from slipstream.models.hf.model_files import quiet; quiet(); import logging, huggingface_hub.file_download; "
+        "print(logging.getLogger('huggingface_hub').isEnabledFor(logging.ERROR))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -99,6 +99,7 @@ def quiet() -> None:
     """No progress bars and no advice from transformers in this process; errors still come through as exceptions."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["HF_HUB_VERBOSITY"] = "critical"  # read when it is imported
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if "transformers" in sys.modules:  # it has read the environment already
         from transformers.utils import logging as transformers_logging
