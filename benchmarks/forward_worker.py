@@ -3,9 +3,10 @@
     python benchmarks/forward_worker.py ENGINE MODEL CONTEXT
 
 ENGINE is slipstream or llama.cpp. `tokens N`: a forward of N tokens after CONTEXT others, and the likeliest token after
-each; `prompt N`: a prompt of N tokens read up to its first new token; both are answered by milliseconds. `memory`: by
-bytes that are resident, and those of them that are no pages of files. `first PROMPT` is asked of a new process alone: a
-chat message answered up to its first token, from the model's name on, by the engine's own public interface.
+each, the second of two, as the first meets caches and threads that another process has just used; `prompt N`: a prompt
+of N tokens read up to its first new token; both are answered by milliseconds. `memory`: by bytes that are resident, and
+those of them that are no pages of files. `first PROMPT` is asked of a new process alone: a chat message answered up to
+its first token, from the model's name on, by the engine's own public interface.
 """
 
 from __future__ import annotations
@@ -93,8 +94,10 @@ def serve(read: Read, prompt: Prompt, context: int) -> None:
     stands = False  # whether the cache holds the context
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
-        if what == "tokens" and not stands:
-            read(tokens[:context], 0)
+        if what == "tokens":
+            if not stands:
+                read(tokens[:context], 0)
+            read(tokens[context : context + int(number)], context)
             stands = True
         started = perf_counter()
         if what == "tokens":

@@ -1,6 +1,6 @@
 """Linear layers and embeddings that compute with the blocks of a GGUF file, whose weights do not change.
 
-`csrc/blocks/products.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
+`csrc/blocks/panel_sums.c` multiplies the codes by activations that are rounded to integers: 8 bits (int8, one plane) or
 15 (int15, two planes), with a scale per 32 inputs. Sums of integers are exact, so a token's result depends neither on
 the tokens beside it nor on the processor. The specification of a layer is the product with `BlockPart.rows` in float32,
 after the same rounding of the activations.

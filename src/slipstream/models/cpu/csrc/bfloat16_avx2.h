@@ -49,6 +49,3 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
     join_half(data.a, codes.a, table, to);
     join_half(data.b, codes.b, table, to + 16);
 }
-
-/* To the second level of the caches. */
-ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }

@@ -46,6 +46,3 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
         vst1q_u8((uint8_t *)(to + 32 + 8 * i), vzip2q_u8(lowest, upper));
     }
 }
-
-/* To the second level of the caches. */
-ALWAYS void prefetch_later(const uint8_t *from) { __builtin_prefetch(from, 0, 2); }

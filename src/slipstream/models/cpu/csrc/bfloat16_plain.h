@@ -43,6 +43,3 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
         to[place] = (uint16_t)(upper << 8 | lowest);
     }
 }
-
-/* To the second level of the caches. */
-ALWAYS void prefetch_later(const uint8_t *from) { (void)from; }

@@ -11,6 +11,3 @@ ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16
     _mm512_store_si512(to, _mm512_unpacklo_epi8(lowest, upper));
     _mm512_store_si512(to + 32, _mm512_unpackhi_epi8(lowest, upper));
 }
-
-/* To the second level of the caches. */
-ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }

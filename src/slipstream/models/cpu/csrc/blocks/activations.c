@@ -44,23 +44,16 @@ static void quantise_group(const float *x, int64_t planes, int place, int count,
 }
 
 void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to) {
-    int64_t groups = inputs / GROUP, each = groups * group_bytes(planes, 1), number = me->number;
-    int64_t end = share_of(me, tokens * groups, number + 1);
-    for (int64_t unit = share_of(me, tokens * groups, number); unit < end; unit++) {
-        int64_t token = unit / groups, g = unit % groups, first = token / TILE * TILE;
-        int count = places(least(TILE, tokens - first));
-        uint8_t *tile = to + first * each;
-        quantise_group(x + token * inputs + g * GROUP, planes, (int)(token - first), count,
-                       tile + g * group_bytes(planes, count));
+    static const float none[GROUP] = {0};
+    int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1);
+    for (int64_t done = 0; done < tokens; done += TILE) {
+        int64_t rows = least(TILE, tokens - done), count = places(rows);
+        uint8_t *tile = to + done * groups * group_bytes(planes, 1);
+        for (int64_t g = share_of(me, groups, me->number); g < end; g++) /* tokens share lines of memory, threads do not */
+            for (int64_t place = 0; place < count; place++) {
+                const float *from = place < rows ? x + (done + place) * inputs + g * GROUP : none;
+                quantise_group(from, planes, (int)place, (int)count, tile + g * group_bytes(planes, count));
+            }
     }
-    /* places without a token count 0 */
-    int64_t rest = tokens % TILE;
-    if (rest && places(rest) > rest)
-        for (int64_t g = share_of(me, groups, number); g < share_of(me, groups, number + 1); g++) {
-            float none[GROUP] = {0};
-            int count = places(rest);
-            for (int place = (int)rest; place < count; place++)
-                quantise_group(none, planes, place, count, to + (tokens - rest) * each + g * group_bytes(planes, count));
-        }
     wait_for_team(me);
 }

@@ -45,13 +45,32 @@ void quantise(const struct member *me, const float *x, int64_t inputs, int64_t t
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space);
 
-/* The same for the kinds of grouped.c. plain: activations that are not rounded; sums: [places(rows)][LANES]. */
+/* A panel times a tile of 1 to 8 tokens: sums [places(rows)][LANES]. next: the panel that this thread multiplies then. */
+void block_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
+                const uint8_t *x, float *sums);
+
+/* The same for the kinds of grouped.c. plain: activations that are not rounded. */
 static inline int is_grouped(int64_t format) { return format >= FORMATS; }
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
 void pack_grouped_panel(int64_t panel, void *packing);
 void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
-void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
-                  const float *plain, float *sums);
+void grouped_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
+                  const uint8_t *x, const float *plain, float *sums);
+
+/* What is fetched while a panel is multiplied: its codes AHEAD bytes on, then those of the next panel from its beginning.
+ * A panel's scales are to be fetched while the one before it is multiplied. */
+enum { AHEAD = 8192 };
+struct fetching {
+    const uint8_t *at, *end, *next;
+};
+static inline struct fetching begin_fetching(const uint8_t *codes, int64_t size, int64_t step, const uint8_t *next) {
+    return (struct fetching){codes + least(AHEAD / step * step, size), codes + size, next};
+}
+ALWAYS void fetch(struct fetching *of, const int64_t bytes) {
+    if (of->at == of->end) of->at = of->next;
+    for (int line = 0; line < bytes; line += 64) prefetch(of->at + line);
+    of->at += bytes;
+}
 
 void attend(const struct float_layer *layer, const struct float_cache *m, const float *heads, int64_t tokens,
                   float *out, int64_t *groups);

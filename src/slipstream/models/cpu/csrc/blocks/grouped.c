@@ -8,7 +8,7 @@
  */
 #include "blocks.h"
 
-enum { CODES = 256 /* bytes of 32 inputs */, FAR_AHEAD = 4096 /* bytes prefetched */ };
+enum { CODES = 256 /* bytes of 32 inputs */ };
 
 static int64_t scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
 static int64_t row_head(int64_t kind) { return kind == INT4 ? 4 : 8; }
@@ -94,10 +94,12 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
     }
 }
 
-/* A panel of codes times a tile: sums [rows][LANES]; as add_panel of products.c. */
-ALWAYS void add_codes(const int kind, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
-                      int64_t group, const uint8_t *x, float *sums) {
+/* A panel of codes times a tile: sums [rows][LANES]; as add_panel of panel_sums.c. */
+ALWAYS void add_codes(const int kind, const int rows, const int planes, const uint8_t *panel, const uint8_t *next,
+                      int64_t inputs, int64_t group, const uint8_t *x, float *sums) {
     const uint8_t *scales = panel + inputs / GROUP * CODES;
+    const int64_t to_next = next - panel;
+    struct fetching ahead = begin_fetching(panel, scales - panel, CODES, next);
     const int stride = planes * rows * 4;
     floats whole[TILE];
     ints sum[2][TILE];
@@ -105,7 +107,9 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
     for (int64_t at = 0, left = group; at < inputs; at += GROUP) {
         const uint8_t *marks = x + 32 * planes * rows;
-        for (int line = 0; line < CODES; line += 64) prefetch(panel + line + FAR_AHEAD);
+        fetch(&ahead, CODES);
+        if (left == group)
+            for (int line = 0; line < scale_bytes(kind); line += 64) prefetch(scales + to_next + line);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             int32_t begins;
@@ -160,16 +164,16 @@ ALWAYS floats load_weights(const int kind, const uint8_t *from) {
 }
 
 /* A panel of numbers times tokens [there][inputs]: sums [rows][LANES], those beyond `there` of no meaning. */
-ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, int64_t inputs, const float *x,
-                        int64_t there, float *sums) {
+ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, const uint8_t *next, int64_t inputs,
+                        const float *x, int64_t there, float *sums) {
     const int each = LANES * (kind == FLOAT32 ? 4 : 2);
     const float *row[TILE];
     floats even[TILE], odd[TILE];
+    struct fetching ahead = begin_fetching(panel, inputs * each, 2 * each, next);
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) row[i] = x + (i < there ? i : 0) * inputs, even[i] = odd[i] = all_floats(0);
     for (int64_t in = 0; in < inputs; in += 2, panel += 2 * each) {
-        prefetch(panel + FAR_AHEAD);
-        if (kind == FLOAT32) prefetch(panel + FAR_AHEAD + 64);
+        fetch(&ahead, 2 * each);
         floats first = load_weights(kind, panel), second = load_weights(kind, panel + each);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
@@ -181,16 +185,20 @@ ALWAYS void add_numbers(const int kind, const int rows, const uint8_t *panel, in
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, add_floats(even[i], odd[i]));
 }
 
-typedef void codes_function(const uint8_t *panel, int64_t inputs, int64_t group, const uint8_t *x, float *sums);
-typedef void numbers_function(const uint8_t *panel, int64_t inputs, const float *x, int64_t there, float *sums);
+typedef void codes_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t group, const uint8_t *x,
+                            float *sums);
+typedef void numbers_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, const float *x, int64_t there,
+                              float *sums);
 
-#define CODES_OF(kind, rows, planes)                                                                          \
-    static void kind##_##rows##_##planes(const uint8_t *p, int64_t n, int64_t g, const uint8_t *x, float *s) { \
-        add_codes(kind, rows, planes, p, n, g, x, s);                                                          \
+#define CODES_OF(kind, rows, planes)                                                                   \
+    static void kind##_##rows##_##planes(const uint8_t *panel, const uint8_t *next, int64_t inputs,     \
+                                         int64_t group, const uint8_t *x, float *sums) {                \
+        add_codes(kind, rows, planes, panel, next, inputs, group, x, sums);                             \
     }
-#define NUMBERS_OF(kind, rows, unused)                                                                        \
-    static void kind##_##rows##_0(const uint8_t *p, int64_t n, const float *x, int64_t there, float *s) {      \
-        add_numbers(kind, rows, p, n, x, there, s);                                                            \
+#define NUMBERS_OF(kind, rows, unused)                                                                 \
+    static void kind##_##rows##_0(const uint8_t *panel, const uint8_t *next, int64_t inputs,            \
+                                  const float *x, int64_t there, float *sums) {                         \
+        add_numbers(kind, rows, panel, next, inputs, x, there, sums);                                   \
     }
 #define ALL_ROWS(of, kind, planes) \
     of(kind, 1, planes) of(kind, 2, planes) of(kind, 3, planes) of(kind, 4, planes) of(kind, 6, planes) of(kind, 8, planes)
@@ -211,9 +219,9 @@ static numbers_function *const OF_NUMBERS[][TILE + 1] = {
     [FLOAT32 - BFLOAT16] = TABLE(FLOAT32, 0),
 };
 
-void grouped_sums(int64_t format, const uint8_t *panel, int64_t inputs, int64_t rows, int64_t planes, const uint8_t *x,
-                  const float *plain, float *sums) {
+void grouped_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
+                  const uint8_t *x, const float *plain, float *sums) {
     int64_t kind = format % KINDS;
-    if (is_float(kind)) OF_NUMBERS[kind - BFLOAT16][places(rows)](panel, inputs, plain, rows, sums);
-    else OF_CODES[kind - INT4][planes - 1][places(rows)](panel, inputs, format / KINDS, x, sums);
+    if (is_float(kind)) OF_NUMBERS[kind - BFLOAT16][places(rows)](panel, next, inputs, plain, rows, sums);
+    else OF_CODES[kind - INT4][planes - 1][places(rows)](panel, next, inputs, format / KINDS, x, sums);
 }

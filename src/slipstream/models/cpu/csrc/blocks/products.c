@@ -1,173 +1,9 @@
-/* Products of panels with tiles of quantised activations.
- *
- * The products of 32 inputs are summed as integers, without rounding, and scaled once; scaled sums are added in the
- * order of the inputs. A token's result therefore does not depend on the tokens beside it, nor on the instructions used.
- * A panel is unpacked once for all tokens of a tile, so a few tokens take as long as one while memory is the limit.
- */
+/* Products of a layer's panels with tiles of activations, by a team: chunks of panels are handed out one by one. */
 #include "blocks.h"
 
 enum {
-    AHEAD = 4096,        /* bytes prefetched */
     HANDED_OUT = 65536,  /* bytes of panels that a thread takes at a time */
     FEW = 4              /* panels that use a tile read from memory, where there are several tiles */
-};
-
-ALWAYS float float_at(const uint8_t *from) {
-    float x;
-    memcpy(&x, from, 4);
-    return x;
-}
-ALWAYS int32_t int_at(const uint8_t *from) {
-    int32_t x;
-    memcpy(&x, from, 4);
-    return x;
-}
-
-/* Vectors v and v + 4 of 32 inputs' codes, or only v where codes have 8 bits. */
-ALWAYS void load_codes(const int format, const uint8_t *codes, const int v, bytes *one, bytes *other) {
-    bytes both = load_bytes(codes + v * 64);
-    if (format == Q8_0) {
-        *one = both, *other = load_bytes(codes + (v + 4) * 64);
-        return;
-    }
-    *one = low_bits(both), *other = high_bits(both);
-    if (format == Q5_0 || format == Q5_1 || format == Q5_K) {
-        bytes fifth = load_bytes(codes + 256);
-        *one = with_bits(*one, fifth, v, 1), *other = with_bits(*other, fifth, v + 4, 1);
-    } else if (format == Q6_K) {
-        *one = with_bits(*one, load_bytes(codes + 256), 2 * v, 2);
-        *other = with_bits(*other, load_bytes(codes + 320), 2 * v, 2);
-    }
-}
-
-/* What four vectors of codes add to a tile's sums. x: the activations of each. */
-ALWAYS void add_vectors(const int bits, const int rows, const int planes, const bytes codes[4], const uint8_t *const x[4],
-                        ints sum[2][TILE]) {
-#ifdef ADDS_FOUR_DOTS
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-        #pragma GCC unroll 2
-        for (int p = 0; p < planes; p++) sum[p][i] = add_four_dots(sum[p][i], codes, x, (p * rows + i) * 4, bits);
-#else
-    #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++)
-        #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            sum[0][i] = add_dot(sum[0][i], codes[k], x[k] + i * 4, bits);
-            if (planes == 2) sum[1][i] = add_dot(sum[1][i], codes[k], x[k] + (rows + i) * 4, bits);
-        }
-#endif
-}
-
-/* Begins a tile's integer sums with a mark; of two planes the second. */
-ALWAYS void begin(const int rows, const int planes, const uint8_t *marks, const int mark, ints sum[2][TILE]) {
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) {
-        ints from = mark < 0 ? all_ints(0) : all_ints(int_at(marks + (mark * rows + i) * 4));
-        sum[planes - 1][i] = from;
-        if (planes == 2) sum[0][i] = all_ints(0);
-    }
-}
-
-/* Scales the integer sums and adds them to the whole. */
-ALWAYS void finish(const int rows, const int planes, const uint8_t *marks, floats scale, ints sum[2][TILE],
-                   floats whole[TILE]) {
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) {
-        ints exact = planes == 1 ? sum[0][i] : add_ints(times_128(sum[0][i]), sum[1][i]);
-        floats scaled = multiply_floats(to_floats(exact), all_floats(float_at(marks + (SCALE * rows + i) * 4)));
-        whole[i] = add_product(whole[i], scaled, scale);
-    }
-}
-
-ALWAYS int bits_of(const int format) {
-    if (format == Q8_0) return 8;
-    if (format == Q6_K) return 6;
-    return format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
-}
-
-/* 32 inputs. scales: the scales of the block that they belong to; g: which 32 of the block. */
-ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
-                      int64_t g, const uint8_t *x, floats whole[TILE]) {
-    const uint8_t *marks = x + 32 * planes * rows;
-    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = bits_of(format);
-    ints sum[2][TILE];
-    floats d = load_halves(scales), minimum = d;
-    if (format == Q6_K) {
-        bytes early[4], late[4];
-        const uint8_t *low[4], *high[4];
-        #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) {
-            load_codes(format, codes, v, &early[v], &late[v]);
-            low[v] = x + v * stride, high[v] = x + (v + 4) * stride;
-        }
-        begin(rows, planes, marks, BEGIN_LOW, sum);
-        add_vectors(bits, rows, planes, early, low, sum);
-        const uint8_t *own = scales + 32 + 2 * g * LANES;
-        finish(rows, planes, marks, multiply_floats(d, load_signed(own)), sum, whole);
-        begin(rows, planes, marks, BEGIN_HIGH, sum);
-        add_vectors(bits, rows, planes, late, high, sum);
-        finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
-        return;
-    }
-    begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 && !SUBTRACTS_128 ? BEGIN_128 : -1, sum);
-    #pragma GCC unroll 2
-    for (int v = 0; v < 4; v += 2) {
-        bytes four[4];
-        const uint8_t *of[4] = {x + v * stride, x + (v + 4) * stride, x + (v + 1) * stride, x + (v + 5) * stride};
-        load_codes(format, codes, v, &four[0], &four[1]);
-        load_codes(format, codes, v + 1, &four[2], &four[3]);
-        add_vectors(bits, rows, planes, four, of, sum);
-    }
-    if (is_super) d = multiply_floats(d, load_unsigned(scales + 64 + g * LANES));
-    finish(rows, planes, marks, d, sum, whole);
-    if (format == Q4_0 || format == Q5_0 || format == Q8_0) return;
-    minimum = load_halves(scales + 32);
-    if (is_super) minimum = multiply_floats(minimum, load_unsigned(scales + 192 + g * LANES));
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) {
-        floats total = all_floats(float_at(marks + (TOTAL * rows + i) * 4));
-        whole[i] = is_super ? take_product(whole[i], total, minimum) : add_product(whole[i], total, minimum);
-    }
-}
-
-/* A panel times a tile: sums [rows][LANES]. */
-ALWAYS void add_panel(const int format, const int rows, const int planes, const uint8_t *panel, int64_t inputs,
-                      const uint8_t *x, float *sums) {
-    const int64_t size = format >= Q4_K ? SUPER : GROUP, bytes_of = SHAPES[format].codes, step = SHAPES[format].scales;
-    const uint8_t *scales = panel + inputs / GROUP * bytes_of;
-    floats whole[TILE];
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
-    for (int64_t at = 0; at < inputs; at += size, scales += step)
-        for (int64_t g = 0; g < size / GROUP; g++) {
-            for (int line = 0; line < bytes_of; line += 64) prefetch(panel + line + AHEAD);
-            add_group(format, rows, planes, panel, scales, g, x, whole);
-            panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
-        }
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);
-}
-
-typedef void panel_function(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums);
-
-#define ONE(format, rows, planes)                                                                                \
-    static void format##_##rows##_##planes(const uint8_t *panel, int64_t inputs, const uint8_t *x, float *sums) { \
-        add_panel(format, rows, planes, panel, inputs, x, sums);                                                  \
-    }
-#define ALL_ROWS(format, planes) \
-    ONE(format, 1, planes) ONE(format, 2, planes) ONE(format, 3, planes) ONE(format, 4, planes) ONE(format, 6, planes) ONE(format, 8, planes)
-#define BOTH(format) ALL_ROWS(format, 1) ALL_ROWS(format, 2)
-BOTH(Q4_0) BOTH(Q4_1) BOTH(Q5_0) BOTH(Q5_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q5_K) BOTH(Q6_K)
-
-#define ROWS_OF(format, planes)                                                                          \
-    {                                                                                                    \
-        [1] = format##_1_##planes, [2] = format##_2_##planes, [3] = format##_3_##planes,                 \
-        [4] = format##_4_##planes, [6] = format##_6_##planes, [8] = format##_8_##planes                  \
-    }
-#define TABLE(format) [format] = {ROWS_OF(format, 1), ROWS_OF(format, 2)}
-static panel_function *const FUNCTIONS[FORMATS][2][TILE + 1] = {
-    TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0), TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K),
 };
 
 /* A product that a team computes. next: the chunk of panels that nobody has taken yet. */
@@ -180,46 +16,74 @@ struct product {
     _Atomic int64_t next;
 };
 
-/* A panel of a part times the tile that begins with token `done`. first: the layer's output that the panel begins with. */
-static void multiply_panel(const struct product *of, const struct block_part *part, int64_t panel, int64_t first,
-                           int64_t done) {
+/* A part of a product. before, chunks: how many chunks come before it and how many it has, of so many panels of so many
+ * bytes; first: the layer's output that it begins with. */
+struct place {
+    const struct block_part *part;
+    int64_t before, chunks, panels, bytes, first;
+};
+
+/* Panels of a part that a thread takes at a time; none where `of.part` is NULL. */
+struct chunk {
+    struct place of;
+    int64_t panel, end;
+};
+
+/* A chunk is HANDED_OUT bytes, and where there are several tiles at least FEW panels, so that a tile read from memory
+ * serves several of them; never more than a sixteenth of the part. */
+static struct place place_of(const struct product *of, const struct block_part *part, int64_t before, int64_t first) {
+    int64_t bytes = panel_bytes(part->format, of->w->inputs), count = up(part->outputs, LANES) / LANES;
+    int64_t panels = HANDED_OUT / bytes, fair = count / 16;
+    if (of->tokens > TILE && panels < FEW) panels = FEW;
+    if (panels > fair) panels = fair;
+    if (panels < 1) panels = 1;
+    return (struct place){part, before, up(count, panels) / panels, panels, bytes, first};
+}
+
+/* The chunk that nobody has taken yet. at: the part of the last one. */
+static struct chunk take_chunk(struct product *of, struct place at) {
+    int64_t number = take(&of->next);
+    while (number >= at.before + at.chunks) {
+        if (at.part + 1 == of->w->parts + of->w->num_parts) return (struct chunk){{0}, 0, 0};
+        at = place_of(of, at.part + 1, at.before + at.chunks, at.first + at.part->outputs);
+    }
+    int64_t panel = (number - at.before) * at.panels;
+    return (struct chunk){at, panel, least(up(at.part->outputs, LANES) / LANES, panel + at.panels)};
+}
+
+static const uint8_t *panel_of(const struct chunk *in, int64_t panel) { return in->of.part->data + panel * in->of.bytes; }
+
+/* A panel of a chunk times the tile that begins with token `done`. next: the panel that this thread multiplies then. */
+static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done,
+                           const uint8_t *next) {
     float sums[TILE * LANES];
     const struct block_linear *w = of->w;
-    const uint8_t *data = part->data + panel * panel_bytes(part->format, w->inputs);
+    const struct block_part *part = in->of.part;
+    const uint8_t *data = panel_of(in, panel);
     const uint8_t *x = of->space + done * (w->inputs / GROUP * group_bytes(of->planes, 1));
     int64_t rows = least(TILE, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
     if (is_grouped(part->format))
-        grouped_sums(part->format, data, w->inputs, rows, of->planes, x, of->x + done * w->inputs, sums);
-    else FUNCTIONS[part->format][of->planes - 1][places(rows)](data, w->inputs, x, sums);
+        grouped_sums(part->format, data, next, w->inputs, rows, of->planes, x, of->x + done * w->inputs, sums);
+    else block_sums(part->format, data, next, w->inputs, rows, of->planes, x, sums);
     for (int64_t i = 0; i < rows; i++) {
+        int64_t first = in->of.first + panel * LANES;
         float *to = of->out + (done + i) * w->outputs + first;
         for (int64_t o = 0; o < there; o++) to[o] = w->bias ? sums[i * LANES + o] + w->bias[first + o] : sums[i * LANES + o];
     }
 }
 
-/* How many panels of a part a thread takes at a time: HANDED_OUT bytes, and where there are several tiles at least FEW
- * panels, so that a tile read from memory serves several of them; never more than a sixteenth of the part. */
-static int64_t chunk_of(const struct product *of, const struct block_part *part) {
-    int64_t chunk = HANDED_OUT / panel_bytes(part->format, of->w->inputs), fair = up(part->outputs, LANES) / LANES / 16;
-    if (of->tokens > TILE && chunk < FEW) chunk = FEW;
-    if (chunk > fair) chunk = fair;
-    return chunk > 0 ? chunk : 1;
-}
-
 static void multiply_in_team(const struct member *me, void *given) {
     struct product *of = given;
-    const struct block_linear *w = of->w;
-    quantise(me, of->x, w->inputs, of->tokens, of->planes, of->space);
-    int64_t taken = take(&of->next), before = 0, first = 0;
-    for (int64_t p = 0; p < w->num_parts; first += w->parts[p].outputs, p++) {
-        const struct block_part *part = w->parts + p;
-        int64_t count = up(part->outputs, LANES) / LANES, chunk = chunk_of(of, part), chunks = up(count, chunk) / chunk;
-        for (; taken < before + chunks; taken = take(&of->next)) {
-            int64_t panel = (taken - before) * chunk, end = least(count, panel + chunk);
-            for (int64_t done = 0; done < of->tokens; done += TILE) /* a tile stays in the cache for all panels */
-                for (int64_t at = panel; at < end; at++) multiply_panel(of, part, at, first + at * LANES, done);
-        }
-        before += chunks;
+    quantise(me, of->x, of->w->inputs, of->tokens, of->planes, of->space);
+    struct chunk now = take_chunk(of, place_of(of, of->w->parts, 0, 0)), then;
+    for (; now.of.part; now = then) {
+        then = take_chunk(of, now.of); /* already, so that its beginning can be fetched */
+        const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;
+        for (int64_t done = 0; done < of->tokens; done += TILE) /* a tile stays in the cache for all panels */
+            for (int64_t panel = now.panel; panel < now.end; panel++) {
+                const uint8_t *again = done + TILE < of->tokens ? first : after;
+                multiply_panel(of, &now, panel, done, panel + 1 < now.end ? panel_of(&now, panel + 1) : again);
+            }
     }
 }
 
