@@ -30,27 +30,26 @@ class BlockLayerOps(LayerCalls):
         self._linears, self._library = linears, linears[0].parts[0].library
         self._norm_weights: list[Tensor] = []
         norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
-        structs = [self._norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
         self._attends = ops.size <= LARGEST_HEAD and ops.heads <= MOST_REPEATS * ops.key_heads
-        library = self._library
-        functions = LayerFunctions(
-            library.project_qkv_rope, library.residual_mlp, library.whole_layer, FloatCacheStruct
-        )
-        super().__init__(ops, functions, layer, alone=True)
+        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, alone=True)
 
-    def _norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
+    def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
+        """See `LayerCalls.norm`."""
         if norm is None:
             return FloatNormStruct(None, 0.0)
         self._norm_weights.append(norm.weight[0])
         return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
 
-    def _scratch(self, tokens: int) -> int:
+    def scratch(self, tokens: int) -> int:
+        """See `LayerCalls.scratch`."""
         needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
         return needed
 
-    def _takes(self, hidden: Tensor) -> bool:
+    def takes(self, hidden: Tensor) -> bool:
+        """See `LayerCalls.takes`."""
         return self._attends
 
 

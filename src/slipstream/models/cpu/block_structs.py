@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.models.cpu.c_structs import LANES
+from slipstream.models.cpu.c_structs import LANES, StackedLayerStruct
 
 INPUTS, LARGEST_HEAD, MOST_REPEATS = 32, 256, 64  # GROUP, MAX_HEAD and MAX_REPEATS of the header
 
@@ -95,6 +95,7 @@ BLOCK_MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,
     "float_cache": FloatCacheStruct,
+    "stacked_layer": StackedLayerStruct,
 }
 BLOCK_CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,

@@ -53,6 +53,16 @@ class CacheStruct(ctypes.Structure):
     ]
 
 
+class StackedLayerStruct(ctypes.Structure):
+    """`struct stacked_layer`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layer", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("length", "window", "rotation")),
+        ("scaling", ctypes.c_float),
+    ]
+
+
 class RecurrenceStruct(ctypes.Structure):
     """`struct recurrence`."""
 
@@ -75,6 +85,7 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "norm": NormStruct,
     "layer": LayerStruct,
     "kv_cache": CacheStruct,
+    "stacked_layer": StackedLayerStruct,
     "recurrence": RecurrenceStruct,
     "segment": SegmentStruct,
 }

@@ -32,7 +32,7 @@ class CompiledOps(LayerCalls):
         head_norms = ops.head_norms or (None, None)
         norms = (ops.before_attention, *head_norms, ops.after_attention)
         self._norm_weights: list[Tensor] = []
-        structs = [self._norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         linears = [_kernel(linear) for linear in _linears(ops)]
         self._most_tokens = min(
             (linear.narrow for linear in _linears(ops) if isinstance(linear, QuantisedLinear)), default=MANY
@@ -43,21 +43,23 @@ class CompiledOps(LayerCalls):
         attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         self._most_attended = self._most_tokens if attends else 0
         self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(layer))
-        functions = LayerFunctions(library.project_qkv_rope, library.residual_mlp, library.whole_layer, CacheStruct)
         alone = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
-        super().__init__(ops, functions, layer, alone=alone)
+        super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, alone=alone)
 
-    def _norm(self, norm: RootMeanSquare | None) -> NormStruct:
+    def norm(self, norm: RootMeanSquare | None) -> NormStruct:
+        """See `LayerCalls.norm`."""
         if norm is None:
             return NormStruct(None, 0.0, 0)
         weight, rounds_first = norm.weight
         self._norm_weights.append(weight)
         return NormStruct(address(weight), norm.eps, rounds_first)
 
-    def _scratch(self, tokens: int) -> int:
+    def scratch(self, tokens: int) -> int:
+        """See `LayerCalls.scratch`."""
         return tokens * self._scratch_per_token
 
-    def _takes(self, hidden: Tensor) -> bool:
+    def takes(self, hidden: Tensor) -> bool:
+        """See `LayerCalls.takes`."""
         return hidden.shape[0] * hidden.shape[1] <= self._most_attended
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

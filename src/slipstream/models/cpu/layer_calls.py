@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.kernel_build import address
-from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, Rope
+from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
 from slipstream.models.hf.ragged_attention import RaggedCache
 
 MANY = 1 << 40  # tokens
@@ -26,17 +26,31 @@ class LayerFunctions:
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
-    out, scratch). cache: the struct of `whole`'s cache.
+    out, scratch). all: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x, tokens,
+    size, out). cache: the struct of `whole`'s cache.
     """
 
     project: Any
     feed_forward: Any
     whole: Any
+    all: Any
+    normalise: Any
     cache: type[ctypes.Structure]
 
-    def __post_init__(self) -> None:
-        for function, before, after in ((self.project, 2, 4), (self.feed_forward, 3, 2), (self.whole, 3, 4)):
-            function.argtypes = (*[ctypes.c_void_p] * before, ctypes.c_int64, *[ctypes.c_void_p] * after)
+    @classmethod
+    def of(cls, library: Any, cache: type[ctypes.Structure]) -> LayerFunctions:
+        """Those of `csrc/layer_steps.h`."""
+        taken = {  # pointers and numbers
+            "project": ("project_qkv_rope", "ppnpppp"),
+            "feed_forward": ("residual_mlp", "pppnpp"),
+            "whole": ("whole_layer", "pppnpppp"),
+            "all": ("all_layers", "pnppnpp"),
+            "normalise": ("normalise_tokens", "ppnnp"),
+        }
+        functions = {part: getattr(library, name) for part, (name, _) in taken.items()}
+        for part, (_, kinds) in taken.items():
+            functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+        return cls(**functions, cache=cache)
 
 
 @dataclass
@@ -80,26 +94,30 @@ class LayerCalls(ABC):
 
     def __init__(self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, alone: bool) -> None:
         """layer: the struct of the layer that the functions read. alone: what `shape_independent` becomes."""
-        self.heads, self.key_heads, self._size = ops.heads, ops.key_heads, ops.size
-        self._functions, self._layer, self._this = functions, layer, ctypes.addressof(layer)
+        self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
+        self.functions, self._layer, self.this = functions, layer, ctypes.addressof(layer)
         self._alone, self.shape_independent = alone, False
 
     @abstractmethod
-    def _scratch(self, tokens: int) -> int:
+    def scratch(self, tokens: int) -> int:
         """How many numbers of scratch space the functions need."""
 
     @abstractmethod
-    def _takes(self, hidden: Tensor) -> bool:
+    def takes(self, hidden: Tensor) -> bool:
         """Whether whole layers are computed for these hidden states [B, W, H]."""
+
+    @abstractmethod
+    def norm(self, norm: RootMeanSquare | None) -> ctypes.Structure:
+        """The struct of a norm, valid as long as this object."""
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """See `Ops.project_qkv_rope`."""
         batch, width = hidden.shape[:2]
-        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self._size)
+        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self.size)
         rows, tokens, scratch = self._inputs(hidden)
-        cosines, sines = rotation(rope, hidden, self._size)
+        cosines, sines = rotation(rope, hidden, self.size)
         pointers = [part.data_ptr() for part in (cosines, sines, out, scratch)]
-        self._functions.project(self._this, rows.data_ptr(), tokens, *pointers)
+        self.functions.project(self.this, rows.data_ptr(), tokens, *pointers)
         heads = out.transpose(1, 2)
         both = self.heads + self.key_heads
         return heads[:, :both], heads[:, both:]
@@ -110,32 +128,38 @@ class LayerCalls(ABC):
         rows, tokens, scratch = self._inputs(hidden)
         given = attended.contiguous()
         pointers = out.data_ptr(), scratch.data_ptr()
-        self._functions.feed_forward(self._this, rows.data_ptr(), given.data_ptr(), tokens, *pointers)
+        self.functions.feed_forward(self.this, rows.data_ptr(), given.data_ptr(), tokens, *pointers)
         return out
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
         """See `Ops.whole_layer`."""
-        if not self._takes(hidden):
+        if not self.takes(hidden):
             return None
-        layer = cache.layers[spec.index]
-        if layer.keys is None:
-            cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self._size))
-        keys, values = layer.keys, layer.values
+        keys, values = self.cached(cache, spec, hidden)
         if keys.dtype != hidden.dtype:
             return None
-        ready = cache.prepared
-        if ready is None or type(ready.struct) is not self._functions.cache:
-            ready = cache.prepared = self._prepare(cache, hidden)
+        ready = self.prepared(cache, hidden)
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
-        memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self._size)
+        memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self.size)
         memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
         memory.window, memory.scaling = spec.window or 0, spec.scaling
-        out, scratch = torch.empty_like(rows), ready.space(self._scratch(tokens))
+        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens))
         pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self._functions.whole(self._this, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.functions.whole(self.this, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
         self.shape_independent = self._alone
         return out
+
+    def cached(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, allocated in the type of the hidden states if there are none."""
+        return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+
+    def prepared(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+        """What all layers of the next forward share."""
+        ready: PreparedForward | None = cache.prepared
+        if ready is None or type(ready.struct) is not self.functions.cache:
+            ready = cache.prepared = self._prepare(cache, hidden)
+        return ready
 
     def _prepare(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
         slots, positions = cache.destinations()
@@ -143,11 +167,11 @@ class LayerCalls(ABC):
         if cache.tree is not None:
             where = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
         names = ("slots", "positions", "places", "forks", "begins", "paths")
-        struct = self._functions.cache(**dict(zip(names, map(address, where), strict=False)))
+        struct = self.functions.cache(**dict(zip(names, map(address, where), strict=False)))
         return PreparedForward(struct, where, hidden.new_empty(0))
 
     def _inputs(self, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
         """Hidden states one after the other, how many they are, and scratch space."""
         rows = hidden.contiguous()
         tokens = rows.numel() // rows.shape[-1]
-        return rows, tokens, rows.new_empty(self._scratch(tokens))
+        return rows, tokens, rows.new_empty(self.scratch(tokens))

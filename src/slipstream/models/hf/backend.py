@@ -6,7 +6,8 @@ The model's own forward is used as it is. `slipstream.models.hf.fast_forwards` m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import RowSegment
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
+from slipstream.models.cpu.layer_stack import LayerStack
 from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.attention_masks import MaskBuilder, Masks
@@ -31,7 +33,8 @@ class HFBackend:
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
     `Checkpoints`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and
-    whether kernels compute each token as if it were alone; `fuse_layers` finds out.
+    whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole forwards of
+    the kinds that it can.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -50,6 +53,7 @@ class HFBackend:
         self._takes_positions = "position_ids" in accepted
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
+        self.stack: LayerStack | None = None
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -101,8 +105,8 @@ class HFBackend:
         """See `RaggedForwards.forward_ragged`."""
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout)
-        mask = self.masks.build(layout.queries, self.key_positions()[:attended])
-        return self._run(tokens[None], layout.positions[None], mask, 0 if columns is None else columns)[0]
+        masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
+        return self._run(tokens[None], layout.positions[None], masks, 0 if columns is None else columns)[0]
 
     @property
     def branching(self) -> bool:
@@ -122,16 +126,16 @@ class HFBackend:
             rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
             layout = lay_out(rows, len(tokens), widths)
             attended = self.cache.place_tree(tree, layout.end, layout)
-            mask = self.masks.build(layout.queries, self.key_positions()[:attended])
-            return self._run(tokens[None], layout.positions[None], mask, 0)[0]
+            masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
+            return self._run(tokens[None], layout.positions[None], masks, 0)[0]
         width = max(segment.count for segment in segments)
         starts = torch.tensor([segment.start for segment in segments], device=self.device)
         positions = starts[:, None] + torch.arange(width, device=self.device)
         attended = self.cache.place_tree(tree, int(max(segment.start for segment in segments)) + width)
         table = tokens.new_zeros(len(segments), width)
         table[tree.cells] = tokens
-        mask = self.masks.build(positions, self.key_positions()[:attended])
-        return self._run(table, positions, mask, 0)[tree.cells].to(self.device)
+        masks = partial(self.masks.build, positions, self.key_positions()[:attended])
+        return self._run(table, positions, masks, 0)[tree.cells].to(self.device)
 
     @torch.inference_mode()
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
@@ -203,18 +207,21 @@ class HFBackend:
         positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
         attended, states = self.cache.place(first_slot, starts, positions), self.cache.states
         if states is None:
-            return self._run(tokens, positions, self.masks.build(positions, keys[:attended]), keep)
+            return self._run(tokens, positions, partial(self.masks.build, positions, keys[:attended]), keep)
         states.begin(first_slot, starts, tokens.shape[1])
-        logits = self._run(tokens, positions, self.masks.build_hybrid(positions, keys[:attended]), keep)
+        logits = self._run(tokens, positions, partial(self.masks.build_hybrid, positions, keys[:attended]), keep)
         states.end()
         return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, mask: Masks, keep: int | Tensor) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
+        # padding may reach beyond the context's end, where learned positions have no row
+        positions = positions.clamp(max=self.max_length - 1)
+        if self.stack is not None and (whole := self.stack.logits(tokens, positions, self.cache, keep)) is not None:
+            return whole
         given: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:
-            # padding may reach beyond the context's end, where learned positions have no row
-            given["position_ids"] = positions.clamp(max=self.max_length - 1)
-        out = self.model(input_ids=tokens, attention_mask=mask, use_cache=True, logits_to_keep=keep, **given)
+            given["position_ids"] = positions
+        out = self.model(input_ids=tokens, attention_mask=masks(), use_cache=True, logits_to_keep=keep, **given)
         logits: Tensor = out.logits
         return logits
 

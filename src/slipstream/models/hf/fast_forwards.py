@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
 from slipstream.models.cpu.compressed_linear import CompressedLinear
+from slipstream.models.cpu.layer_stack import LayerStack
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
+
+log = logging.getLogger("slipstream")
 
 START = 6  # tokens of the first of two forwards that a model is tried with
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
@@ -124,8 +128,22 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
         return
     for (_, forward), trial in zip(layers, trials, strict=True):
         forward.ops = trial.ops
+    _stack(backend, layers, a_few_logits(backend))
     alone = all(trial.ops.shape_independent for trial in trials)
     backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
+
+
+def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], expected: Tensor) -> None:
+    """Compute all layers in one call if that gives the logits of the layers one by one, `a_few_logits`."""
+    model = backend.model
+    try:
+        backend.stack = LayerStack(model, [forward for _, forward in layers])
+    except UnknownLayerError as error:
+        log.info("%s calls its layers one by one: %s", type(model).__name__, error)
+        return
+    if _differs(backend, expected):
+        backend.stack = None
+        log.info("%s calls its layers one by one: it computes more around them", type(model).__name__)
 
 
 def _compiled(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:

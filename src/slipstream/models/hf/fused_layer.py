@@ -172,7 +172,8 @@ class LayerOps:
 
 
 class FusedLayer:
-    """Replaces a decoder layer's `forward`. ops: what it computes with, at first `plain`, its specification."""
+    """Replaces a decoder layer's `forward`. ops: what it computes with, at first `plain`, its specification; spec: of
+    its attention."""
 
     def __init__(self, layer: nn.Module, rope: RotaryEmbedding, window: int | None) -> None:
         if "forward" in layer.__dict__:
@@ -181,7 +182,7 @@ class FusedLayer:
         self.ops: Ops = self.plain
         attention = layer.get_submodule("self_attn")
         scaling = declared(attention, "scaling", float)
-        self._spec = AttentionSpec(declared(attention, "layer_idx", int), window, scaling)
+        self.spec = AttentionSpec(declared(attention, "layer_idx", int), window, scaling)
         self._own: Callable[..., Tensor] = layer.forward
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
@@ -190,7 +191,7 @@ class FusedLayer:
         mask = options.get("attention_mask")
         if inputs or rope is None or mask is None or not isinstance(cache, RaggedCache):
             return self._own(hidden_states, *inputs, **options)
-        whole = self.ops.whole_layer(hidden_states, rope, cache, self._spec)
+        whole = self.ops.whole_layer(hidden_states, rope, cache, self.spec)
         if whole is not None:
             return whole
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
@@ -200,14 +201,14 @@ class FusedLayer:
     def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: RaggedCache) -> Tensor:
         """qk: queries and keys [B, heads, W, D]."""
         queries, keys = qk.split((self.ops.heads, self.ops.key_heads), 1)
-        keys, values = cache.update(keys, values, self._spec.index)
+        keys, values = cache.update(keys, values, self.spec.index)
         blocks = cache.blocks(mask)
         if (together := cache.rectangle(mask)) is not None:
             assert cache.layout is not None
-            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self._spec.scaling)
+            return attend_ragged(queries, keys, values, together, blocks, cache.layout, self.spec.scaling)
         if blocks:
-            return attend_in_blocks(queries, keys, values, blocks, self._spec.scaling)
-        return attend(queries, keys, values, mask, self._spec.scaling)
+            return attend_in_blocks(queries, keys, values, blocks, self.spec.scaling)
+        return attend(queries, keys, values, mask, self.spec.scaling)
 
 
 def fused_layers(model: nn.Module, windows: Sequence[int | None]) -> list[tuple[nn.Module, FusedLayer]]:

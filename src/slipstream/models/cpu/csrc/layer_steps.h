@@ -105,7 +105,7 @@ void residual_mlp(const layer_type *layer, const number *hidden, const number *a
     for_each(tokens, tokens > FEW, end_layer, &pass);
 }
 
-/* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's. */
+/* The whole layer, attention included: from hidden [tokens][hidden] to the next layer's, which may take its place. */
 void whole_layer(const layer_type *layer, const cache_type *memory, const number *hidden, int64_t tokens,
                  const number *cosines, const number *sines, number *out, number *space) {
     int64_t *groups = (int64_t *)space; /* 2 a token */
@@ -115,6 +115,25 @@ void whole_layer(const layer_type *layer, const cache_type *memory, const number
     project_qkv_rope(layer, hidden, tokens, cosines, sines, heads, rest);
     attend(layer, memory, heads, tokens, attended, groups);
     residual_mlp(layer, hidden, attended, tokens, out, rest);
+}
+
+/* All layers of a model: hidden [tokens][hidden] becomes what the last one gives. shared: a cache whose keys, values,
+ * length, window and scaling are each layer's own. rotations: the cosines and the sines of each kind. space: as much as
+ * the layer that needs most. */
+void all_layers(const struct stacked_layer *layers, int64_t count, const cache_type *shared, number *hidden,
+                int64_t tokens, const number *const *rotations, number *space) {
+    for (const struct stacked_layer *of = layers; of < layers + count; of++) {
+        cache_type memory = *shared;
+        memory.keys = of->keys, memory.values = of->values;
+        memory.length = of->length, memory.window = of->window, memory.scaling = of->scaling;
+        const number *cosines = rotations[2 * of->rotation], *sines = rotations[2 * of->rotation + 1];
+        whole_layer(of->layer, &memory, hidden, tokens, cosines, sines, hidden, space);
+    }
+}
+
+/* out = the norm of x, both [tokens][size]. */
+void normalise_tokens(const norm_type *norm, const number *x, int64_t tokens, int64_t size, number *out) {
+    for (int64_t t = 0; t < tokens; t++) normalise(norm, x + t * size, size, out + t * size);
 }
 
 /* The largest number of inputs of a product of a layer. */

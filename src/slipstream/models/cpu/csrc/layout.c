@@ -29,6 +29,10 @@ const struct entry layout[] = {
     OFFSET(kv_cache, window), OFFSET(kv_cache, scaling), OFFSET(kv_cache, slots), OFFSET(kv_cache, positions),
     OFFSET(kv_cache, places), OFFSET(kv_cache, forks), OFFSET(kv_cache, begins), OFFSET(kv_cache, paths),
 
+    SIZE_OF(stacked_layer), OFFSET(stacked_layer, layer), OFFSET(stacked_layer, keys), OFFSET(stacked_layer, values),
+    OFFSET(stacked_layer, length), OFFSET(stacked_layer, window), OFFSET(stacked_layer, rotation),
+    OFFSET(stacked_layer, scaling),
+
     SIZE_OF(recurrence), OFFSET(recurrence, weight), OFFSET(recurrence, bias), OFFSET(recurrence, rate),
     OFFSET(recurrence, shift), OFFSET(recurrence, skip), OFFSET(recurrence, channels), OFFSET(recurrence, taps),
     OFFSET(recurrence, inputs), OFFSET(recurrence, heads), OFFSET(recurrence, key_heads),

@@ -55,6 +55,15 @@ struct kv_cache {
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
 
+/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
+ * which of the given cosines and sines are its own. */
+struct stacked_layer {
+    const void *layer;
+    void *keys, *values;
+    int64_t length, window, rotation;
+    float scaling;
+};
+
 /* A recurrent layer between its projections; see `Recurrence` of recurrence.py. Per token it has `inputs` numbers, the
  * channels and then the gates. weight: [taps][channels]; bias, skip: NULL where there is none; heads: 0 for a
  * convolution only. ring: how many of the latest inputs of a slot are kept, that of position p at p modulo it. */

@@ -36,6 +36,10 @@ const struct entry layout[] = {
     OFFSET(float_cache, positions), OFFSET(float_cache, places), OFFSET(float_cache, forks),
     OFFSET(float_cache, begins), OFFSET(float_cache, paths),
 
+    SIZE_OF(stacked_layer), OFFSET(stacked_layer, layer), OFFSET(stacked_layer, keys), OFFSET(stacked_layer, values),
+    OFFSET(stacked_layer, length), OFFSET(stacked_layer, window), OFFSET(stacked_layer, rotation),
+    OFFSET(stacked_layer, scaling),
+
     CONSTANT(LANES), CONSTANT(GROUP), CONSTANT(MAX_HEAD), CONSTANT(MAX_REPEATS),
     CONSTANT(Q4_0), CONSTANT(Q4_1), CONSTANT(Q5_0), CONSTANT(Q5_1), CONSTANT(Q8_0), CONSTANT(Q4_K), CONSTANT(Q5_K),
     CONSTANT(Q6_K), CONSTANT(FORMATS), CONSTANT(INT4), CONSTANT(INT4_MINIMA), CONSTANT(BFLOAT16), CONSTANT(FLOAT16),

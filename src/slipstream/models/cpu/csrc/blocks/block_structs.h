@@ -72,3 +72,12 @@ struct float_cache {
     float scaling;
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
+
+/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
+ * which of the given cosines and sines are its own. */
+struct stacked_layer {
+    const void *layer;
+    void *keys, *values;
+    int64_t length, window, rotation;
+    float scaling;
+};

@@ -1,0 +1,117 @@
+"""All layers in one call: the model's own logits, whatever the forward; and when a model keeps its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import fast
+from tiny import ragged_logits as logits
+from torch import Tensor
+
+from slipstream.core.interfaces import RowSegment
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.layer_stack import LayerStack, Rotations
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers
+
+NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+
+
+def stacked(name: str, **config: Any) -> HFBackend:
+    """Heads of 64, whose attention is compiled too."""
+    return fast(name, torch.bfloat16, head_dim=64, **config)
+
+
+def one_by_one(backend: HFBackend, monkeypatch: pytest.MonkeyPatch) -> HFBackend:
+    monkeypatch.setattr(backend, "stack", None)
+    return backend
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = stacked(name)
+    assert backend.stack is not None
+    found = logits(backend)
+    expected = logits(one_by_one(backend, monkeypatch))
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_has_the_same_bits_in_every_forward(name: str) -> None:
+    backend = stacked(name)
+    assert backend.stack is not None
+    backend.reserve(3, 64)
+    tokens = torch.randint(0, backend.vocab_size, (1, 12), generator=torch.Generator().manual_seed(3))
+    whole = backend.forward(tokens, [0], first_slot=0, logits=True)[0]
+    single = [backend.forward(tokens[:, i : i + 1], [i], first_slot=1, logits=True)[0, 0] for i in range(12)]
+    assert torch.equal(whole, torch.stack(single))
+    segments = [RowSegment(1, 12, 1), RowSegment(2, 0, 12)]
+    ragged = backend.forward_ragged(torch.cat([tokens[0, :1], tokens[0]]), segments, widths=(1, 2, 4, 8, 16))
+    assert torch.equal(ragged[1:], whole)
+    kept = backend.answer(tokens, 0, slot=0, columns=torch.tensor([2, 7]))[0]
+    assert torch.equal(kept, whole[[2, 7]])
+
+
+def test_the_cache_may_grow_and_be_given_back() -> None:
+    backend = stacked("llama")
+    tokens = torch.randint(0, backend.vocab_size, (1, 6), generator=torch.Generator().manual_seed(4))
+    backend.reserve(1, 16)
+    first = backend.forward(tokens, [0], first_slot=0, logits=True)
+    backend.reserve(2, 2000)
+    longer = backend.forward(tokens[:, 5:], [5], first_slot=0, logits=True)
+    assert torch.equal(longer[:, -1], first[:, -1])
+    backend.release()
+    assert all(layer.keys is None for layer in backend.cache.layers)
+    backend.reserve(1, 16)
+    assert torch.equal(backend.forward(tokens, [0], first_slot=0, logits=True), first)
+
+
+def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() -> None:
+    backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
+    model: Any = backend.model
+    own = model.forward
+
+    def doubled(*inputs: Any, **options: Any) -> Any:
+        out = own(*inputs, **options)
+        out.logits = 2 * out.logits
+        return out
+
+    model.forward = doubled
+    fuse_layers(backend)
+    assert backend.stack is None and backend.ragged
+
+
+def test_a_stack_that_forgets_the_last_norm_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bare(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
+        return torch.ones(*tokens.shape, self._model.config.vocab_size, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(LayerStack, "logits", bare)
+    assert fast("llama", torch.bfloat16, head_dim=64).stack is None
+
+
+class Angles(torch.nn.Module):
+    """Angles of which some depend on how many positions there are."""
+
+    def __init__(self, rope_type: str) -> None:
+        super().__init__()
+        self.rope_type, self.calls = rope_type, 0
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        angles = positions[..., None].float() / (positions.max() if self.rope_type == "dynamic" else 7.0)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize(("rope_type", "calls"), [("default", 1), ("dynamic", 2), ("longrope", 2)])
+def test_rotations_are_kept_where_they_depend_on_the_position_alone(rope_type: str, calls: int) -> None:
+    module = Angles(rope_type)
+    rotations, hidden = Rotations(module, ["full_attention"]), torch.zeros(1, 3, 8)
+    for positions in (torch.tensor([[4, 5, 9]]), torch.tensor([[1, 2, 3]])):
+        ((cosines, sines),) = rotations.at(positions, hidden, 16)
+        expected = module(hidden, positions)
+        assert torch.equal(cosines, expected[0]) and torch.equal(sines, expected[1])
+    assert module.calls - 2 == calls
+    rotations.at(torch.tensor([[30]]), torch.zeros(1, 1, 8), 64)
+    assert module.calls - 2 == calls + 1
