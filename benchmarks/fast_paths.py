@@ -5,10 +5,11 @@
 
 plain: the model as transformers loads it, with the same KV cache. packed: PyTorch's kernels, that is layers of one
 input fused, weights in oneDNN's layout, query heads grouped, decoder layers in fewer operators, attended lengths as
-short as possible; own-layers: all of this but the layers; full-length: all but the last. compiled: Slipstream's own
-kernels. int4, int8: in few bits, as draft models are loaded, by its own kernels where it has them. The tokens come
-after --context others. The ways take turns; medians of many turns count. Beside them the largest difference of a logit
-from the plain model's, relative to the largest logit, and how often the most likely token is the same.
+short as possible; own-layers: all of this but the layers; full-length: all but the last. stacked: Slipstream's own
+kernels; compiled: the same, decoder layers called one by one. int4, int8: in few bits, as draft models are loaded, by
+its own kernels where it has them. The tokens come after --context others. The ways take turns; medians of many turns
+count. Beside them the largest difference of a logit from the plain model's, relative to the largest logit, and how
+often the most likely token is the same.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.kernel_build import SWITCH
+from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 
-WAYS = ("plain", "own-layers", "full-length", "packed", "compiled", "int4", "int8")
+WAYS = ("plain", "own-layers", "full-length", "packed", "compiled", "stacked", "int4", "int8")
+OWN_KERNELS = ("compiled", "stacked")
 ATTENDED_UNIT = 512
 
 
@@ -53,8 +56,8 @@ def main(
         raise typer.BadParameter(f"--ways {unknown[0]!r}; allowed: {', '.join(WAYS)}")
     if context < 0:
         raise typer.BadParameter(f"--context {context}; allowed: from 0")
-    if "compiled" in chosen and kernels() is None:
-        chosen.remove("compiled")
+    if set(OWN_KERNELS) & set(chosen) and kernels() is None:
+        chosen = [way for way in chosen if way not in OWN_KERNELS]
         console.print("no compiled kernels here: they need a C compiler and a processor with AVX2")
     models = {way: _load(target, way, dtype) for way in dict.fromkeys(["plain", *chosen])}
     tokens = torch.randint(1, 1000, (1, context + max(32, *sizes)), generator=torch.Generator().manual_seed(1))
@@ -87,11 +90,13 @@ def main(
 
 def _load(target: str, way: str, dtype: str) -> Loaded:
     quantise = way if way in ("int4", "int8") else None
-    os.environ[SWITCH] = "on" if way in ("compiled", "int4", "int8") else "off"
+    os.environ[SWITCH] = "on" if way in (*OWN_KERNELS, "int4", "int8") else "off"
     loaded = load(target, LoadOptions(dtype, fast=way != "plain", quantise=quantise))
     if way == "own-layers":
         for layer in filter(is_fused, loaded.model.modules()):
             del layer.forward
+    if way == "compiled" and isinstance(loaded.backend, HFBackend):
+        loaded.backend.stack = None
     return loaded
 
 
