@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -76,5 +75,5 @@ def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> 
 
 
 def test_every_struct_of_the_header_is_mirrored() -> None:
-    header = Path(SOURCES / "structs.h").read_text()
-    assert {line.split()[1] for line in header.splitlines() if line.startswith("struct ")} == set(MIRRORS)
+    lines = [line for name in ("structs.h", "stacked_layer.h") for line in (SOURCES / name).read_text().splitlines()]
+    assert {line.split()[1] for line in lines if line.startswith("struct ")} == set(MIRRORS)

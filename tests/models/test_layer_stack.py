@@ -83,11 +83,11 @@ def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() ->
     assert backend.stack is None and backend.ragged
 
 
-def test_a_stack_that_forgets_the_last_norm_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bare(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
+def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
         return torch.ones(*tokens.shape, self._model.config.vocab_size, dtype=torch.bfloat16)
 
-    monkeypatch.setattr(LayerStack, "logits", bare)
+    monkeypatch.setattr(LayerStack, "logits", ones)
     assert fast("llama", torch.bfloat16, head_dim=64).stack is None
 
 

@@ -26,14 +26,14 @@ class LayerFunctions:
 
     project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
     feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
-    out, scratch). all: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x, tokens,
-    size, out). cache: the struct of `whole`'s cache.
+    out, scratch). all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
+    tokens, size, out). cache: the struct of `whole`'s cache.
     """
 
     project: Any
     feed_forward: Any
     whole: Any
-    all: Any
+    all_layers: Any
     normalise: Any
     cache: type[ctypes.Structure]
 
@@ -44,7 +44,7 @@ class LayerFunctions:
             "project": ("project_qkv_rope", "ppnpppp"),
             "feed_forward": ("residual_mlp", "pppnpp"),
             "whole": ("whole_layer", "pppnpppp"),
-            "all": ("all_layers", "pnppnpp"),
+            "all_layers": ("all_layers", "pnppnpp"),
             "normalise": ("normalise_tokens", "ppnnp"),
         }
         functions = {part: getattr(library, name) for part, (name, _) in taken.items()}

@@ -1,7 +1,7 @@
 """All decoder layers of a model in one call, between its own embedding and its own output layer.
 
-What Python does for each layer, and the model around them, takes a small model as long as their arithmetic. The
-specification is the model's own forward, with whose logits those of a stack are compared before it is used.
+What Python does for each layer, and the model around them, is a sixth to a fifth of a small model's time for one token.
+The specification is the model's own forward, with whose logits those of a stack are compared before it is used.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LayerStack:
         if tokens not in self._scratch:
             self._scratch[tokens] = max(one.scratch(tokens) for one in self._ops)
         scratch = ready.space(self._scratch[tokens])
-        self._functions.all(
+        self._functions.all_layers(
             ctypes.addressof(self._structs),
             len(self._ops),
             ctypes.addressof(ready.struct),

@@ -106,12 +106,15 @@ def fuse_layers(backend: HFBackend, expected: Tensor | None = None) -> None:
             del layer.forward
         warn_slower(f"{name} keeps its layers' own forward: the fused one gives other logits")
         return
-    _compile(backend, layers)
+    _compile(backend, layers, expected)
     backend.ragged = backend.device.type == "cpu"  # elsewhere forwards are captured as rectangles
 
 
-def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> None:
-    """Give these layers compiled ops if all have them and they compute the same from the same input."""
+def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], expected: Tensor) -> None:
+    """Give these layers compiled ops if all have them and they compute the same from the same input.
+
+    expected: the model's own logits, `a_few_logits`.
+    """
     compiled = [_compiled(forward.plain) for _, forward in layers]
     trials = [Trial(forward, ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
     if len(trials) < len(layers):
@@ -128,13 +131,13 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]])
         return
     for (_, forward), trial in zip(layers, trials, strict=True):
         forward.ops = trial.ops
-    _stack(backend, layers, a_few_logits(backend))
+    _stack(backend, layers, expected)
     alone = all(trial.ops.shape_independent for trial in trials)
     backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
 
 
 def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], expected: Tensor) -> None:
-    """Compute all layers in one call if that gives the logits of the layers one by one, `a_few_logits`."""
+    """Compute all layers in one call if that gives the model's own logits, `a_few_logits`."""
     model = backend.model
     try:
         backend.stack = LayerStack(model, [forward for _, forward in layers])

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "stacked_layer.h"
+
 enum {
     LANES = 16,            /* numbers in a register */
     PANEL = 32,            /* outputs computed together */
@@ -53,15 +55,6 @@ struct kv_cache {
     int64_t length, window; /* window: positions a token sees, itself included; 0 for all */
     float scaling;
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
-};
-
-/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
- * which of the given cosines and sines are its own. */
-struct stacked_layer {
-    const void *layer;
-    void *keys, *values;
-    int64_t length, window, rotation;
-    float scaling;
 };
 
 /* A recurrent layer between its projections; see `Recurrence` of recurrence.py. Per token it has `inputs` numbers, the

@@ -14,6 +14,8 @@
 
 #include <stdint.h>
 
+#include "../stacked_layer.h"
+
 enum {
     LANES = 16,             /* outputs of a panel, numbers of a vector */
     GROUP = 32,             /* inputs that share an activation's scale */
@@ -71,13 +73,4 @@ struct float_cache {
     int64_t length, window;
     float scaling;
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
-};
-
-/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
- * which of the given cosines and sines are its own. */
-struct stacked_layer {
-    const void *layer;
-    void *keys, *values;
-    int64_t length, window, rotation;
-    float scaling;
 };

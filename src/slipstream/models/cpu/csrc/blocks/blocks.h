@@ -68,7 +68,7 @@ static inline struct fetching begin_fetching(const uint8_t *codes, int64_t size,
 }
 ALWAYS void fetch(struct fetching *of, const int64_t bytes) {
     if (of->at == of->end) of->at = of->next;
-    for (int line = 0; line < bytes; line += 64) prefetch(of->at + line);
+    for (int line = 0; line < bytes; line += 64) prefetch_later(of->at + line);
     of->at += bytes;
 }
 

@@ -109,7 +109,7 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
         const uint8_t *marks = x + 32 * planes * rows;
         fetch(&ahead, CODES);
         if (left == group)
-            for (int line = 0; line < scale_bytes(kind); line += 64) prefetch(scales + to_next + line);
+            for (int line = 0; line < scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             int32_t begins;

@@ -138,7 +138,7 @@ ALWAYS void add_panel(const int format, const int rows, const int planes, const 
     for (int64_t at = 0; at < inputs; at += size, scales += step)
         for (int64_t g = 0; g < size / GROUP; g++) {
             fetch(&ahead, bytes_of);
-            prefetch(scales + to_next + g * each);
+            prefetch_later(scales + to_next + g * each);
             add_group(format, rows, planes, panel, scales, g, x, whole);
             panel += bytes_of, x += (32 * planes + 4 * MARKS) * rows;
         }

@@ -18,34 +18,34 @@ struct product {
 
 /* A part of a product. before, chunks: how many chunks come before it and how many it has, of so many panels of so many
  * bytes; first: the layer's output that it begins with. */
-struct place {
+struct chunked_part {
     const struct block_part *part;
     int64_t before, chunks, panels, bytes, first;
 };
 
 /* Panels of a part that a thread takes at a time; none where `of.part` is NULL. */
 struct chunk {
-    struct place of;
+    struct chunked_part of;
     int64_t panel, end;
 };
 
 /* A chunk is HANDED_OUT bytes, and where there are several tiles at least FEW panels, so that a tile read from memory
  * serves several of them; never more than a sixteenth of the part. */
-static struct place place_of(const struct product *of, const struct block_part *part, int64_t before, int64_t first) {
+static struct chunked_part in_chunks(const struct product *of, const struct block_part *part, int64_t before, int64_t first) {
     int64_t bytes = panel_bytes(part->format, of->w->inputs), count = up(part->outputs, LANES) / LANES;
     int64_t panels = HANDED_OUT / bytes, fair = count / 16;
     if (of->tokens > TILE && panels < FEW) panels = FEW;
     if (panels > fair) panels = fair;
     if (panels < 1) panels = 1;
-    return (struct place){part, before, up(count, panels) / panels, panels, bytes, first};
+    return (struct chunked_part){part, before, up(count, panels) / panels, panels, bytes, first};
 }
 
 /* The chunk that nobody has taken yet. at: the part of the last one. */
-static struct chunk take_chunk(struct product *of, struct place at) {
+static struct chunk take_chunk(struct product *of, struct chunked_part at) {
     int64_t number = take(&of->next);
     while (number >= at.before + at.chunks) {
         if (at.part + 1 == of->w->parts + of->w->num_parts) return (struct chunk){{0}, 0, 0};
-        at = place_of(of, at.part + 1, at.before + at.chunks, at.first + at.part->outputs);
+        at = in_chunks(of, at.part + 1, at.before + at.chunks, at.first + at.part->outputs);
     }
     int64_t panel = (number - at.before) * at.panels;
     return (struct chunk){at, panel, least(up(at.part->outputs, LANES) / LANES, panel + at.panels)};
@@ -75,7 +75,7 @@ static void multiply_panel(const struct product *of, const struct chunk *in, int
 static void multiply_in_team(const struct member *me, void *given) {
     struct product *of = given;
     quantise(me, of->x, of->w->inputs, of->tokens, of->planes, of->space);
-    struct chunk now = take_chunk(of, place_of(of, of->w->parts, 0, 0)), then;
+    struct chunk now = take_chunk(of, in_chunks(of, of->w->parts, 0, 0)), then;
     for (; now.of.part; now = then) {
         then = take_chunk(of, now.of); /* already, so that its beginning can be fetched */
         const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;

@@ -84,8 +84,9 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(four));
 }
 
-/* To the second level of the caches. */
-ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }
+/* To the first level of the caches, and to the second. */
+ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
+ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }
 
 /* 16 rows of 16 numbers, `stride` apart, to columns `step` apart. */
 ALWAYS void transpose(const float *from, int64_t stride, float *to, int64_t step) {

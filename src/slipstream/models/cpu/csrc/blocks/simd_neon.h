@@ -152,8 +152,9 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return sum;
 }
 
-/* To the second level of the caches. */
-ALWAYS void prefetch(const uint8_t *from) { __builtin_prefetch(from, 0, 2); }
+/* To the first level of the caches, and to the second. */
+ALWAYS void prefetch(const uint8_t *from) { __builtin_prefetch(from); }
+ALWAYS void prefetch_later(const uint8_t *from) { __builtin_prefetch(from, 0, 2); }
 
 /* 16 rows of 16 numbers, `stride` apart, to columns `step` apart. */
 ALWAYS void transpose(const float *from, int64_t stride, float *to, int64_t step) {

@@ -99,7 +99,9 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return sum;
 }
 
+/* To the first level of the caches, and to the second. */
 ALWAYS void prefetch(const uint8_t *from) { (void)from; }
+ALWAYS void prefetch_later(const uint8_t *from) { (void)from; }
 
 /* 16 rows of 16 numbers, `stride` apart, to columns `step` apart. */
 ALWAYS void transpose(const float *from, int64_t stride, float *to, int64_t step) {
