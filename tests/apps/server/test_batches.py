@@ -239,7 +239,7 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
             from served import in_thread
 
             with in_thread(lambda: server.text("A heron", max_tokens=4)):
-                server.wait_until(lambda: any(live.jobs for live in server.service.live))
+                server.wait_until(lambda: len(server.service.live) == 1 and not server.service._preparing)
                 gate.opened.set()
         server.wait_until(lambda: order.count(True) == len(LINES))
         assert order.index(False) <= 1  # at most the row that was under way ended before

@@ -330,10 +330,10 @@ def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
         threads = [threading.Thread(target=ask, args=["key-of-the-many", salt]) for salt in salts]
         for thread in threads:
             thread.start()
-        server.wait_until(lambda: len(server.service.live) == 8 and all(live.jobs for live in server.service.live))
+        server.wait_until(lambda: len(server.service.live) == 8 and not server.service._preparing)
         threads.append(threading.Thread(target=ask, args=["key-of-the-one"]))
         threads[-1].start()
-        server.wait_until(lambda: len(server.service.live) == 9 and all(live.jobs for live in server.service.live))
+        server.wait_until(lambda: len(server.service.live) == 9 and not server.service._preparing)
         gate.opened.set()
         for thread in threads:
             thread.join(PATIENCE)
