@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
+from slipstream.models.hf.passed_trials import PassedTrials
 
 log = logging.getLogger("slipstream")
 
 START = 6  # tokens of the first of two forwards that a model is tried with
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
+ALONE = "whole layers, each token as if it were alone"
 ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
 
 
@@ -48,18 +51,43 @@ class Trial:
         return expected
 
 
-def make_faster(backend: HFBackend, expected: Tensor) -> None:
-    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits.
+class OwnLogits:
+    """The logits of a few tokens that a model gives by itself, which every faster forward has to give too.
 
-    expected: `a_few_logits` so far.
+    They are computed before the first change that is tried. passed: which changes need not be tried.
     """
-    group_queries(backend, expected)
+
+    def __init__(self, backend: HFBackend, passed: PassedTrials | None = None) -> None:
+        self._backend, self.passed = backend, passed or PassedTrials()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """`a_few_logits`."""
+        return a_few_logits(self._backend)
+
+    def stay(self, name: str, change: Callable[[], None]) -> bool:
+        """Make a change of the forward and return whether the logits stay what they were. name: of the trial."""
+        if name in self.passed:
+            change()
+            return True
+        expected = self.logits
+        change()
+        error = (a_few_logits(self._backend) - expected).abs().max()
+        if not bool(error <= tolerance(self._backend.model) * expected.abs().max()):  # NaN differs from everything
+            return False
+        self.passed.add(name)
+        return True
+
+
+def make_faster(backend: HFBackend, own: OwnLogits) -> None:
+    """Give a model on the CPU grouped attention and then fused layers, each if it gives the model's own logits."""
+    group_queries(backend, own)
     if backend.cache.states is None:  # there is no fused form of recurrent layers
-        fuse_layers(backend, expected)
+        fuse_layers(backend, own)
 
 
-def group_queries(backend: HFBackend, expected: Tensor | None = None) -> None:
-    """Use grouped attention if it gives this model's own logits, `a_few_logits`."""
+def group_queries(backend: HFBackend, own: OwnLogits | None = None) -> None:
+    """Use grouped attention if it gives this model's own logits."""
     config = backend.model.config.get_text_config()
     if config._attn_implementation == grouped.NAME:
         return
@@ -69,17 +97,20 @@ def group_queries(backend: HFBackend, expected: Tensor | None = None) -> None:
     elif repeats is None:
         reason = "its heads are not laid out in groups"
     else:
-        reason = _try_grouped(backend, repeats, a_few_logits(backend) if expected is None else expected)
+        reason = _try_grouped(backend, repeats, own or OwnLogits(backend))
     if reason is not None:
         warn_slower(f"{type(backend.model).__name__} keeps its own attention: {reason}")
 
 
-def _try_grouped(backend: HFBackend, repeats: int, expected: Tensor) -> str | None:
+def _try_grouped(backend: HFBackend, repeats: int, own: OwnLogits) -> str | None:
     """Turn grouped attention on; None if the logits stay the same, else it is off again and this is the reason."""
     config, reason = backend.model.config, "the grouped one gives other logits"
-    config._attn_implementation, backend.masks.repeats = grouped.NAME, repeats
+
+    def turn_on() -> None:
+        config._attn_implementation, backend.masks.repeats = grouped.NAME, repeats
+
     try:
-        if not _differs(backend, expected):
+        if own.stay("grouped attention", turn_on):
             return None
     except (grouped.UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
         reason = str(error)
@@ -87,38 +118,52 @@ def _try_grouped(backend: HFBackend, repeats: int, expected: Tensor) -> str | No
     return reason
 
 
-def fuse_layers(backend: HFBackend, expected: Tensor | None = None) -> None:
-    """Give decoder layers a forward of fewer operators if it gives this model's own logits, `a_few_logits`."""
+def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> None:
+    """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
     if backend.masks.repeats is None:
         return  # said by `group_queries`
-    name = type(backend.model).__name__
+    name, own = type(backend.model).__name__, own or OwnLogits(backend)
     try:
         layers = fused_layers(backend.model, backend.masks.windows)
     except UnknownLayerError as error:
         warn_slower(f"{name} keeps its layers' own forward: {error}")
         return
-    if expected is None:
-        expected = a_few_logits(backend)
-    for layer, forward in layers:
-        layer.forward = forward
-    if _differs(backend, expected):
+
+    def replace_forwards() -> None:
+        for layer, forward in layers:
+            layer.forward = forward
+
+    if not own.stay("fused layers", replace_forwards):
         for layer, _ in layers:
             del layer.forward
         warn_slower(f"{name} keeps its layers' own forward: the fused one gives other logits")
         return
-    _compile(backend, layers, expected)
+    _compile(backend, layers, own)
     backend.ragged = backend.device.type == "cpu"  # elsewhere forwards are captured as rectangles
 
 
-def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], expected: Tensor) -> None:
-    """Give these layers compiled ops if all have them and they compute the same from the same input.
-
-    expected: the model's own logits, `a_few_logits`.
-    """
+def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
+    """Give these layers compiled ops if all have them and they compute the same from the same input."""
     compiled = [_compiled(forward.plain) for _, forward in layers]
     trials = [Trial(forward, ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
     if len(trials) < len(layers):
         return
+    if "compiled layers" not in own.passed:
+        if _largest_error(backend, layers, trials) > tolerance(backend.model):
+            warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
+            return
+        own.passed.add("compiled layers")
+    for (_, forward), trial in zip(layers, trials, strict=True):
+        forward.ops = trial.ops
+    _stack(backend, layers, own)
+    if all(trial.ops.shape_independent for trial in trials):
+        own.passed.add(ALONE)
+    backend.shape_independent = ALONE in own.passed and _multiplies_as_if_alone(backend.model)
+
+
+def _largest_error(
+    backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]
+) -> float:
     for (layer, _), trial in zip(layers, trials, strict=True):
         layer.forward = trial
     try:
@@ -126,25 +171,22 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]],
     finally:
         for layer, forward in layers:
             layer.forward = forward
-    if max(trial.error for trial in trials) > tolerance(backend.model):
-        warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
-        return
-    for (_, forward), trial in zip(layers, trials, strict=True):
-        forward.ops = trial.ops
-    _stack(backend, layers, expected)
-    alone = all(trial.ops.shape_independent for trial in trials)
-    backend.shape_independent = alone and _multiplies_as_if_alone(backend.model)
+    return max(trial.error for trial in trials)
 
 
-def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], expected: Tensor) -> None:
-    """Compute all layers in one call if that gives the model's own logits, `a_few_logits`."""
+def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
+    """Compute all layers in one call if that gives the model's own logits."""
     model = backend.model
     try:
-        backend.stack = LayerStack(model, [forward for _, forward in layers])
+        stack = LayerStack(model, [forward for _, forward in layers])
     except UnknownLayerError as error:
         log.info("%s calls its layers one by one: %s", type(model).__name__, error)
         return
-    if _differs(backend, expected):
+
+    def put_in() -> None:
+        backend.stack = stack
+
+    if not own.stay("all layers in one call", put_in):
         backend.stack = None
         log.info("%s calls its layers one by one: it computes more around them", type(model).__name__)
 
@@ -176,9 +218,3 @@ def a_few_logits(backend: HFBackend) -> Tensor:
     tokens = a_few_tokens(backend.vocab_size, backend.device)
     first = backend.forward(tokens[:, :START], [0], first_slot=0, logits=True)
     return torch.cat([first, backend.forward(tokens[:, START:], [START], first_slot=0, logits=True)], 1).float()
-
-
-def _differs(backend: HFBackend, expected: Tensor) -> bool:
-    """Whether the logits are no longer these; NaN differs from everything."""
-    error = (a_few_logits(backend) - expected).abs().max()
-    return not bool(error <= tolerance(backend.model) * expected.abs().max())

@@ -29,11 +29,12 @@ from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.block_loading import FromBlocks
-from slipstream.models.hf.fast_forwards import a_few_logits, make_faster
+from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
 from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
 from slipstream.models.hf.supported_models import not_by_position
@@ -74,7 +75,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     return Loaded(backend, name, ends, wrapped, model, packed, made_of, head)
 
 
-def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBackend:
+def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None) -> AnyBackend:
     """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
 
     With fast=True on CUDA its forwards are captured as graphs, which leave the model as it is. A model whose state
@@ -91,11 +92,12 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None) -> AnyBacken
         backend = HFBackend(model) if graphed is None else graphed.eager
         if convert is None and model in _TRIED:
             return graphed or backend
-        logits = a_few_logits(backend)
-        if not differ(model, logits):
+        own = OwnLogits(backend, passed)
+        if "slots of a cache" in own.passed or not differ(model, own.logits):
+            own.passed.add("slots of a cache")
             _TRIED.add(model)
             if faster:
-                make_faster(backend, logits)
+                make_faster(backend, own)
             return graphed or backend
         reason = "its attention takes neither positions nor masks as they are given"
     if captured:
@@ -184,7 +186,8 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
     if not in_blocks:
         convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
-    backend = _backend(model, options.fast, convert)
+    way = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
+    backend = _backend(model, options.fast, convert, passed_trials(source, folder, model, options, way))
     ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
     made_of = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))

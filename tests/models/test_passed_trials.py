@@ -1,0 +1,141 @@
+"""Trials that a model passed are not made again by the next process; those that it failed are, and what is new is."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh
+
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.compiled_layer import CompiledOps
+from slipstream.models.hf import fast_forwards
+from slipstream.models.hf.passed_trials import passed_trials
+from slipstream.models.hf.weights import load_model
+from slipstream.models.loaded import Loaded, LoadOptions
+from slipstream.models.loading import load
+from slipstream.models.paused_collection import paused_collection
+
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    fresh("llama", dtype=torch.bfloat16, head_dim=32).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A number for every forward that a model is tried with."""
+    found, a_few_logits = list[Any](), fast_forwards.a_few_logits
+
+    def noted(backend: Any) -> Any:
+        found.append(len(found))
+        return a_few_logits(backend)
+
+    monkeypatch.setattr(fast_forwards, "a_few_logits", noted)
+    return found
+
+
+def state(loaded: Loaded) -> list[Any]:
+    """All that trials decide about a backend."""
+    backend: Any = loaded.backend
+    forwards = [module.__dict__.get("forward") for module in loaded.model.modules()]
+    ops = [type(forward.ops) for forward in forwards if forward is not None]
+    attention = loaded.model.config._attn_implementation
+    return [ops, attention, backend.masks.repeats, backend.ragged, backend.shape_independent, backend.stack is not None]
+
+
+def logits(loaded: Loaded) -> torch.Tensor:
+    loaded.backend.reserve(1, 64)
+    return loaded.backend.forward(torch.tensor([[1, 7, 9, 4]]), [0], first_slot=0, logits=True)
+
+
+@needs_kernels
+def test_a_model_that_passed_is_made_the_same_without_trials(folder: str, tried: list[Any]) -> None:
+    first = load(folder, LoadOptions())
+    assert len(tried) == 5 and CompiledOps in state(first)[0] and first.backend.stack is not None
+    again = load(folder, LoadOptions())
+    assert len(tried) == 5 and state(again) == state(first)
+    assert again.fingerprint == first.fingerprint and torch.equal(logits(again), logits(first))
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["file", "configuration", "dtype", "switch", "code", "damage"])
+def test_whatever_a_trial_depends_on_has_it_made_again(
+    folder: str, tried: list[Any], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load(folder, LoadOptions())
+    before, options = len(tried), LoadOptions()
+    if change == "file":
+        os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
+    elif change == "configuration":
+        config = Path(folder) / "config.json"
+        config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    elif change == "dtype":
+        options = LoadOptions("float32")
+    elif change == "switch":
+        monkeypatch.setenv("SLIPSTREAM_KERNELS", "off")
+    elif change == "code":
+        monkeypatch.setattr("slipstream.models.hf.passed_trials._digest_of_code", lambda: "another")
+    else:
+        for file in (tmp_path / "cache" / "trials").iterdir():
+            file.write_text(file.read_text()[:9])
+    load(folder, options)
+    assert len(tried) > before
+
+
+@needs_kernels
+def test_a_trial_that_failed_is_made_at_every_load(
+    folder: str, tried: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that computes something else is found again, and is used once it is mended."""
+    with monkeypatch.context() as broken:
+        broken.setattr(CompiledOps, "residual_mlp", lambda self, hidden, attended: torch.zeros_like(hidden))
+        broken.setattr(CompiledOps, "takes", lambda self, hidden: False)
+        for _ in range(2):
+            assert CompiledOps not in state(load(folder, LoadOptions()))[0]
+    assert len(tried) == 4 + 1  # of the second load the compiled layers alone
+    assert CompiledOps in state(load(folder, LoadOptions()))[0]
+
+
+def test_code_and_arguments_of_the_callers_own_are_always_tried(folder: str) -> None:
+    model = load_model(folder, LoadOptions())[1]
+
+    def remembers(model: Any, options: LoadOptions, source: str = folder) -> bool:
+        passed_trials(source, source, model, options, "").add("a trial")
+        return "a trial" in passed_trials(source, source, model, options, "")
+
+    assert remembers(model, LoadOptions())
+    assert not remembers(model, LoadOptions(extra={"attn_implementation": "eager"}))
+    assert not remembers(model, LoadOptions(), "someone/model")
+    own = type("Own", (type(model),), {"__module__": "own_models"})
+    model.__class__ = own
+    assert not remembers(model, LoadOptions())
+
+
+def test_a_cache_folder_that_cannot_be_written_keeps_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(Path(folder) / "config.json"))  # no folder
+    assert logits(load(folder, LoadOptions())).isfinite().all()
+
+
+def test_what_is_made_while_collection_is_paused_is_old_afterwards() -> None:
+    """The next collections of young objects do not look through it."""
+    assert gc.isenabled()
+    with paused_collection():
+        assert not gc.isenabled()
+        made = [[at] for at in range(1000)]
+    assert gc.isenabled() and not gc.get_freeze_count()
+    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+    assert not young & {id(one) for one in made}
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()  # as the caller had it
+    finally:
+        gc.enable()
