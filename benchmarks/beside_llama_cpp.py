@@ -50,11 +50,15 @@ class Engine:
 
     def cold_start(self) -> float:
         """Seconds from the start of a process to the first token."""
-        started = perf_counter()
-        done = subprocess.run(self.command(f"first {MESSAGE}"), capture_output=True, text=True)
-        if done.returncode:
-            raise SlipstreamError(f"{self.name}: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
-        return perf_counter() - started
+        started, pipe = perf_counter(), subprocess.PIPE
+        with subprocess.Popen(self.command(f"first {MESSAGE}"), stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None and process.stderr is not None
+            told = process.stdout.readline()
+            seconds = perf_counter() - started
+            if not told:
+                said = process.stderr.read().strip().splitlines() or ["no answer"]
+                raise SlipstreamError(f"{self.name}: {said[-1]}")
+        return seconds
 
 
 class Worker:
