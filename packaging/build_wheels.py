@@ -30,6 +30,7 @@ WHEN = (2020, 1, 1, 0, 0, 0)  # of every file in a wheel, so that the same sourc
 DETECTION = Recipe("detection", (SOURCES / "detection" / "detection.c",), COMMON_FLAGS)
 UNIX = ("-lpthread", "-ldl", "-lm")
 X86 = (*map(recipe_for, ("avx512", "avxvnni", "avx2")), *map(recipe_of, ("avx512bf16", "avx512", "avx2")), DETECTION)
+OF_LINUX = (recipe_for("amx"), recipe_of("amx"), *X86)  # which is asked for the tiles of AMX
 ARM = (recipe_for("neon"), recipe_of("neon"))
 
 
@@ -45,7 +46,7 @@ class Platform:
 
 
 PLATFORMS = {
-    "linux-x86_64": Platform("manylinux_2_17_x86_64.manylinux2014_x86_64", "x86_64-linux-gnu.2.17", "linux", X86),
+    "linux-x86_64": Platform("manylinux_2_17_x86_64.manylinux2014_x86_64", "x86_64-linux-gnu.2.17", "linux", OF_LINUX),
     "linux-aarch64": Platform("manylinux_2_17_aarch64.manylinux2014_aarch64", "aarch64-linux-gnu.2.17", "linux", ARM),
     "macos-arm64": Platform("macosx_11_0_arm64", "aarch64-macos.11.0", "darwin", ARM),
     "windows-x86_64": Platform("win_amd64", "x86_64-windows-gnu", "win32", X86, ()),

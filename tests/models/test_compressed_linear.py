@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu import bfloat16_kernels, kernel_build
-from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, left_to_onednn, recipe_of, variant_of
+from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, recipe_of, variants_of
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, built
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf import pretrained
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 
@@ -143,12 +142,14 @@ PLAIN = recipe_of("plain")
         (FOUND.replace("avx512_vnni", ""), None, "avx2"),
         (FOUND + " avx_vnni", "avxvnni", "avx2"),
         ("Features : fp asimd asimddp", None, "neon"),
-        (FOUND + " amx_bf16 amx_tile", None, "avx512bf16"),
+        (FOUND + " amx_tile amx_int8 amx_bf16", None, "amx"),
+        (FOUND + " amx_tile amx_int8 amx_bf16", "avx512", "avx512bf16"),
+        (FOUND + " amx_tile amx_int8", None, "avx512bf16"),
         (FOUND, "plain", "plain"),
     ],
 )
 def test_the_best_variant_is_chosen(description: str, wanted: str | None, variant: str) -> None:
-    assert variant_of(parse(description), wanted) == variant
+    assert variants_of(parse(description), wanted)[0] == variant
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_the_best_variant_is_chosen(description: str, wanted: str | None, varian
 )
 def test_other_processors_are_told_apart(description: str, reason: str) -> None:
     with pytest.raises(NoKernelsError, match=reason):
-        variant_of(parse(description), None)
+        variants_of(parse(description), None)
 
 
 def test_without_a_compiler_the_reason_names_it(tmp_path: Path) -> None:
@@ -201,18 +202,6 @@ def test_the_library_is_compiled_once(tmp_path: Path, recipe: Recipe, monkeypatc
     recipe.sources[1].write_text("int two(void) { return 3; }\n")
     with pytest.raises(pytest.fail.Exception):
         built(cache, {}, recipe)
-
-
-def test_large_models_are_left_to_processors_that_multiply_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    amx = parse(FOUND + " amx_bf16 amx_tile")
-    assert left_to_onednn(1_500_000_000, amx, None) and not left_to_onednn(500_000_000, amx, None)
-    assert not left_to_onednn(1_500_000_000, amx, "avx512") and not left_to_onednn(1_500_000_000, parse(FOUND), None)
-    for large, kind in ((1, PackedLinear), (1 << 40, CompressedLinear)):
-        monkeypatch.setattr(bfloat16_kernels, "LARGE", large)
-        monkeypatch.setattr(pretrained, "processor", lambda: amx)
-        monkeypatch.delenv("SLIPSTREAM_ISA", raising=False)
-        convert = pretrained._packed(fresh("llama", dtype=torch.bfloat16), "auto")
-        assert convert is not None and (kernels() is None or type(convert(layer(64, 64))) is kind)
 
 
 def test_without_kernels_a_warning_says_why_once(

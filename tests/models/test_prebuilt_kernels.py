@@ -16,8 +16,8 @@ import pytest
 from slipstream.models.cpu import kernel_build
 from slipstream.models.cpu.bfloat16_kernels import recipe_of
 from slipstream.models.cpu.instruction_sets import NEEDED, NoKernelsError, isa_of
-from slipstream.models.cpu.kernel_build import SOURCES, Recipe, library_file, prebuilt_name
-from slipstream.models.cpu.processor import Processor, asked, processor
+from slipstream.models.cpu.kernel_build import SOURCES, Recipe, first_that_loads, library_file, prebuilt_name
+from slipstream.models.cpu.processor import AMX, Processor, asked, processor
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".wheels" / "bin" / "python"
@@ -73,6 +73,24 @@ def test_one_of_other_sources_is_not_used(
     assert "was built of other sources: the kernels are compiled" in caplog.text
 
 
+def test_the_next_best_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a compiler does not know the newest instructions."""
+
+    def loaded(recipe: Recipe) -> None:
+        if recipe.name in refused:
+            raise NoKernelsError(f"gcc failed at {recipe.name}")
+
+    recipes = [Recipe(name, (), ()) for name in ("best", "good", "fair")]
+    monkeypatch.setattr(kernel_build, "loaded", loaded)
+    caplog.set_level("INFO", "slipstream")
+    refused = {"best"}
+    assert first_that_loads(recipes).name == "good"
+    assert "best cannot be had: gcc failed at best" in caplog.text
+    refused = {"best", "good", "fair"}
+    with pytest.raises(NoKernelsError, match="gcc failed at fair"):
+        first_that_loads(recipes)
+
+
 def test_the_name_tells_sources_flags_and_system() -> None:
     flags = Recipe(RECIPE.name, RECIPE.sources, (*RECIPE.flags, "-g"))
     names = {prebuilt_name(recipe, system) for recipe in (RECIPE, flags) for system in ("linux", "darwin", "win32")}
@@ -83,8 +101,7 @@ def test_the_name_tells_sources_flags_and_system() -> None:
 def test_a_processor_says_of_itself_what_linux_says(tmp_path: Path) -> None:
     if "avx" not in processor().flags:
         pytest.skip("needs an x86 processor, and Linux")
-    made, known = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags}
-    known |= {"avx512_bf16", "amx_bf16"}
+    made, known = tmp_path / "detection.so", {flag for flags in NEEDED.values() for flag in flags} - {*AMX}
     subprocess.run(["cc", "-shared", "-fPIC", str(SOURCES / "detection" / "detection.c"), "-o", str(made)], check=True)
     found = asked(ctypes.CDLL(str(made)))
     assert found.flags == processor().flags & known and found.model_name == processor().model_name

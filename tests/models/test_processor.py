@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from slipstream.models.cpu.processor import Processor, parse, processor
+import pytest
+
+from slipstream.models.cpu.processor import AMX, Processor, parse, processor
 
 TEXT = """processor\t: 0
 model name\t: Some CPU @ 2 GHz: fast
@@ -24,3 +26,13 @@ def test_nothing_is_known_without_the_file(tmp_path: Path) -> None:
     assert processor(tmp_path / "missing") == parse("") == Processor()
     (tmp_path / "odd").write_bytes(b"model name : \xff\n:::\n")
     assert processor(tmp_path / "odd").flags == frozenset()
+
+
+@pytest.mark.parametrize("permits", [False, True])
+def test_tiles_are_used_only_where_the_system_gives_them(
+    permits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.models.cpu.processor.gives_tiles", lambda: permits)
+    (tmp_path / "info").write_text(f"{TEXT.splitlines()[1]}\nflags : avx2 {' '.join(AMX)}\n")
+    found = processor(tmp_path / "info")
+    assert found == Processor("Some CPU @ 2 GHz: fast", frozenset({"avx2", *(AMX if permits else ())}))

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "tile_permission.h"
+
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 int64_t pack_pieces(int32_t file, const struct file_piece *pieces, int64_t count, _Atomic int64_t *next);
 void unpack_rows(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
@@ -142,6 +144,7 @@ static void exercise_layer(int64_t size, int64_t window, int64_t planes) {
 }
 
 int main(void) {
+    ask_for_tiles();
     float *bias = numbers(64, 1);
     for (int64_t format = 0; format < FORMATS; format++)
         for (int64_t planes = 1; planes <= 2; planes++) {

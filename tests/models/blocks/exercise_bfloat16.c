@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "tile_permission.h"
+
 void choose_codes(const uint16_t *weights, int64_t outputs, int64_t inputs, uint8_t *tables, int32_t *counts);
 void compress_weights(const uint16_t *weights, int64_t outputs, int64_t inputs, const uint8_t *tables,
                       const int32_t *offsets, uint8_t *data, uint32_t *exceptions);
@@ -118,6 +120,7 @@ static void exercise_layer(int64_t size, int64_t window) {
 }
 
 int main(void) {
+    ask_for_tiles();
     uint16_t *bias = halves(96, 1);
     int64_t sizes[][2] = {{1, 4}, {37, 132}, {96, 300}};
     for (int i = 0; i < 3; i++) {

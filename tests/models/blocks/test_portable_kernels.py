@@ -1,6 +1,7 @@
 """All sets of instructions give the same bits, ARM's on an emulator; the drivers are C, so it needs no Python.
 
-Of the kernels for bfloat16 weights that holds for those that widen numbers to float32: not for AVX-512 with bfloat16.
+Of the kernels for bfloat16 weights that holds for those that widen numbers to float32: not for AMX and AVX-512 with
+bfloat16.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slipstream.models.cpu.processor import processor
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 BLOCKS, BFLOAT16 = (recipe_for, "exercise.c", SOURCES / "blocks"), (recipe_of, "exercise_bfloat16.c", SOURCES)
 Kernels = tuple[Callable[[str], Recipe], str, Path]
+OF_PAIRS = ("amx", "avx512bf16")  # multiply pairs of bfloat16 numbers
 of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", "bfloat16"])
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
@@ -62,16 +64,17 @@ def test_arm_gives_the_bits_of_plain_c(kernels: Kernels, tmp_path: Path) -> None
 
 @of_both
 def test_this_machines_instructions_do_too(kernels: Kernels, tmp_path: Path) -> None:
-    names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name != "avx512bf16")
+    names = tuple(NEEDED) if kernels is BLOCKS else tuple(name for name in VARIANTS if name not in OF_PAIRS)
     for isa in others(names):
         assert printed(kernels, isa, tmp_path) == specification(kernels, tmp_path), isa
 
 
-def test_other_roundings_would_be_noticed(tmp_path: Path) -> None:
-    """Those of AVX-512's products of pairs."""
-    if missing := set(VARIANTS["avx512bf16"]) - processor().flags:
+@pytest.mark.parametrize("variant", OF_PAIRS)
+def test_other_roundings_would_be_noticed(variant: str, tmp_path: Path) -> None:
+    """Those of products of pairs."""
+    if missing := set(VARIANTS[variant]) - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
-    assert printed(BFLOAT16, "avx512bf16", tmp_path) != specification(BFLOAT16, tmp_path)
+    assert printed(BFLOAT16, variant, tmp_path) != specification(BFLOAT16, tmp_path)
 
 
 @of_both

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -132,6 +132,19 @@ def loaded(recipe: Recipe) -> ctypes.CDLL:
         raise NoKernelsError(str(error)) from error
     library.set_pool_threads(ctypes.c_int64(torch.get_num_threads()))
     return library
+
+
+def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
+    """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
+    for recipe in recipes[:-1]:
+        try:
+            loaded(recipe)
+        except NoKernelsError as error:
+            log.info("%s cannot be had: %s", recipe.name, error)
+        else:
+            return recipe
+    loaded(recipes[-1])
+    return recipes[-1]
 
 
 def _run(command: list[str]) -> None:

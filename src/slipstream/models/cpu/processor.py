@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used where the system gives its registers to a program that asks
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
 DETECTION = Path(__file__).with_name("prebuilt")  # of csrc/detection/, where a wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
@@ -27,9 +29,18 @@ class Processor:
 
 def processor(file: Path = CPU_INFO) -> Processor:
     """The first processor of this machine."""
-    if file.exists():
-        return parse(file.read_text(errors="replace"))
-    return elsewhere(sys.platform)
+    if not file.exists():
+        return elsewhere(sys.platform)
+    found = parse(file.read_text(errors="replace"))
+    if AMX[0] in found.flags and not gives_tiles():
+        return Processor(found.model_name, found.flags.difference(AMX))
+    return found
+
+
+def gives_tiles() -> bool:
+    """Whether Linux lets this process use the registers of AMX; it does from now on if it can."""
+    permitted = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)))
+    return permitted == 0
 
 
 def parse(text: str) -> Processor:

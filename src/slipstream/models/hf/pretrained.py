@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,14 +12,12 @@ from weakref import WeakSet
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.bfloat16_kernels import bfloat16_version, left_to_onednn
+from slipstream.models.cpu.bfloat16_kernels import bfloat16_version
 from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.block_structs import INPUTS
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.instruction_sets import ISA
-from slipstream.models.cpu.packed_linear import pack, packed, unsupported
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.graph_backend import GraphedBackend
@@ -126,9 +123,6 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
     if fast is False or model.device.type == "cuda":
         return None
     reason = unsupported(model)
-    if reason is None and left_to_onednn(model.num_parameters(), processor(), os.environ.get(ISA)):
-        log.info("%s is left to oneDNN, which multiplies by AMX", type(model).__name__)
-        return packed
     if reason is None:
         return compressed_or_packed
     if fast is True:

@@ -10,10 +10,7 @@
  */
 #include "kernels.h"
 
-enum {
-    CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
-    AHEAD = 6144   /* bytes prefetched */
-};
+enum { AHEAD = 6144 /* bytes prefetched */ };
 
 /* A block to expand, a quad at a time. */
 struct compressed_block {
@@ -34,23 +31,32 @@ static void expand(const struct compressed_block *of, int first) {
     for (int quad = first; quad < of->quads; quad++) expand_quad(of, quad);
 }
 
-#ifdef __AVX512BF16__
+/* Inputs as the products take them. */
+#if defined(__AVX512BF16__)
+typedef uint16_t input;
+#else
+typedef float input;
+#endif
+
+/* Some tokens' inputs, as `place_inputs` places them, of `stride` that have places, and their sums [rows][PANEL], from 0
+ * if a panel begins. */
+struct tokens {
+    const input *inputs;
+    float *sums;
+    int64_t stride;
+    int begin;
+};
+
+#if defined(__AMX_BF16__)
+#include "products_of_tiles.h"
+#else
+#if defined(__AVX512BF16__)
 #include "products_of_pairs.h"
 #else
 #include "products_of_floats.h"
 #endif
-
-#define AND_EXPAND(rows) case rows: add(rows, of, block, quads, next); break
-static void add_and_expand(int rows, const struct tokens *of, const uint16_t *block, int quads,
-                           const struct compressed_block *next) {
-    switch (rows) { EVERY_BESIDE(AND_EXPAND) }
-    expand(next, EXPANDED(rows, quads));
-}
-
-#define ONLY(rows) case rows: add(rows, of, block, quads, NULL); break
-static void add_only(int rows, const struct tokens *of, const uint16_t *block, int quads) {
-    switch (rows) { EVERY_ROWS(ONLY) }
-}
+#include "products_in_registers.h"
+#endif
 
 static int64_t blocks_of(const struct linear *w) { return (w->inputs + BLOCK - 1) / BLOCK; }
 
@@ -77,24 +83,19 @@ struct batch {
 static void multiply_panels(const struct linear *w, int64_t first, int64_t last, const struct batch *of) {
     _Alignas(64) uint16_t block[2][BLOCK * PANEL];
     _Alignas(64) float sums[CHUNK * PANEL];
-    int64_t blocks = blocks_of(w), end = last * blocks, rows = of->rows, beside = rows <= BESIDE_MOST ? rows : BESIDE_MANY;
+    int64_t blocks = blocks_of(w), end = last * blocks;
     struct compressed_block next = compressed_block(w, first * blocks, block[0]);
-    expand(&next, 0);
+    expand_rest(&next, 0);
     restore_exceptions(w, first * blocks, block[0]);
     for (int64_t unit = first * blocks; unit < end; unit++) {
         uint16_t *now = next.to;
         int quads = next.quads, begin = unit % blocks == 0;
         next = compressed_block(w, least(unit + 1, end - 1), now == block[0] ? block[1] : block[0]);
-        const input *x = of->x + (unit % blocks * of->stride + of->done) * BLOCK;
-        struct tokens some = {x, sums, begin};
-        add_and_expand((int)beside, &some, now, quads, &next);
-        for (int64_t row = beside; row < rows; row += ROWS) {
-            some.inputs = x + row * BLOCK, some.sums = sums + row * PANEL;
-            add_only((int)least(ROWS, rows - row), &some, now, quads);
-        }
+        struct tokens some = {of->x + (unit % blocks * of->stride + of->done) * BLOCK, sums, of->stride, begin};
+        add_block(&some, of->rows, now, quads, &next);
         restore_exceptions(w, least(unit + 1, end - 1), next.to);
         if ((unit + 1) % blocks == 0)
-            store_with_bias(w, sums, rows, unit / blocks, of->out + of->done * w->outputs);
+            store_with_bias(w, sums, of->rows, unit / blocks, of->out + of->done * w->outputs);
     }
 }
 
@@ -106,12 +107,13 @@ struct product {
     input *inputs;
 };
 
-/* Copies blocks of tokens' inputs to their places in `batch.x`: a thread's share, block by block. */
+/* Brings blocks of tokens' inputs to their places in `batch.x`: a thread's share, block by block. */
 static void gather(const struct member *me, const struct product *of) {
     int64_t blocks = blocks_of(of->w), inputs = of->w->inputs, end = share_of(me, blocks * of->tokens, me->number + 1);
-    for (int64_t unit = share_of(me, blocks * of->tokens, me->number); unit < end; unit++) {
-        int64_t first = unit / of->tokens * BLOCK, token = unit % of->tokens;
-        copy_inputs(of->x + token * inputs + first, least(BLOCK, inputs - first), of->inputs + unit * BLOCK);
+    for (int64_t i = share_of(me, blocks * of->tokens, me->number); i < end; i++) {
+        int64_t unit = i / of->tokens, token = i % of->tokens, first = unit * BLOCK;
+        input *to = of->inputs + unit * places(of->tokens) * BLOCK;
+        place_inputs(of->x + token * inputs + first, least(BLOCK, inputs - first), token, of->tokens, to);
     }
 }
 
@@ -121,10 +123,12 @@ static void multiply_in_team(const struct member *me, void *given) {
     int64_t first = share_of(me, panels, me->number), last = share_of(me, panels, me->number + 1);
     gather(me, of);
     wait_for_team(me);
+    begin_products(of->tokens);
     for (int64_t done = 0; done < of->tokens && first < last; done += CHUNK) {
-        struct batch some = {of->inputs, of->tokens, done, least(CHUNK, of->tokens - done), of->out};
+        struct batch some = {of->inputs, places(of->tokens), done, least(CHUNK, of->tokens - done), of->out};
         multiply_panels(of->w, first, last, &some);
     }
+    end_products();
 }
 
 void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
@@ -133,5 +137,5 @@ void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_
         return;
     }
     struct product product = {w, x, tokens, out, (input *)space};
-    in_team(multiply_in_team, &product);
+    if (tokens) in_team(multiply_in_team, &product);
 }

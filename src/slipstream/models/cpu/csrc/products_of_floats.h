@@ -1,6 +1,7 @@
 /* Products of a block of 12-bit weights in float32, for compressed.c: each input's in turn, one fused operation. */
 
 enum {
+    CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
     ROWS = 6,      /* tokens whose sums are in registers */
     BOTH = 3,      /* tokens up to which those of all 32 outputs are, not of 16 after another */
     BESIDE_MOST = ROWS, BESIDE_MANY = ROWS
@@ -10,7 +11,6 @@ enum {
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6);
 #define EVERY_ROWS EVERY_BESIDE
 
-typedef float input;
 static void copy_inputs(const uint16_t *x, int64_t count, input *to) {
     int64_t i = 0;
     for (; i + 16 <= count; i += 16) store_floats(to + i, load_bf16(x + i));
@@ -19,13 +19,6 @@ static void copy_inputs(const uint16_t *x, int64_t count, input *to) {
     memcpy(rest, x + i, (count - i) * sizeof *x);
     store_floats(to + i, load_bf16(rest));
 }
-
-/* Some tokens' inputs [rows][BLOCK] and their sums [rows][PANEL], from 0 if a panel begins. */
-struct tokens {
-    const input *inputs;
-    float *sums;
-    int begin;
-};
 
 /* Adds the products of `sides` times 16 outputs from number 16 * `side` on. */
 ALWAYS void add_sides(const int rows, const int side, const int sides, const struct tokens *of, const uint16_t *block,

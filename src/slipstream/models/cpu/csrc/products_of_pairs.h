@@ -1,6 +1,7 @@
 /* Products of a block of 12-bit weights by the instruction for pairs of bfloat16 numbers, for compressed.c. */
 
 enum {
+    CHUNK = 248,   /* tokens whose sums are accumulated while a panel is read */
     ROWS = 12,     /* tokens whose sums are in registers */
     BESIDE_MOST = 10, BESIDE_MANY = 8, /* of them while the next block is expanded: if that is all of them, and if not */
 };
@@ -9,15 +10,7 @@ enum {
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6); of(7); of(8); of(9); of(10);
 #define EVERY_ROWS(of) EVERY_BESIDE(of) of(11); of(12);
 
-typedef uint16_t input;
 static void copy_inputs(const uint16_t *x, int64_t count, input *to) { memcpy(to, x, count * sizeof *x); }
-
-/* Some tokens' inputs [rows][BLOCK] and their sums [rows][PANEL], from 0 if a panel begins. */
-struct tokens {
-    const input *inputs;
-    float *sums;
-    int begin;
-};
 
 /* Adds a block's products to the sums. `next` is expanded meanwhile, so that neither waits. */
 ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,

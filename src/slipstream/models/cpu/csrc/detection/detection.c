@@ -10,7 +10,7 @@ struct bit {
 };
 
 enum { EAX, EBX, ECX, EDX };
-enum { AVX_STATE = 0x06, AVX512_STATE = 0xe6, AMX_STATE = 0x60000 };
+enum { AVX_STATE = 0x06, AVX512_STATE = 0xe6 };
 
 static const struct bit BITS[] = {
     {"fma", 1, 0, ECX, 12, AVX_STATE},           {"f16c", 1, 0, ECX, 29, AVX_STATE},
@@ -18,7 +18,6 @@ static const struct bit BITS[] = {
     {"avx512f", 7, 0, EBX, 16, AVX512_STATE},    {"avx512dq", 7, 0, EBX, 17, AVX512_STATE},
     {"avx512bw", 7, 0, EBX, 30, AVX512_STATE},   {"avx512vl", 7, 0, EBX, 31, AVX512_STATE},
     {"avx512_vnni", 7, 0, ECX, 11, AVX512_STATE}, {"avx512_bf16", 7, 1, EAX, 5, AVX512_STATE},
-    {"amx_bf16", 7, 0, EDX, 22, AMX_STATE},
 };
 
 static int ask(unsigned leaf, unsigned subleaf, unsigned of[4]) {
