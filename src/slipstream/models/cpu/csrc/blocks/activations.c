@@ -1,7 +1,8 @@
 /* Activations as integers: 32 of a token share a scale, its largest magnitude over 127 (int8) or 16319 (int15).
  *
  * An integer of two planes is 128 times the first plus the second, which lies in -64 to 63. A tile of n places stands at
- * the tokens before it times the bytes of a token; within it, 32 inputs after another, see `group_bytes`. The sums that
+ * the tokens before it times the bytes of a token; within it, 32 inputs after another, see `group_bytes` and, of a tile in
+ * rows, `tile_group_bytes`. The sums that
  * products begin with are minus the sum of the integers times 8, 16 and 128, and of both halves times 32: codes are
  * shifted by as much.
  */
@@ -9,13 +10,33 @@
 
 static const float SMALLEST = 1e-30f; /* of a magnitude that is not taken for 0, whose inverse would be infinite */
 
+#ifdef __AMX_INT8__
+enum { HAS_ROWS = 1 };
+#else
+enum { HAS_ROWS = 0 };
+#endif
+enum { MOST = 16 /* tokens of a tile in rows */, SOME = 8 /* tokens up to which those in words are as fast */ };
+
+struct tiling tiling_of(int64_t tokens, int64_t planes) {
+    if (!HAS_ROWS || planes > 1 || tokens <= SOME) return (struct tiling){TILE, planes, 0};
+    int64_t tiles = up(tokens, MOST) / MOST; /* of equal size: little is computed for nothing */
+    return (struct tiling){up(up(tokens, tiles) / tiles, 4), planes, 1};
+}
+
+int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token) {
+    return inputs / GROUP * (of->in_rows ? tile_group_bytes(token) : group_bytes(of->planes, token));
+}
+
 int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes) {
+    struct tiling tiling = tiling_of(tokens, planes);
+    if (tiling.in_rows) return bytes_before(&tiling, inputs, up(tokens, tiling.tokens));
     int64_t whole = tokens / TILE * TILE, rest = tokens - whole;
-    return inputs / GROUP * (group_bytes(planes, whole) + group_bytes(planes, rest ? places(rest) : 0));
+    return bytes_before(&tiling, inputs, whole) + bytes_before(&tiling, inputs, rest ? places(rest) : 0);
 }
 
 /* 32 inputs of a token at its place in a tile of `count`. */
-static void quantise_group(const float *x, int64_t planes, int place, int count, uint8_t *to) {
+static void quantise_group(const float *x, const struct tiling *of, int place, int count, uint8_t *to) {
+    int64_t planes = of->planes;
     floats parts[2] = {load_floats(x), load_floats(x + LANES)};
     float most = largest_magnitude(parts[0], parts[1]), top = planes == 1 ? LARGEST_INT8 : LARGEST_INT15;
     if (!(most < INFINITY)) parts[0] = parts[1] = all_floats(0), most = NAN; /* what it is part of is no number */
@@ -30,7 +51,8 @@ static void quantise_group(const float *x, int64_t planes, int place, int count,
             store_narrow(narrow[1], subtract_ints(whole, times_128(first)));
         }
         store_narrow(narrow[0], first);
-        for (int v = 0; v < 4; v++)
+        if (of->in_rows) memcpy(to + place * GROUP + half * LANES, narrow[0], LANES);
+        for (int v = 0; v < 4 && !of->in_rows; v++)
             for (int p = 0; p < planes; p++)
                 memcpy(to + (((half * 4 + v) * planes + p) * count + place) * 4, narrow[p] + v * 4, 4);
     }
@@ -40,19 +62,20 @@ static void quantise_group(const float *x, int64_t planes, int place, int count,
     int32_t begins[5] = {-8 * all, -16 * all, -128 * all, -SMALLEST_CODE * sums[0], -SMALLEST_CODE * sums[1]};
     memcpy(marks, &scale, 4);
     memcpy(marks + count * 4, &total, 4);
-    for (int i = 0; i < 5; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
+    for (int i = 0; i < 5 && !of->in_rows; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
 }
 
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to) {
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of, uint8_t *to) {
     static const float none[GROUP] = {0};
     int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1);
-    for (int64_t done = 0; done < tokens; done += TILE) {
-        int64_t rows = least(TILE, tokens - done), count = places(rows);
-        uint8_t *tile = to + done * groups * group_bytes(planes, 1);
+    for (int64_t done = 0; done < tokens; done += of->tokens) {
+        int64_t rows = least(of->tokens, tokens - done), count = of->in_rows ? of->tokens : places(rows);
+        int64_t bytes = of->in_rows ? tile_group_bytes(count) : group_bytes(of->planes, count);
+        uint8_t *tile = to + bytes_before(of, inputs, done);
         for (int64_t g = share_of(me, groups, me->number); g < end; g++) /* tokens share lines of memory, threads do not */
             for (int64_t place = 0; place < count; place++) {
                 const float *from = place < rows ? x + (done + place) * inputs + g * GROUP : none;
-                quantise_group(from, planes, (int)place, (int)count, tile + g * group_bytes(planes, count));
+                quantise_group(from, of, (int)place, (int)count, tile + g * bytes);
             }
     }
     wait_for_team(me);

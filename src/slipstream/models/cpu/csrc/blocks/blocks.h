@@ -34,12 +34,20 @@ struct packing {
 };
 void pack_panels(int64_t format, const uint8_t *rows, int64_t count, int64_t inputs, uint8_t *to, int shared);
 
-/* Bytes that `quantise` fills for so many tokens, and those before the tile that begins with a token. */
-int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
+/* How the activations of a product are divided: tiles of so many tokens, which stand in rows for the tiles of AMX or in
+ * words for the other products; see activations.c. */
+struct tiling {
+    int64_t tokens, planes;
+    int in_rows;
+};
+struct tiling tiling_of(int64_t tokens, int64_t planes);
 
-/* x [tokens][inputs] as integers in tiles of 8 tokens; see activations.c. To be called by all threads of a team, which wait
- * for each other. */
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, int64_t planes, uint8_t *to);
+/* Bytes that `quantise` fills for so many tokens, and where the tile that begins with a token stands. */
+int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
+int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
+
+/* x [tokens][inputs] as integers in tiles. To be called by all threads of a team, which wait for each other. */
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of, uint8_t *to);
 
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
@@ -49,9 +57,18 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
 void block_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
                 const uint8_t *x, float *sums);
 
+/* The same for a tile in rows, of 8, 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
+ * codes. Where there is no AMX there are no such tiles. */
+void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, const uint8_t *x,
+               float *sums);
+void begin_tiles(int64_t tokens);
+void end_tiles(void);
+
 /* The same for the kinds of grouped.c. plain: activations that are not rounded. */
 static inline int is_grouped(int64_t format) { return format >= FORMATS; }
+static inline int has_numbers(int64_t format) { return is_grouped(format) && format % KINDS >= BFLOAT16; }
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs);
+static inline int64_t grouped_scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
 void pack_grouped_panel(int64_t panel, void *packing);
 void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t *outputs, int64_t count, float *to);
 void grouped_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
@@ -82,3 +99,6 @@ static inline int places(int64_t tokens) { return tokens >= 7 ? 8 : tokens == 5 
  * five sums that products begin with, in this order. */
 enum mark { SCALE, TOTAL, BEGIN_8, BEGIN_16, BEGIN_128, BEGIN_LOW, BEGIN_HIGH, MARKS };
 static inline int64_t group_bytes(int64_t planes, int64_t count) { return (32 * planes + 4 * MARKS) * count; }
+
+/* Of a tile in rows: codes [count][32], scales and scaled sums. */
+static inline int64_t tile_group_bytes(int64_t count) { return (32 + 4 * 2) * count; }

@@ -10,7 +10,6 @@
 
 enum { CODES = 256 /* bytes of 32 inputs */ };
 
-static int64_t scale_bytes(int64_t kind) { return kind == INT4 ? 3 * LANES : 8 * LANES; }
 static int64_t row_head(int64_t kind) { return kind == INT4 ? 4 : 8; }
 static int64_t number_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 static int is_float(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16 || kind == FLOAT32; }
@@ -18,7 +17,7 @@ static int is_float(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16 |
 int64_t grouped_panel_bytes(int64_t format, int64_t inputs) {
     int64_t kind = format % KINDS, group = format / KINDS;
     if (is_float(kind)) return inputs * LANES * number_bytes(kind);
-    return up(inputs / GROUP * CODES + inputs / group * scale_bytes(kind), 64);
+    return up(inputs / GROUP * CODES + inputs / group * grouped_scale_bytes(kind), 64);
 }
 
 static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
@@ -28,7 +27,7 @@ static void pack_numbers(int64_t kind, const uint8_t *row, int64_t inputs, int l
 
 static void pack_groups(int64_t kind, int64_t group, const uint8_t *row, int64_t inputs, int lane, uint8_t *to) {
     uint8_t *scales = to + inputs / GROUP * CODES;
-    for (int64_t at = 0; at < inputs; at += group, scales += scale_bytes(kind)) {
+    for (int64_t at = 0; at < inputs; at += group, scales += grouped_scale_bytes(kind)) {
         const uint8_t *codes = row + row_head(kind);
         memcpy(scales + lane * (kind == INT4 ? 2 : 4), row, kind == INT4 ? 2 : 4);
         if (kind == INT4) scales[2 * LANES + lane] = row[2];
@@ -85,7 +84,7 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
             }
             int v = (int)(i % GROUP) / 4;
             int code = (own[i / GROUP * CODES + v % 4 * 64 + lane * 4 + i % 4] >> (v < 4 ? 0 : 4) & 15) - 8;
-            const uint8_t *scales = own + inputs / GROUP * CODES + i / group * scale_bytes(kind);
+            const uint8_t *scales = own + inputs / GROUP * CODES + i / group * grouped_scale_bytes(kind);
             if (kind == INT4)
                 to[row * inputs + i] = number(FLOAT16, scales + lane * 2) * (float)(code + (int8_t)scales[2 * LANES + lane]);
             else
@@ -109,7 +108,7 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
         const uint8_t *marks = x + 32 * planes * rows;
         fetch(&ahead, CODES);
         if (left == group)
-            for (int line = 0; line < scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);
+            for (int line = 0; line < grouped_scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             int32_t begins;
@@ -139,7 +138,7 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
             whole[i] = add_product(whole[i], all_floats(float_from(marks + (TOTAL * rows + i) * 4)), minimum);
         }
         panel += CODES, x += (32 * planes + 4 * MARKS) * rows, left -= GROUP;
-        if (left == 0) scales += kind == INT4 ? 3 * LANES : 8 * LANES, left = group;
+        if (left == 0) scales += grouped_scale_bytes(kind), left = group;
     }
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) store_floats(sums + i * LANES, whole[i]);

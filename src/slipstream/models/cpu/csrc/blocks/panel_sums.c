@@ -5,34 +5,7 @@
  * A panel is unpacked once for all tokens of a tile, so a few tokens take as long as one while memory is the limit.
  */
 #include "blocks.h"
-
-ALWAYS float float_at(const uint8_t *from) {
-    float x;
-    memcpy(&x, from, 4);
-    return x;
-}
-ALWAYS int32_t int_at(const uint8_t *from) {
-    int32_t x;
-    memcpy(&x, from, 4);
-    return x;
-}
-
-/* Vectors v and v + 4 of 32 inputs' codes, or only v where codes have 8 bits. */
-ALWAYS void load_codes(const int format, const uint8_t *codes, const int v, bytes *one, bytes *other) {
-    bytes both = load_bytes(codes + v * 64);
-    if (format == Q8_0) {
-        *one = both, *other = load_bytes(codes + (v + 4) * 64);
-        return;
-    }
-    *one = low_bits(both), *other = high_bits(both);
-    if (format == Q5_0 || format == Q5_1 || format == Q5_K) {
-        bytes fifth = load_bytes(codes + 256);
-        *one = with_bits(*one, fifth, v, 1), *other = with_bits(*other, fifth, v + 4, 1);
-    } else if (format == Q6_K) {
-        *one = with_bits(*one, load_bytes(codes + 256), 2 * v, 2);
-        *other = with_bits(*other, load_bytes(codes + 320), 2 * v, 2);
-    }
-}
+#include "codes.h"
 
 /* What four vectors of codes add to a tile's sums. x: the activations of each. */
 ALWAYS void add_vectors(const int bits, const int rows, const int planes, const bytes codes[4], const uint8_t *const x[4],
@@ -74,19 +47,12 @@ ALWAYS void finish(const int rows, const int planes, const uint8_t *marks, float
     }
 }
 
-ALWAYS int bits_of(const int format) {
-    if (format == Q8_0) return 8;
-    if (format == Q6_K) return 6;
-    return format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
-}
-
 /* 32 inputs. scales: the scales of the block that they belong to; g: which 32 of the block. */
 ALWAYS void add_group(const int format, const int rows, const int planes, const uint8_t *codes, const uint8_t *scales,
                       int64_t g, const uint8_t *x, floats whole[TILE]) {
     const uint8_t *marks = x + 32 * planes * rows;
-    const int stride = planes * rows * 4, is_super = format == Q4_K || format == Q5_K, bits = bits_of(format);
+    const int stride = planes * rows * 4, bits = bits_of(format);
     ints sum[2][TILE];
-    floats d = load_halves(scales), minimum = d;
     if (format == Q6_K) {
         bytes early[4], late[4];
         const uint8_t *low[4], *high[4];
@@ -97,11 +63,10 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
         }
         begin(rows, planes, marks, BEGIN_LOW, sum);
         add_vectors(bits, rows, planes, early, low, sum);
-        const uint8_t *own = scales + 32 + 2 * g * LANES;
-        finish(rows, planes, marks, multiply_floats(d, load_signed(own)), sum, whole);
+        finish(rows, planes, marks, scale_of(format, scales, g, 0), sum, whole);
         begin(rows, planes, marks, BEGIN_HIGH, sum);
         add_vectors(bits, rows, planes, late, high, sum);
-        finish(rows, planes, marks, multiply_floats(d, load_signed(own + LANES)), sum, whole);
+        finish(rows, planes, marks, scale_of(format, scales, g, 1), sum, whole);
         return;
     }
     begin(rows, planes, marks, format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 && !SUBTRACTS_128 ? BEGIN_128 : -1, sum);
@@ -113,15 +78,13 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
         load_codes(format, codes, v + 1, &four[2], &four[3]);
         add_vectors(bits, rows, planes, four, of, sum);
     }
-    if (is_super) d = multiply_floats(d, load_unsigned(scales + 64 + g * LANES));
-    finish(rows, planes, marks, d, sum, whole);
-    if (format == Q4_0 || format == Q5_0 || format == Q8_0) return;
-    minimum = load_halves(scales + 32);
-    if (is_super) minimum = multiply_floats(minimum, load_unsigned(scales + 192 + g * LANES));
+    finish(rows, planes, marks, scale_of(format, scales, g, 0), sum, whole);
+    if (!has_minimum(format)) return;
+    floats minimum = minimum_of(format, scales, g);
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
         floats total = all_floats(float_at(marks + (TOTAL * rows + i) * 4));
-        whole[i] = is_super ? take_product(whole[i], total, minimum) : add_product(whole[i], total, minimum);
+        whole[i] = add_minimum(format, whole[i], total, minimum);
     }
 }
 

@@ -10,7 +10,8 @@ enum {
 struct product {
     const struct block_linear *w;
     const float *x;
-    int64_t tokens, planes;
+    int64_t tokens;
+    struct tiling tiling;
     float *out;
     uint8_t *space;
     _Atomic int64_t next;
@@ -34,7 +35,7 @@ struct chunk {
 static struct chunked_part in_chunks(const struct product *of, const struct block_part *part, int64_t before, int64_t first) {
     int64_t bytes = panel_bytes(part->format, of->w->inputs), count = up(part->outputs, LANES) / LANES;
     int64_t panels = HANDED_OUT / bytes, fair = count / 16;
-    if (of->tokens > TILE && panels < FEW) panels = FEW;
+    if (of->tokens > of->tiling.tokens && panels < FEW) panels = FEW;
     if (panels > fair) panels = fair;
     if (panels < 1) panels = 1;
     return (struct chunked_part){part, before, up(count, panels) / panels, panels, bytes, first};
@@ -56,15 +57,21 @@ static const uint8_t *panel_of(const struct chunk *in, int64_t panel) { return i
 /* A panel of a chunk times the tile that begins with token `done`. next: the panel that this thread multiplies then. */
 static void multiply_panel(const struct product *of, const struct chunk *in, int64_t panel, int64_t done,
                            const uint8_t *next) {
-    float sums[TILE * LANES];
+    float sums[2 * TILE * LANES];
     const struct block_linear *w = of->w;
     const struct block_part *part = in->of.part;
-    const uint8_t *data = panel_of(in, panel);
-    const uint8_t *x = of->space + done * (w->inputs / GROUP * group_bytes(of->planes, 1));
-    int64_t rows = least(TILE, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
-    if (is_grouped(part->format))
-        grouped_sums(part->format, data, next, w->inputs, rows, of->planes, x, of->x + done * w->inputs, sums);
-    else block_sums(part->format, data, next, w->inputs, rows, of->planes, x, sums);
+    const uint8_t *data = panel_of(in, panel), *x = of->space + bytes_before(&of->tiling, w->inputs, done);
+    int64_t format = part->format, tile = of->tiling.tokens, planes = of->tiling.planes;
+    int64_t rows = least(tile, of->tokens - done), there = least(LANES, part->outputs - panel * LANES);
+    if (of->tiling.in_rows && !has_numbers(format)) {
+        tile_sums(format, data, next, w->inputs, tile, x, sums);
+    } else if (is_grouped(format)) {
+        for (int64_t i = 0; i < rows; i += TILE)
+            grouped_sums(format, data, next, w->inputs, least(TILE, rows - i), planes, x, of->x + (done + i) * w->inputs,
+                         sums + i * LANES);
+    } else {
+        block_sums(format, data, next, w->inputs, rows, planes, x, sums);
+    }
     for (int64_t i = 0; i < rows; i++) {
         int64_t first = in->of.first + panel * LANES;
         float *to = of->out + (done + i) * w->outputs + first;
@@ -74,21 +81,24 @@ static void multiply_panel(const struct product *of, const struct chunk *in, int
 
 static void multiply_in_team(const struct member *me, void *given) {
     struct product *of = given;
-    quantise(me, of->x, of->w->inputs, of->tokens, of->planes, of->space);
+    int64_t tile = of->tiling.tokens;
+    quantise(me, of->x, of->w->inputs, of->tokens, &of->tiling, of->space);
+    if (of->tiling.in_rows) begin_tiles(tile);
     struct chunk now = take_chunk(of, in_chunks(of, of->w->parts, 0, 0)), then;
     for (; now.of.part; now = then) {
         then = take_chunk(of, now.of); /* already, so that its beginning can be fetched */
         const uint8_t *first = panel_of(&now, now.panel), *after = then.of.part ? panel_of(&then, then.panel) : first;
-        for (int64_t done = 0; done < of->tokens; done += TILE) /* a tile stays in the cache for all panels */
+        for (int64_t done = 0; done < of->tokens; done += tile) /* a tile stays in the cache for all panels */
             for (int64_t panel = now.panel; panel < now.end; panel++) {
-                const uint8_t *again = done + TILE < of->tokens ? first : after;
+                const uint8_t *again = done + tile < of->tokens ? first : after;
                 multiply_panel(of, &now, panel, done, panel + 1 < now.end ? panel_of(&now, panel + 1) : again);
             }
     }
+    if (of->tiling.in_rows) end_tiles();
 }
 
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,
                      uint8_t *space) {
-    struct product product = {w, x, tokens, planes, out, space, 0};
+    struct product product = {w, x, tokens, tiling_of(tokens, planes), out, space, 0};
     in_team(multiply_in_team, &product);
 }
