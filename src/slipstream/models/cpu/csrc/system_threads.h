@@ -19,7 +19,7 @@ struct start {
     int64_t number;
 };
 
-static inline void call_once(void *given) {
+static inline void call_given(void *given) {
     struct start start = *(struct start *)given;
     free(given);
     start.function(start.number);
@@ -61,7 +61,7 @@ static inline void run_once(system_once *once, void (*function)(void)) {
     InitOnceExecuteOnce(once, run_given, (PVOID)function, NULL);
 }
 static DWORD WINAPI begin_thread(LPVOID given) {
-    call_once(given);
+    call_given(given);
     return 0;
 }
 static inline int create_thread(struct start *start) {
@@ -92,7 +92,7 @@ static inline void after_fork(void (*function)(void)) { pthread_atfork(NULL, NUL
 static inline int64_t count_processors(void) { return (int64_t)sysconf(_SC_NPROCESSORS_ONLN); }
 static inline void run_once(system_once *once, void (*function)(void)) { pthread_once(once, function); }
 static void *begin_thread(void *given) {
-    call_once(given);
+    call_given(given);
     return NULL;
 }
 static inline int create_thread(struct start *start) {
