@@ -23,7 +23,7 @@ def parts(outputs: int, groups: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 20), st.booleans())
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 70), st.booleans())
 def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, count: int, biased: bool) -> None:
     codes, steps, weight = parts(outputs, groups, outputs)
     generator = torch.Generator().manual_seed(count)

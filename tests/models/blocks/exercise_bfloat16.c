@@ -129,7 +129,7 @@ int main(void) {
         free_linear(&w);
     }
     struct linear few = int4(48, 96);
-    exercise_linear(&few, 16);
+    exercise_linear(&few, 40);
     free_linear(&few);
     for (int64_t size = 64; size <= 256; size *= 2)
         for (int64_t window = 0; window <= 7; window += 7) exercise_layer(size, window);

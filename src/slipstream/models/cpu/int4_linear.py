@@ -15,6 +15,7 @@ from slipstream.models.cpu.c_structs import GROUP, PANEL, RECORD
 from slipstream.models.cpu.compressed_linear import KernelLinear
 
 ROWS = 4096  # outputs laid out at a time, so that the copies stay small
+MOST, MOST_BY_TILES = 16, 64  # tokens up to which these products are the fastest, without and with AMX
 WORDS = 512  # bytes of codes in a record; scales and offsets follow
 
 
@@ -30,6 +31,7 @@ class Int4Linear(KernelLinear):
         self.out_features, self.in_features = codes.shape
         data = torch.cat([_records(codes[i : i + ROWS], steps[i : i + ROWS]) for i in range(0, len(codes), ROWS)])
         self._set_weights(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
+        self.most = MOST_BY_TILES if hasattr(library, "multiply_int4_by_tiles") else MOST
         self._records = data.view(-1, self.in_features // GROUP, RECORD)
 
     def rows(self, outputs: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, pack
 from slipstream.models.cpu.processor import processor
 
 BITS = ("int4", "int8")
-OWN = 16  # tokens up to which our own kernel for few is the fastest
-NARROW = 4, 8  # the same of PyTorch's, beside integer products and beside packed weights
+NARROW = 4, 8  # tokens up to which PyTorch's kernel for few is the fastest, beside integer products and beside packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
 ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
 _ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small
@@ -61,7 +60,7 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.few = _few(linear, bits)
         integers = multiplies_integers()
-        self.narrow = OWN if isinstance(self.few, Int4Linear) else NARROW[0] if integers else NARROW[1]
+        self.narrow = self.few.most if isinstance(self.few, Int4Linear) else NARROW[0] if integers else NARROW[1]
         self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
 
     def forward(self, x: Tensor) -> Tensor:

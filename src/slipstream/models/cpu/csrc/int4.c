@@ -8,7 +8,7 @@
  */
 #include "kernels.h"
 
-enum { AHEAD = 2560 /* bytes prefetched */ };
+enum { AHEAD = 2560 /* bytes prefetched */, FEW = 2 /* tokens up to which tiles are no faster */ };
 
 #ifdef __AVX512BF16__
 #include "int4_pairs.h"
@@ -96,6 +96,12 @@ static const input *inputs_of(const uint16_t *x, int64_t count, float *space) {
 
 /* As `multiply`; space: [tokens][groups] floats, and the inputs in float32. */
 void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
+#ifdef __AMX_BF16__
+    if (tokens > FEW) {
+        multiply_int4_by_tiles(w, x, tokens, out, space);
+        return;
+    }
+#endif
     int64_t groups = w->inputs / GROUP;
     float *totals = (float *)space;
     for (int64_t i = 0; i < tokens * groups; i++) totals[i] = total_of(x + i * GROUP);

@@ -11,6 +11,7 @@
  * tokens times the inputs, rounded up to a multiple of BLOCK. */
 void multiply(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
+void multiply_int4_by_tiles(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space);
 
 void attend(const struct layer *layer, const struct kv_cache *m, const uint16_t *heads, int64_t tokens, uint16_t *out,
             int64_t *groups);
