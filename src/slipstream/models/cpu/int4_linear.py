@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from slipstream.models.cpu.c_structs import GROUP, PANEL, RECORD
 from slipstream.models.cpu.compressed_linear import KernelLinear
+from slipstream.models.cpu.huge_pages import HugePages, SmallPages
 
 ROWS = 4096  # outputs laid out at a time, so that the copies stay small
 MOST, MOST_BY_TILES = 16, 64  # tokens up to which these products are the fastest, without and with AMX
@@ -22,17 +23,22 @@ WORDS = 512  # bytes of codes in a record; scales and offsets follow
 class Int4Linear(KernelLinear):
     """An `nn.Linear` whose weights are 4-bit steps with a bfloat16 scale and offset per group of inputs."""
 
-    def __init__(self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any) -> None:
+    def __init__(
+        self, codes: Tensor, steps: Tensor, bias: Tensor | None, library: Any, memory: HugePages | None = None
+    ) -> None:
         """codes: uint8 [out, in], 0 to 15; steps: [out, in / 32, 2], scale and offset: code * scale + offset.
 
-        bias: bfloat16 or None. out_features and in_features must be multiples of 16 and 32.
+        bias: bfloat16 or None. out_features and in_features must be multiples of 16 and 32. memory: for the weights.
         """
         super().__init__()
         self.out_features, self.in_features = codes.shape
-        data = torch.cat([_records(codes[i : i + ROWS], steps[i : i + ROWS]) for i in range(0, len(codes), ROWS)])
+        panels, groups = -(-self.out_features // PANEL), self.in_features // GROUP
+        data = (memory or SmallPages()).zeros(panels * groups * RECORD).view(panels, groups, RECORD)
+        for i in range(0, len(codes), ROWS):
+            data[i // PANEL : (i + ROWS) // PANEL] = _records(codes[i : i + ROWS], steps[i : i + ROWS])
         self._set_weights(library, 4, (data, None, None, None, None if bias is None else bias.detach()))
         self.most = MOST_BY_TILES if hasattr(library, "multiply_int4_by_tiles") else MOST
-        self._records = data.view(-1, self.in_features // GROUP, RECORD)
+        self._records = data
 
     def rows(self, outputs: Tensor) -> Tensor:
         """[N, in] bfloat16: the rounded weights of some outputs [N], read back from the records."""

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import GROUP
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, pack
 from slipstream.models.cpu.processor import processor
 
 BITS = ("int4", "int8")
-NARROW = 4, 8  # tokens up to which PyTorch's kernel for few is the fastest, beside integer products and beside packed weights
+NARROW = 4, 8  # tokens up to which PyTorch's kernel for few is the fastest, beside integers and beside packed weights
 SMALLEST = 10_000_000  # weights; a smaller model's fit in the processor's caches in any precision
 ZERO, LARGEST = 128, 126  # what stands for 0 in an unsigned byte; the largest value, less one for a rounded step
 _ROWS = 16384  # outputs quantised at a time, so that the intermediate integers stay small
@@ -55,10 +56,11 @@ class IntegerLinear(nn.Module):
 class QuantisedLinear(nn.Module):
     """An `nn.Linear` for few tokens in 4 or 8 bits, and beside it for many."""
 
-    def __init__(self, linear: nn.Linear, bits: str) -> None:
+    def __init__(self, linear: nn.Linear, bits: str, memory: HugePages | None = None) -> None:
+        """memory: for the weights of few tokens."""
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.few = _few(linear, bits)
+        self.few = _few(linear, bits, memory)
         integers = multiplies_integers()
         self.narrow = self.few.most if isinstance(self.few, Int4Linear) else NARROW[0] if integers else NARROW[1]
         self._wide = IntegerLinear(linear) if integers else PackedLinear(linear, 4 * self.narrow)
@@ -99,12 +101,12 @@ class FewLinear(nn.Module):
         return out
 
 
-def _few(linear: nn.Linear, bits: str) -> nn.Module:
+def _few(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
     """The layer for few tokens: by our own kernels where they can be had and take it."""
     library = kernels() if bits == "int4" and linear.weight.dtype == torch.bfloat16 else None
-    return (
-        FewLinear(linear, bits) if library is None else Int4Linear(*_int4(linear.weight.detach()), linear.bias, library)
-    )
+    if library is None:
+        return FewLinear(linear, bits)
+    return Int4Linear(*_int4(linear.weight.detach()), linear.bias, library, memory)
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,9 +159,10 @@ def num_weights(model: nn.Module) -> int:
 
 def quantise(model: Any, bits: str) -> None:
     """Replace every `nn.Linear` of a model in place: quantised where the kernels take its shape, else packed."""
-    pack(model, lambda linear: rounded(linear, bits))
+    memory = HugePages()
+    pack(model, lambda linear: rounded(linear, bits, memory))
 
 
-def rounded(linear: nn.Linear, bits: str) -> nn.Module:
-    """What `quantise` puts in a layer's place."""
-    return QuantisedLinear(linear, bits) if fits(linear) else PackedLinear(linear, WIDTH)
+def rounded(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
+    """What `quantise` puts in a layer's place. memory: for its weights, best shared by the layers of a model."""
+    return QuantisedLinear(linear, bits, memory) if fits(linear) else PackedLinear(linear, WIDTH)

@@ -17,6 +17,7 @@ from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
 from slipstream.models.cpu.block_structs import INPUTS
 from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
+from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
@@ -145,7 +146,7 @@ def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None
                 f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
             )
         return _packed(model, options.fast)
-    return partial(rounded, bits=str(bits) if asked else BITS[0])
+    return partial(rounded, bits=str(bits) if asked else BITS[0], memory=HugePages())
 
 
 def _convert(model: Any, convert: Convert) -> None:

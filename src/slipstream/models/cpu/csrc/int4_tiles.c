@@ -34,22 +34,25 @@ struct product {
 /* The codes of one side of a panel's group, bit `shift` on of each word, as bfloat16 numbers. */
 ALWAYS void expand_codes(const uint8_t *record, const int shift, uint16_t *to) {
     static const uint16_t NUMBERS[32] = { /* of a code and the lowest bit of the one above it */
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, /* 0 to 7 */
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, /* 8 to 15 */
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
     };
     const __m512i numbers = _mm512_loadu_si512(NUMBERS);
     #pragma GCC unroll 8
     for (int quad = 0; quad < GROUP / 4; quad++, to += 64) {
         __m512i codes = _mm512_loadu_si512(record + quad * 64);
-        __m512i first = shift ? _mm512_srli_epi16(codes, (unsigned)shift) : codes, second = _mm512_srli_epi16(codes, (unsigned)shift + 8);
+        __m512i first = shift ? _mm512_srli_epi16(codes, (unsigned)shift) : codes;
+        __m512i second = _mm512_srli_epi16(codes, (unsigned)shift + 8);
         _mm512_store_si512(to, _mm512_permutexvar_epi16(first, numbers));
         _mm512_store_si512(to + 32, _mm512_permutexvar_epi16(second, numbers));
     }
 }
 
 /* One side of a panel for a tile: sums [rows][PANEL]. */
-ALWAYS void add_side(const int rows, const int side, const uint8_t *data, int64_t groups, const uint16_t *x, const float *totals,
-                     float *sums) {
+ALWAYS void add_side(const int rows, const int side, const uint8_t *data, int64_t groups, const uint16_t *x,
+                     const float *totals, float *sums) {
     struct under_way ring;
     floats sum[TILE_ROWS];
     #pragma GCC unroll 16

@@ -65,7 +65,8 @@ static void quantise_group(const float *x, const struct tiling *of, int place, i
     for (int i = 0; i < 5 && !of->in_rows; i++) memcpy(marks + (2 + i) * count * 4, &begins[i], 4);
 }
 
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of, uint8_t *to) {
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of,
+              uint8_t *to) {
     static const float none[GROUP] = {0};
     int64_t groups = inputs / GROUP, end = share_of(me, groups, me->number + 1);
     for (int64_t done = 0; done < tokens; done += of->tokens) {

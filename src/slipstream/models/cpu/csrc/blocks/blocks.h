@@ -47,7 +47,8 @@ int64_t activation_bytes(int64_t inputs, int64_t tokens, int64_t planes);
 int64_t bytes_before(const struct tiling *of, int64_t inputs, int64_t token);
 
 /* x [tokens][inputs] as integers in tiles. To be called by all threads of a team, which wait for each other. */
-void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of, uint8_t *to);
+void quantise(const struct member *me, const float *x, int64_t inputs, int64_t tokens, const struct tiling *of,
+              uint8_t *to);
 
 /* out [tokens][outputs] = x [tokens][inputs] times the weights, plus the bias. space: `activation_bytes`. */
 void multiply_blocks(const struct block_linear *w, const float *x, int64_t tokens, int64_t planes, float *out,

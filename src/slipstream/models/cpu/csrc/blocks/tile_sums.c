@@ -127,7 +127,11 @@ ALWAYS void add_panel(const int format, const int rows, const uint8_t *panel, co
 typedef void panel_function(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t block, int64_t step,
                             const uint8_t *x, float *sums);
 
-#define ONE(format, rows)                                                                                    static void format##_##rows(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t block,                                 int64_t step, const uint8_t *x, float *sums) {                                    add_panel(format, rows, panel, next, inputs, block, step, x, sums);                                   }
+#define ONE(format, rows)                                                                                    \
+    static void format##_##rows(const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t block,     \
+                                int64_t step, const uint8_t *x, float *sums) {                                \
+        add_panel(format, rows, panel, next, inputs, block, step, x, sums);                                   \
+    }
 #define ALL_ROWS(format) ONE(format, 8) ONE(format, 12) ONE(format, 16)
 ALL_ROWS(Q4_0) ALL_ROWS(Q4_1) ALL_ROWS(Q5_0) ALL_ROWS(Q5_1) ALL_ROWS(Q8_0) ALL_ROWS(Q4_K) ALL_ROWS(Q5_K) ALL_ROWS(Q6_K)
 ALL_ROWS(INT4) ALL_ROWS(INT4_MINIMA)
