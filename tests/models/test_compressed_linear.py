@@ -86,6 +86,17 @@ def test_a_token_gets_the_same_bits_whatever_tokens_are_beside_it() -> None:
 
 
 @needs_kernels
+def test_others_that_multiply_by_the_same_registers_are_not_disturbed() -> None:
+    """oneDNN uses the tiles of AMX, where there are any, in the same threads."""
+    made, theirs, x = compressed(layer(96, 1024)), layer(1024, 1024, seed=1), tokens(64, 1024)
+    with torch.inference_mode():
+        expected = [(theirs(part), made(part)) for part in (x, x[:5])]
+        for _ in range(3):
+            for part, (one, other) in zip((x, x[:5]), expected, strict=True):
+                assert torch.equal(made(part), other) and torch.equal(theirs(part), one)
+
+
+@needs_kernels
 def test_inputs_of_any_layout_and_shape() -> None:
     made, x = compressed(layer(40, 64)), tokens(12, 128)
     strided = x[:, ::2]
