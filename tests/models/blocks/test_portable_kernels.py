@@ -20,11 +20,12 @@ from slipstream.models.cpu.bfloat16_kernels import VARIANTS, recipe_of
 from slipstream.models.cpu.block_kernels import recipe_for
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.kernel_build import LIBRARIES, SOURCES, Recipe, built
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import AMX, processor
 
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 BLOCKS, BFLOAT16 = (recipe_for, "exercise.c", SOURCES / "blocks"), (recipe_of, "exercise_bfloat16.c", SOURCES)
 Kernels = tuple[Callable[[str], Recipe], str, Path]
+EMULATED = Path(__file__).with_name("emulated_tiles.h")
 OF_PAIRS = ("amx", "avx512bf16")  # multiply pairs of bfloat16 numbers
 of_both = pytest.mark.parametrize("kernels", [BLOCKS, BFLOAT16], ids=["blocks", "bfloat16"])
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
@@ -75,6 +76,23 @@ def test_other_roundings_would_be_noticed(variant: str, tmp_path: Path) -> None:
     if missing := set(VARIANTS[variant]) - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
     assert printed(BFLOAT16, variant, tmp_path) != specification(BFLOAT16, tmp_path)
+
+
+@of_both
+def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
+    """The kernels for AMX over tiles in plain C, and over its own where there are any."""
+    recipe_for, driver, headers = kernels
+    recipe = recipe_for("avx512" if kernels is BLOCKS else "avx512bf16")
+    if missing := set(NEEDED["amx"]) - {*AMX} - processor().flags:
+        pytest.skip(f"needs a processor with {min(missing)}")
+    emulated = ["-include", str(EMULATED), "-D__AMX_INT8__", "-D__AMX_BF16__", f"-I{headers}"]
+    sources, made = [str(file) for file in recipe.sources if not file.stem.endswith("layout")], tmp_path / "emulated"
+    flags = ["-O2", *(flag for flag in recipe.flags if flag not in ("-O3", "-fPIC"))]
+    command = ["gcc", *flags, *emulated, str(Path(__file__).with_name(driver)), *sources, *LIBRARIES, "-o", str(made)]
+    subprocess.run(command, check=True)
+    found = subprocess.run([str(made)], capture_output=True, text=True, check=True).stdout
+    assert kernels is not BLOCKS or found == specification(kernels, tmp_path)
+    assert not {*AMX} <= processor().flags or found == printed(kernels, "amx", tmp_path)
 
 
 @of_both

@@ -1,6 +1,6 @@
 /* Products of a block of 12-bit weights by tiles of AMX, for compressed.c: 16 tokens, 16 outputs and 32 inputs by one
- * instruction. A row of a tile is a token, and takes as long alone as 16 of them. Pairs of inputs are added to a sum in
- * order, those of even and of odd number apart, and rounded as the instruction does. */
+ * instruction. A row of a tile is a token, and takes as long alone as 16 of them. The products of 32 inputs are summed in
+ * order, those of even and of odd number apart, and both sums are added to the token's. */
 #include "tiles.h"
 
 enum {

@@ -17,6 +17,10 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
+#ifndef CONFIGURE_TILES /* the intrinsic tells the compiler of 8 bytes only */
+#define CONFIGURE_TILES(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(shapes))
+#endif
+
 /* Sets the tiles up for so many rows of tokens and of weights, and of so many bytes. */
 static inline void shape_tiles(int tokens, int weights, int bytes) {
     struct tile_shapes shapes = {.palette = 1};
@@ -24,7 +28,7 @@ static inline void shape_tiles(int tokens, int weights, int bytes) {
         shapes.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? bytes : TILE_BYTES);
         shapes.rows[i] = (uint8_t)(i < 6 ? tokens : weights);
     }
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); /* the intrinsic tells the compiler of 8 bytes only */
+    CONFIGURE_TILES(shapes);
 }
 
 /* The instructions' intrinsics do not tell the compiler that they read and write memory. */
