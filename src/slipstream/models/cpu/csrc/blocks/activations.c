@@ -2,9 +2,8 @@
  *
  * An integer of two planes is 128 times the first plus the second, which lies in -64 to 63. A tile of n places stands at
  * the tokens before it times the bytes of a token; within it, 32 inputs after another, see `group_bytes` and, of a tile in
- * rows, `tile_group_bytes`. The sums that
- * products begin with are minus the sum of the integers times 8, 16 and 128, and of both halves times 32: codes are
- * shifted by as much.
+ * rows, `tile_group_bytes`. The sums that products begin with are minus the sum of the integers times 8, 16 and 128, and
+ * of both halves times 32: codes are shifted by as much.
  */
 #include "blocks.h"
 
