@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.draft_length.awaited_rows import awaited_together, worth_of_tokens
+from slipstream.draft_length.awaited_rows import Worth, awaited_together, worth_of_tokens
 
 
 def rows_of(remaining: Sequence[int]) -> list[Row]:
@@ -28,32 +28,44 @@ def seconds(count: int) -> float:
 def test_rows_that_are_ahead_gain_only_what_a_row_costs() -> None:
     rows = rows_of([60, 60, 30, 1])
     with awaited_together(rows):
-        worth = worth_of_tokens(rows, seconds)
-    least = 0.5 * 4 / 12
+        found = worth_of_tokens(rows, seconds)
+    worth, least = [one.of(0) for one in found], 0.5 * 4 / 12
     assert worth[:2] == pytest.approx([least + (1 - least) * 2] * 2, abs=1e-3)  # either may be the last
     assert worth[2:] == pytest.approx([least, least], abs=2e-3)
     assert sum(worth) == pytest.approx(4)
+    later = [found[0].of(ahead) for ahead in range(20)]
+    assert later == sorted(later, reverse=True) and later[0] > 2 * later[4]  # by then the other is the last
+    assert later[-1] == pytest.approx(least, abs=2e-3)
+
+
+def test_a_row_that_drafts_bring_forward_is_not_the_one_to_wait_for() -> None:
+    rows = rows_of([40, 40])
+    rows[1].rounds *= 24  # its 24 tokens took a round each, the other's one round
+    with awaited_together(rows):
+        fast, slow = worth_of_tokens(rows, seconds)
+    assert slow.of(0) > 1 > fast.of(0)
 
 
 def test_where_texts_end_early_it_says_little_who_may_go_on_longest() -> None:
     rows = rows_of([60, 60, 30, 1])
     with awaited_together(rows):
-        known, open_ends = worth_of_tokens(rows, seconds), worth_of_tokens(rows, seconds, typical=20)
+        known = [one.of(0) for one in worth_of_tokens(rows, seconds)]
+        open_ends = [one.of(0) for one in worth_of_tokens(rows, seconds, typical=20)]
     assert known[0] > open_ends[0] > 1 > open_ends[2] > known[2]
     assert open_ends[3] > 0.5
 
 
 def test_all_tokens_are_worth_the_same_where_nobody_waits_for_the_last_row() -> None:
     rows = rows_of([60, 30])
-    assert worth_of_tokens(rows, seconds) == [1.0, 1.0]  # rows of a scheduler
+    assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]  # rows of a scheduler
     others = rows_of([50, 20])
     with awaited_together(rows), awaited_together(others):
-        assert worth_of_tokens([rows[0], others[1]], seconds) == [1.0, 1.0]  # of two callers
+        assert worth_of_tokens([rows[0], others[1]], seconds) == [Worth(), Worth()]  # of two callers
     with awaited_together([*rows, *others]):
         others[1].rounds = []  # still has to find a place, which an early end gives it
-        assert worth_of_tokens(rows, seconds) == [1.0, 1.0]
+        assert worth_of_tokens(rows, seconds) == [Worth(), Worth()]
     with awaited_together(rows[:1]):
-        assert worth_of_tokens(rows[:1], seconds) == [1.0]
+        assert worth_of_tokens(rows[:1], seconds) == [Worth()]
 
 
 def test_rows_do_not_refer_to_each_other_after_their_call() -> None:

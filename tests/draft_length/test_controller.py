@@ -246,6 +246,6 @@ def test_a_token_is_useful_by_what_it_costs_beside_a_row() -> None:
         CostModel(ragged=lambda rows, drafted: rows + drafted, measured=ALONE, together=TOGETHER, most=8)
     )
     eight, four = ([row(i) for i in range(count)] for count in (8, 4))
-    assert one.least_useful(eight) == pytest.approx(0.5)  # one more costs 1 ms, a row of eight 2
-    assert one.least_useful(four) == pytest.approx(0.0)  # up to eight cost nothing
-    assert controller().least_useful(eight) == 0.0  # all rows are as wide as the widest
+    assert one.least_useful(eight) == pytest.approx([0.5] * 8)  # one more costs 1 ms, a row of eight 2
+    assert one.least_useful(four) == pytest.approx([0.0] * 4)  # up to eight cost nothing
+    assert controller().least_useful(eight) == [0.0] * 8  # all rows are as wide as the widest

@@ -406,9 +406,9 @@ def test_a_match_says_where_a_text_stands() -> None:
 def test_chains_end_where_a_token_pays_no_more_but_for_rows_that_ask_for_a_length() -> None:
     model, asked, least = AcceptanceModel([*prior(), *prior_beside()], shared=False), list[int](), 0.6
 
-    def least_useful(rows: Sequence[Row]) -> float:
+    def least_useful(rows: Sequence[Row]) -> list[float]:
         asked.append(len(rows))
-        return least
+        return [least, 0.9]
 
     drafter = SuffixDrafter(SIZE, acceptance_model=model, least_useful=least_useful)
     fixed = Row(1, [1, 2, 3] * 4, SamplingParams(max_tokens=1000, num_draft_tokens=8), seed=0)

@@ -26,7 +26,7 @@ class Clocked:
         monkeypatch.setattr(forward_times, "perf_counter", lambda: self.now)
 
     def forward(self, tokens: Tensor, starts: Sequence[int], **_: Any) -> Tensor:
-        return self._taken(tokens.numel())
+        return self._taken(tokens.numel())[None]
 
     def forward_ragged(self, tokens: Tensor, segments: Sequence[Any], widths: Sequence[int]) -> Tensor:
         assert sum(segment.count for segment in segments) == len(tokens)

@@ -119,9 +119,11 @@ class Draft:
     ) -> Draft:
         """A one-hot draft from one list of token ids per row, and their acceptance probabilities where known."""
         width = max(map(len, proposals), default=0)
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
-        tokens = torch.tensor(padded, dtype=torch.int64).reshape(len(proposals), width).to(device, non_blocking=True)
         known = None if acceptance_probs is None else tuple(acceptance_probs)
+        if not width:
+            return replace(Draft.empty(len(proposals), device), acceptance_probs=known)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
+        tokens = torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True)
         return Draft(tokens, tuple(map(len, proposals)), acceptance_probs=known)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import exp
+from typing import NamedTuple
 
 from slipstream.core.types import Row
 
-SPREAD = 0.03  # how far rows move apart by their drafts, as a share of the tokens that the longest one has still
+SPREAD = 0.03  # how far rows move apart by their drafts, as a share of the rounds that the longest one has still
+PACED = 12  # rounds that bring a token each, besides those a row has had: how fast it will go on as it did
 TYPICAL = 1e9  # tokens of a text that nothing but its limit ends
 
 
@@ -24,8 +26,24 @@ def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
             row.together = ()  # rows that refer to each other would outlive their call
 
 
-def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = TYPICAL) -> list[float]:
-    """For each row, what a token of it is worth beside one of a row like all others.
+class Worth(NamedTuple):
+    """What a row's tokens are worth beside those of a row like all others.
+
+    sure: in any case. last: besides, if the row is the one that ends last; that becomes less likely with each token
+    that puts it ahead, by a factor of e in `spread` tokens.
+    """
+
+    sure: float = 1.0
+    last: float = 0.0
+    spread: float = 1.0
+
+    def of(self, ahead: float) -> float:
+        """Of a token before which the row is so many ahead of where the others are by then."""
+        return self.sure + self.last * exp(-ahead / self.spread) if self.last else self.sure
+
+
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = TYPICAL) -> list[Worth]:
+    """For each row, what a token of it is worth.
 
     A caller who waits for all rows of a call gains by a token of the row that ends last what a round costs, by a token
     of any other only what a row adds to a round. So drafts that put a row ahead of the others are hardly worth their
@@ -37,11 +55,12 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     """
     call = rows[0].together if rows else ()
     if len(rows) < 2 or not call or any(row.together is not call for row in rows):
-        return [1.0] * len(rows)
+        return [Worth()] * len(rows)
     if any(not row.rounds and row.finish_reason is None for row in call):
-        return [1.0] * len(rows)
-    whole, longest = seconds(len(rows)), max(1, *(row.remaining for row in rows))
-    least = min(1.0, max(0.0, (whole - seconds(len(rows) - 1)) * len(rows) / whole))
+        return [Worth()] * len(rows)
+    left = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds
+    whole, longest = seconds(len(rows)), max(1.0, *left)
+    sure = min(1.0, max(0.0, (whole - seconds(len(rows) - 1)) * len(rows) / whole))
     spread = longest * (SPREAD + 1 - exp(-longest / typical))
-    likely = [exp((row.remaining - longest) / spread) for row in rows]  # to be the last one
-    return [least + (1 - least) * len(rows) * one / sum(likely) for one in likely]
+    likely = [exp((one - longest) / spread) for one in left]  # to be the last one
+    return [Worth(sure, (1 - sure) * len(rows) * one / sum(likely), spread) for one in likely]

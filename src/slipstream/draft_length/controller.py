@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.awaited_rows import worth_of_tokens
+from slipstream.draft_length.awaited_rows import Worth, worth_of_tokens
 from slipstream.draft_length.backoff import Backoff
 from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
@@ -26,7 +26,6 @@ from slipstream.draft_length.text_lengths import TextLengths
 
 LONGEST = 15  # tokens of a retrieval draft
 STEPS = 8  # steps of a draft model
-FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
 
 
 class Decision(NamedTuple):
@@ -56,12 +55,14 @@ class DraftController:
     text_lengths: TextLengths = field(default_factory=TextLengths)
     quiet: QuietRounds = field(default_factory=QuietRounds)
     _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
+    _worths: dict[tuple[int, ...], list[Worth]] = field(default_factory=dict)  # of these rows, until the next round
 
     def __post_init__(self) -> None:
         self.draft_yields = DraftYields(max(self.longest, self.steps))
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row; of those that have ended, that they have."""
+        self._worths.clear()
         self.text_lengths.learn(rows)
         self.quiet.learn(rows)
         rows = [row for row in rows if row.finish_reason is None]
@@ -105,9 +106,12 @@ class DraftController:
         whole = [n for n, known in zip(draft.lengths, probs, strict=True) if known is None]
         least, beside = max(whole, default=0), sum(whole)
         sure = sum(self.draft_yields.of(row).accepted for row, known in zip(rows, probs, strict=True) if known is None)
-        worth = self._worth(rows)
+        together = min(sum(known or ()) for known in probs)  # what all rows have ahead puts none ahead of the others
         chosen, _ = best_lengths(
-            [[by * prob for prob in known or ()] for by, known in zip(worth, probs, strict=True)],
+            [
+                [by.of(max(0.0, n - together)) * prob for n, prob in enumerate(known or ())]
+                for by, known in zip(self._worth(rows), probs, strict=True)
+            ],
             lambda longest, drafted: self.cost_model.verify(len(rows), max(longest, least), drafted + beside),
             len(rows) + sure,
             even=self.cost_model.even,
@@ -121,14 +125,13 @@ class DraftController:
             draft = replace(draft, notes=notes)
         return draft.cut(lengths)
 
-    def least_useful(self, rows: Sequence[Row]) -> float:
-        """A retrieved token that is accepted less likely than this pays in no draft of these rows, about."""
+    def least_useful(self, rows: Sequence[Row]) -> list[float]:
+        """A retrieved token of a row that is accepted less likely than this pays in no draft of these rows, about."""
         if self.cost_model.even:
-            return 0.0
-        verify = partial(self.cost_model.verify, len(rows))
-        plain = verify(0, 0)
-        further = min((verify(count, count) - plain) / count for count in FURTHER)
-        return max(0.0, further) * len(rows) / (plain * max(self._worth(rows)))
+            return [0.0] * len(rows)
+        plain, further = self.cost_model.verify(len(rows), 0), self.cost_model.further(len(rows))
+        least = max(0.0, further) * len(rows) / plain
+        return [least / worth.of(0) for worth in self._worth(rows)]
 
     def prefer_model(self, rows: Sequence[Row], probs: Sequence[Sequence[float]], asked: Sequence[int]) -> Decision:
         """For which rows a draft model's draft is worth more than a retrieval draft of these acceptance probs.
@@ -162,7 +165,7 @@ class DraftController:
         drafted = len(chances[0])
         worth = self._worth(rows)
         brought = sum(
-            by * self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
+            by.of(0) * self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
             for by, row, own in zip(worth, rows, chances, strict=True)
         )
         verify = partial(self.cost_model.verify, batch)
@@ -197,8 +200,12 @@ class DraftController:
             notes[0] = replace(notes[0], decided=first.decided, unread=first.unread)
         return notes
 
-    def _worth(self, rows: Sequence[Row]) -> list[float]:
-        return worth_of_tokens(rows, lambda count: self.cost_model.verify(count, 0), self.text_lengths.typical)
+    def _worth(self, rows: Sequence[Row]) -> list[Worth]:
+        these = tuple(map(id, rows))
+        if these not in self._worths:
+            seconds = partial(self.cost_model.verify, longest=0)
+            self._worths[these] = worth_of_tokens(rows, seconds, self.text_lengths.typical)
+        return self._worths[these]
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

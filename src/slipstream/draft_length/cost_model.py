@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp
 from statistics import median
 
 from slipstream.core.types import Row
+from slipstream.draft_length.learned_costs import LearnedCosts
+from slipstream.draft_length.measured_forwards import Forward, MeasuredForwards, between
 
 REMEMBERED = 9  # latest measurements of which the median counts
-SPEED, SHAPE = 0.35, 0.07  # shares of a surprise that are laid to the machine's speed and to the shape
-MOST = 0.4  # a surprise counts at most this much; all in natural logarithms
-COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
+SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
 STEP = 0.25  # what a step of a draft model costs, likewise
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
-LEAST = 1e-3  # what a forward is taken to cost at least, in the unit of the measurements
+FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
 DOUBT = 0.97  # what the time of a reading or a step counts after a round in which it kept a text unread
 
 
@@ -46,12 +46,16 @@ class CostModel:
     token: float | None = None
     timed: bool = True
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
-    _speed: float | None = None  # seconds per unit of what is assumed, as a logarithm
+    _learned: LearnedCosts = field(default_factory=LearnedCosts)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
     _each: float | None = None  # seconds in which the draft model reads a token
     _has_read: bool = False
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # answers since something was learned
+    _known: dict[tuple[int, int, int], float] = field(default_factory=dict)  # answers since something was learned
+    _further: dict[int, float] = field(default_factory=dict)  # the same
     _last: int = -1
+
+    def __post_init__(self) -> None:
+        self._forwards = MeasuredForwards(self.pad, self.ragged, self.measured, self.together, self.most)
 
     def learn(self, rows: Sequence[Row], read: int = 0) -> None:
         """Take in the rows' newest round, once. read: tokens of texts that the draft model read in it beforehand."""
@@ -71,42 +75,42 @@ class CostModel:
         if new or read or len(done) < count or taken <= 0:
             return
         drafted = sum(len(one.draft) for one in done)
-        shape = count, self._tokens(count, longest, drafted)
         if self.timed:
             verifying, drafting = first.seconds.verify, first.seconds.draft
         else:  # the clock stood beside a device that had not finished: only the total is known
             verifying = (
                 min(self.verify(count, longest, drafted), taken)
-                if self._speed is not None
+                if self._learned.speed is not None
                 else taken / (1 + STEP * steps)
             )
             verifying, drafting = (verifying, taken - verifying) if steps else (taken, 0.0)
-        self._take_in(shape, verifying)
+        self._take_in(self._forwards.forward(count, longest, drafted), verifying)
         if steps:
             self._steps.setdefault(count, deque(maxlen=REMEMBERED)).append(drafting / steps)
 
-    def _take_in(self, shape: tuple[int, int], seconds: float) -> None:
+    def _take_in(self, forward: Forward, seconds: float) -> None:
         if seconds <= 0:
             return
-        took, shown = log(seconds / self._assumed(shape)), self._shown.get(shape, 0.0)
-        if self._speed is None:
-            self._speed = took
-        surprise = max(-MOST, min(MOST, took - shown - self._speed))
-        self._shown[shape] = shown + SHAPE * surprise
-        self._speed += SPEED * surprise
+        shown = self._shown.get(forward.shape, 0.0)
+        surprise = self._learned.take_in(forward.plain, forward.whole, seconds, shown)
+        self._shown[forward.shape] = shown + SHAPE * surprise
         self._known.clear()
-
-    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
-        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
-        return even if ragged is None else min(even, ragged)
+        self._further.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
         """Seconds of a forward that verifies up to `longest` tokens per row; `drafted` in all, if not so many each."""
-        shape = rows, self._tokens(rows, longest, rows * longest if drafted is None else drafted)
-        if shape not in self._known:
-            speed = log(1e-3) if self._speed is None else self._speed
-            self._known[shape] = self._assumed(shape) * exp(self._shown.get(shape, 0.0) + speed)
-        return self._known[shape]
+        asked = rows, longest, rows * longest if drafted is None else drafted
+        if asked not in self._known:
+            shape, plain, whole = self._forwards.forward(*asked)
+            self._known[asked] = self._learned.seconds(plain, whole) * exp(self._shown.get(shape, 0.0))
+        return self._known[asked]
+
+    def further(self, rows: int) -> float:
+        """Seconds that a drafted token adds to a forward of so many rows, at least."""
+        if rows not in self._further:
+            plain = self.verify(rows, 0)
+            self._further[rows] = min((self.verify(rows, count, count) - plain) / count for count in FURTHER)
+        return self._further[rows]
 
     @property
     def even(self) -> bool:
@@ -122,12 +126,12 @@ class CostModel:
 
     def _assumed_step(self, rows: int) -> float:
         if self.steps:
-            return self._seconds(_between(self.steps, rows) if len(self.steps) > 1 else self.steps[1])
+            return self._seconds(between(self.steps, rows) if len(self.steps) > 1 else self.steps[1])
         return STEP * self.verify(1, 0) * (1 + ROW * (rows - 1))
 
     def _seconds(self, milliseconds: float) -> float:
         """At the machine's speed lately."""
-        return milliseconds * (1e-3 if self._speed is None else exp(self._speed))
+        return self._learned.seconds(milliseconds, milliseconds)
 
     def reading(self, tokens: int) -> float:
         """Seconds in which the draft model reads that many tokens before its first step."""
@@ -147,34 +151,6 @@ class CostModel:
             self._each *= DOUBT
         for count, taken in self._steps.items():
             self._steps[count] = deque((seconds * DOUBT for seconds in taken), maxlen=REMEMBERED)
-
-    def _assumed(self, shape: tuple[int, int]) -> float:
-        """Relative cost of a forward by its rows and tokens; noisy measurements never make one free."""
-        return max(LEAST, self._extrapolated(shape))
-
-    def _extrapolated(self, shape: tuple[int, int]) -> float:
-        rows, tokens = shape
-        if len(self.measured) < 2:
-            return 1 + COLUMN * (tokens - 1)
-        if rows == 1 or len(self.together) < 2:
-            return _between(self.measured, tokens)
-        least = min(self.together)
-        further = self.together[least] - _between(self.measured, least)
-        row = max(0.0, further) / (self.most - 1)  # what each further row costs
-        if tokens < least:
-            return _between(self.measured, tokens) + (rows - 1) * row
-        return _between(self.together, tokens) - (self.most - rows) * row
-
-
-def _between(measured: Mapping[int, float], tokens: int) -> float:
-    known = sorted(measured)
-    at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
-    low, high = known[max(at - 1, 0)], known[max(at, 1)]
-    slope = (measured[high] - measured[low]) / (high - low)
-    if tokens > high:  # beyond what was measured: the slope of its second half
-        low = known[len(known) // 2]
-        slope = max(0.0, measured[high] - measured[low]) / (high - low)
-    return measured[high] + slope * (tokens - high)
 
 
 def best_lengths(

@@ -51,8 +51,8 @@ class SuffixDrafter:
     branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
     batches none, as finding them would cost every row more time than they save.
     shaped: beside those of a chain only, as many as the user said, in batches as well.
-    least_useful: with an acceptance model, how likely a token must be for its verification to pay, by the rows of a
-    round; their chains end where it is less. Rows that ask for a number of tokens get them.
+    least_useful: with an acceptance model, how likely a token of each row of a round must be for its verification to
+    pay; its chain ends where it is less. Rows that ask for a number of tokens get them.
 
     An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
     of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
@@ -68,7 +68,7 @@ class SuffixDrafter:
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
     shaped: bool = False
-    least_useful: Callable[[Sequence[Row]], float] | None = None
+    least_useful: Callable[[Sequence[Row]], Sequence[float]] | None = None
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
 
@@ -85,8 +85,8 @@ class SuffixDrafter:
         if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.shaped or len(rows) == 1) else 0
-        least = 0.0 if self.least_useful is None or not any(lengths) else self.least_useful(rows)
-        drafts = [self._draft(row, length, branches, least) for row, length in zip(rows, lengths, strict=True)]
+        least = [0.0] * len(rows) if self.least_useful is None or not any(lengths) else self.least_useful(rows)
+        drafts = [self._draft(row, n, branches, by) for row, n, by in zip(rows, lengths, least, strict=True)]
         return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
