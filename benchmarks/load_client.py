@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import quantiles
 from time import perf_counter
 from typing import Any
@@ -62,21 +64,52 @@ async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, l
     Written by hand, since on the machine of the server the client's work is the server's loss.
     """
     body = json.dumps(fields | {"messages": [{"role": "user", "content": prompt}], "stream": True}).encode()
-    host = urlsplit(url)
-    found, pieces = Answer(prompt, perf_counter()), list[bytes]()
-    reader, writer = await asyncio.open_connection(host.hostname, host.port)
+    host, loop = urlsplit(url), asyncio.get_running_loop()
+    found = Answer(prompt, perf_counter())
+    transport, came = await loop.create_connection(lambda: _Came(loop.create_future()), host.hostname, host.port)
     try:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host.netloc}\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        told = (await reader.readuntil(b"\r\n\r\n")).lower()
-        if b" 200 " not in told.partition(b"\r\n")[0] or b"transfer-encoding: chunked" not in told:
-            raise RuntimeError(f"the server answered {told.decode()}{(await reader.read()).decode()}")
-        while size := int(await reader.readline(), 16):
-            pieces.append((await reader.readexactly(size + 2))[:-2])
-            found.times.append(perf_counter())
+        transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        await came.over
     finally:
-        writer.close()
+        transport.close()
+    told, _, body = b"".join(came.data).partition(b"\r\n\r\n")
+    if b" 200 " not in told.partition(b"\r\n")[0] or b"transfer-encoding: chunked" not in told.lower():
+        raise RuntimeError(f"the server answered {told.decode()}\n{body.decode()}")
+    pieces, ends = _unchunked(body, len(told) + 4)
+    reached = list(accumulate(map(len, came.data)))
+    found.times = [came.times[bisect_left(reached, end)] for end in ends]
     return found, pieces
+
+
+class _Came(asyncio.Protocol):
+    """Notes what comes and when."""
+
+    def __init__(self, over: asyncio.Future[None]) -> None:
+        self.over, self.data, self.times = over, list[bytes](), list[float]()
+
+    def data_received(self, data: bytes) -> None:
+        self.times.append(perf_counter())
+        self.data.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.over.done():
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
+
+
+def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
+    """The pieces of a chunked body, and where in the answer each ends; the body begins at byte `begin`."""
+    pieces, ends, at = list[bytes](), list[int](), 0
+    while size := int(body[at : body.index(b"\r\n", at)], 16):
+        at = body.index(b"\r\n", at) + 2
+        pieces.append(body[at : at + size])
+        at += size + 2
+        ends.append(begin + at)
+    return pieces, ends
 
 
 def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:
