@@ -63,13 +63,13 @@ async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, l
 
     Written by hand, since on the machine of the server the client's work is the server's loss.
     """
-    body = json.dumps(fields | {"messages": [{"role": "user", "content": prompt}], "stream": True}).encode()
+    request = json.dumps(fields | {"messages": [{"role": "user", "content": prompt}], "stream": True}).encode()
     host, loop = urlsplit(url), asyncio.get_running_loop()
     found = Answer(prompt, perf_counter())
     transport, came = await loop.create_connection(lambda: _Came(loop.create_future()), host.hostname, host.port)
     try:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host.netloc}\r\ncontent-type: application/json\r\n"
-        transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        transport.write(f"{head}content-length: {len(request)}\r\nconnection: close\r\n\r\n".encode() + request)
         await came.over
     finally:
         transport.close()
@@ -104,12 +104,14 @@ class _Came(asyncio.Protocol):
 def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
     """The pieces of a chunked body, and where in the answer each ends; the body begins at byte `begin`."""
     pieces, ends, at = list[bytes](), list[int](), 0
-    while size := int(body[at : body.index(b"\r\n", at)], 16):
-        at = body.index(b"\r\n", at) + 2
-        pieces.append(body[at : at + size])
-        at += size + 2
+    while (line := body.find(b"\r\n", at)) > 0:
+        size = int(body[at:line], 16)
+        if not size:
+            return pieces, ends
+        at = line + 2 + size + 2
+        pieces.append(body[line + 2 : at - 2])
         ends.append(begin + at)
-    return pieces, ends
+    raise RuntimeError(f"the server broke off after {len(body)} bytes")
 
 
 def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:

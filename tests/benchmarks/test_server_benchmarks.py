@@ -26,6 +26,32 @@ def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
     assert all(one.times == sorted(one.times) and one.begun < one.times[0] for one in answers)
 
 
+async def _answers_with(told: bytes) -> Answer:
+    async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for at in range(0, len(told), 9):  # pieces of chunks, as networks cut them
+            writer.write(told[at : at + 9])
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.close()
+
+    server = await asyncio.start_server(tell, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server:
+        return (await run_load(f"http://{host}:{port}", "m", ["A heron"], Load(1), FIELDS))[0]
+
+
+def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noticed() -> None:
+    events = [b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n' % word for word in (b"The ", b"wren")]
+    chunks = [b"%x\r\n%s\r\n" % (len(event), event) for event in events]
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = asyncio.run(_answers_with(head + b"".join(chunks) + b"0\r\n\r\n"))
+    assert answer.text == "The wren" and len(answer.times) == 2 and answer.times[0] < answer.times[1]
+    for broken in (head + chunks[0], head + chunks[0][:-9], b"HTTP/1.1 503 No\r\n\r\nbusy"):
+        with pytest.raises(RuntimeError, match=r"broke off|answered HTTP"):
+            asyncio.run(_answers_with(broken))
+
+
 def test_figures_are_those_of_the_times() -> None:
     answers = [Answer("a", 0.0, "x", [1.0, 1.5, 2.0], 5), Answer("b", 1.0, "x", [1.5, 4.0], 5)]
     found = figures(answers)

@@ -11,6 +11,7 @@ from slipstream import Draft, SamplingParams
 from slipstream.core.loop import draft_lengths
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
+from slipstream.draft_length.awaited_rows import awaited_together
 from slipstream.draft_length.backoff import LATEST, SOONEST, Backoff
 from slipstream.draft_length.confidence import bin_of
 from slipstream.draft_length.controller import DraftController
@@ -249,3 +250,20 @@ def test_a_token_is_useful_by_what_it_costs_beside_a_row() -> None:
     assert one.least_useful(eight) == pytest.approx([0.5] * 8)  # one more costs 1 ms, a row of eight 2
     assert one.least_useful(four) == pytest.approx([0.0] * 4)  # up to eight cost nothing
     assert controller().least_useful(eight) == [0.0] * 8  # all rows are as wide as the widest
+
+
+def test_a_draft_ends_where_its_row_would_be_ahead_of_those_it_is_awaited_with() -> None:
+    one = DraftController(
+        CostModel(ragged=lambda rows, drafted: rows + drafted, measured=ALONE, together=TOGETHER, most=8)
+    )
+    rows = [row(i) for i in range(8)]
+    for of in rows:
+        of.tokens += [3] * 150  # the limit is near
+        happened(of, 0, 0)
+    sure, nothing = [0.95**n for n in range(1, 16)], list[float]()
+    alone, all_alike = draft(sure, *[nothing] * 7), draft(*[sure] * 8)
+    on_their_own = one.cut(rows, alone).lengths[0]
+    with awaited_together(rows):
+        ahead, level = one.cut(rows, alone).lengths[0], one.cut(rows, all_alike).lengths
+    assert on_their_own > 8 and 0 < ahead < on_their_own / 2
+    assert min(level) > 2 * ahead  # what all rows have puts none of them ahead

@@ -99,6 +99,11 @@ def test_unseen_shapes_follow_the_calibration_at_the_speed_of_those_seen() -> No
     assert cost_model.verify(4, 3) == pytest.approx(0.072)  # beyond, on the slope from four to eight
 
 
+def test_two_measurements_are_a_line_that_goes_on() -> None:
+    cost_model = CostModel(measured={1: 10.0, 2: 11.0})
+    assert cost_model.verify(1, 7) == pytest.approx(0.017)
+
+
 def test_without_a_calibration_tokens_cost_little() -> None:
     cost_model, of = CostModel(), rows()
     happen(cost_model, of, 0, 1.0)

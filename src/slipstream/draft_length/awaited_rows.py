@@ -10,7 +10,7 @@ from typing import NamedTuple
 from slipstream.core.types import Row
 
 SPREAD = 0.03  # how far rows move apart by their drafts, as a share of the rounds that the longest one has still
-PACED = 12  # rounds that bring a token each, besides those a row has had: how fast it will go on as it did
+PACED = 12  # rounds of one token each, added to those a row has had to tell how fast it will go on
 TYPICAL = 1e9  # tokens of a text that nothing but its limit ends
 
 

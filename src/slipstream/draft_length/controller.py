@@ -55,14 +55,12 @@ class DraftController:
     text_lengths: TextLengths = field(default_factory=TextLengths)
     quiet: QuietRounds = field(default_factory=QuietRounds)
     _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
-    _worths: dict[tuple[int, ...], list[Worth]] = field(default_factory=dict)  # of these rows, until the next round
 
     def __post_init__(self) -> None:
         self.draft_yields = DraftYields(max(self.longest, self.steps))
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row; of those that have ended, that they have."""
-        self._worths.clear()
         self.text_lengths.learn(rows)
         self.quiet.learn(rows)
         rows = [row for row in rows if row.finish_reason is None]
@@ -201,11 +199,7 @@ class DraftController:
         return notes
 
     def _worth(self, rows: Sequence[Row]) -> list[Worth]:
-        these = tuple(map(id, rows))
-        if these not in self._worths:
-            seconds = partial(self.cost_model.verify, longest=0)
-            self._worths[these] = worth_of_tokens(rows, seconds, self.text_lengths.typical)
-        return self._worths[these]
+        return worth_of_tokens(rows, partial(self.cost_model.verify, longest=0), self.text_lengths.typical)
 
     def _has_read(self, row: Row) -> bool:
         return not self.reads or row in self._read or self.has_cached(row)

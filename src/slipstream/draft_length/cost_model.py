@@ -17,7 +17,7 @@ from slipstream.draft_length.measured_forwards import Forward, MeasuredForwards,
 
 REMEMBERED = 9  # latest measurements of which the median counts
 SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
-STEP = 0.25  # what a step of a draft model costs, likewise
+STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
 FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
 DOUBT = 0.97  # what the time of a reading or a step counts after a round in which it kept a text unread
@@ -27,9 +27,9 @@ DOUBT = 0.97  # what the time of a reading or a step counts after a round in whi
 class CostModel:
     """Seconds of a round's parts.
 
-    A forward takes what is assumed of its shape, times what rounds of that shape have shown about it, times the speed
-    of the machine lately, which all rounds tell: a shape that was last seen while the machine was busy with something
-    else does not look dear for that.
+    A forward takes what was measured of its shape, what its drafted tokens add counted as often as all rounds have
+    shown, times what rounds of that shape have shown about it, times the speed of the machine lately, which all rounds
+    tell: a shape that was last seen while the machine was busy with something else does not look expensive for that.
 
     pad: tokens per row, rows -> width of the forward that takes them. ragged: rows, draft tokens of all of them ->
     tokens of the ragged forward that takes these, None if there is none. measured: milliseconds of a forward of one row
@@ -51,7 +51,6 @@ class CostModel:
     _each: float | None = None  # seconds in which the draft model reads a token
     _has_read: bool = False
     _known: dict[tuple[int, int, int], float] = field(default_factory=dict)  # answers since something was learned
-    _further: dict[int, float] = field(default_factory=dict)  # the same
     _last: int = -1
 
     def __post_init__(self) -> None:
@@ -95,7 +94,6 @@ class CostModel:
         surprise = self._learned.take_in(forward.plain, forward.whole, seconds, shown)
         self._shown[forward.shape] = shown + SHAPE * surprise
         self._known.clear()
-        self._further.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
         """Seconds of a forward that verifies up to `longest` tokens per row; `drafted` in all, if not so many each."""
@@ -107,10 +105,8 @@ class CostModel:
 
     def further(self, rows: int) -> float:
         """Seconds that a drafted token adds to a forward of so many rows, at least."""
-        if rows not in self._further:
-            plain = self.verify(rows, 0)
-            self._further[rows] = min((self.verify(rows, count, count) - plain) / count for count in FURTHER)
-        return self._further[rows]
+        plain = self.verify(rows, 0)
+        return min((self.verify(rows, count, count) - plain) / count for count in FURTHER)
 
     @property
     def even(self) -> bool:

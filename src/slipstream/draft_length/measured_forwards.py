@@ -27,12 +27,12 @@ class MeasuredForwards:
     measured: Mapping[int, float]
     together: Mapping[int, float]
     most: int
-    _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)
+    _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # shapes do not change
 
     def forward(self, rows: int, longest: int, drafted: int) -> Forward:
         """The one that verifies up to `longest` tokens per row, `drafted` in all."""
         asked = rows, longest, drafted
-        if asked not in self._found:  # every round asks for many, mostly the same
+        if asked not in self._found:  # every round asks for many, mostly the same ones
             tokens = self._tokens(rows, longest, drafted)
             plain = self._units(rows, self._tokens(rows, 0, 0))
             self._found[asked] = Forward((rows, tokens), plain, self._units(rows, tokens))
@@ -66,6 +66,6 @@ def between(measured: Mapping[int, float], tokens: int) -> float:
     low, high = known[max(at - 1, 0)], known[max(at, 1)]
     slope = (measured[high] - measured[low]) / (high - low)
     if tokens > high:  # beyond what was measured: the slope of its second half
-        low = known[len(known) // 2]
+        low = known[min(len(known) // 2, len(known) - 2)]
         slope = max(0.0, measured[high] - measured[low]) / (high - low)
     return measured[high] + slope * (tokens - high)
