@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from terminal import in_one_line, positive
+
 from slipstream.text.prompts import builtin_prompts
 
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "batch"]
@@ -145,8 +147,8 @@ def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--count", type=positive, default=500)
+    parser.add_argument("--batch", type=positive, default=8)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--longest", type=float, default=6.0, help="seconds from a run's first answer to its end")
     parser.add_argument("--seed", type=int, default=0)
@@ -162,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

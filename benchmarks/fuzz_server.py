@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-from server_processes import end_on_signals, slipstream_serve
+from server_processes import client_program, end_on_signals, slipstream_serve
+from terminal import in_one_line, positive
 
-PROGRAM = Path(__file__).parents[1] / ".clients" / "schemathesis" / "bin" / "schemathesis"
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 CHECKS = (
     "not_a_server_error",
@@ -36,15 +35,16 @@ ENDLESS = "/v1/slipstream/events"  # a stream that ends with the server
 def main(arguments: list[str] | None = None) -> int:
     """Run schemathesis; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=int, default=300)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=positive, default=300)
+    parser.add_argument("--workers", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checks", default=",".join(CHECKS))
     given = parser.parse_args(arguments)
+    program = client_program("schemathesis", "schemathesis")
     end_on_signals()
     with slipstream_serve(["--target", "toy", "--max-model-len", "512", "--request-timeout", "20"]) as url:
         command = [
-            str(PROGRAM),
+            str(program),
             "--config-file",
             str(CONFIG),
             "run",
@@ -61,4 +61,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    in_one_line(main)

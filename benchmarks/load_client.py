@@ -18,6 +18,8 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream.errors import SlipstreamError
+
 
 @dataclass
 class Answer:
@@ -75,7 +77,7 @@ async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, l
         transport.close()
     told, _, body = b"".join(came.data).partition(b"\r\n\r\n")
     if b" 200 " not in told.partition(b"\r\n")[0] or b"transfer-encoding: chunked" not in told.lower():
-        raise RuntimeError(f"the server answered {told.decode()}\n{body.decode()}")
+        raise SlipstreamError(f"the server answered {told.decode().splitlines()[0]}: {body.decode():.300}")
     pieces, ends = _unchunked(body, len(told) + 4)
     reached = list(accumulate(map(len, came.data)))
     found.times = [came.times[bisect_left(reached, end)] for end in ends]
@@ -111,7 +113,7 @@ def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
         at = line + 2 + size + 2
         pieces.append(body[line + 2 : at - 2])
         ends.append(begin + at)
-    raise RuntimeError(f"the server broke off after {len(body)} bytes")
+    raise SlipstreamError(f"the server broke off after {len(body)} bytes")
 
 
 def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:
@@ -136,7 +138,7 @@ def _text(line: bytes, found: Answer) -> str:
     """What an event adds to the answer; notes the finish reason."""
     chunk = json.loads(line[6:])
     if "error" in chunk:
-        raise RuntimeError(f"the server broke off: {chunk['error']}")
+        raise SlipstreamError(f"the server broke off: {chunk['error']}")
     for choice in chunk.get("choices", []):
         found.reason = choice.get("finish_reason") or found.reason
     return "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", []))

@@ -28,6 +28,8 @@ from slipstream.drafters import ngram_table as drafter
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import read_prompts, spread
 
+DRAFTED = 7  # tokens in every round, so that what a table holds does not depend on what forwards cost
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -60,7 +62,8 @@ def main(
 ) -> None:
     """Print a line per prompt, their range, and the worst case."""
     quiet()
-    decoder, params = SpeculativeDecoder(target, dtype=dtype), SamplingParams(max_tokens=max_tokens)
+    decoder = SpeculativeDecoder(target, dtype=dtype, num_draft_tokens=DRAFTED)
+    params = SamplingParams(max_tokens=max_tokens)
     ids = [decoder.encode(p.prompt) for p in spread(read_prompts(prompts), num_prompts)]
     ids = [tokens[-(decoder.target.backend.max_length - max_tokens) :] for tokens in ids]
     rows = [measure(decoder, tokens, params) for tokens in ids]

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from terminal import in_one_line, positive
+
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round
 from slipstream.text.prompts import NamedPrompt, read_prompts
@@ -65,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target")
     parser.add_argument("category")
     parser.add_argument("--arms", default="none,none.predicted,suffix,suffix.predicted")
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=positive, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive, default=1)
     given = parser.parse_args(arguments)
     arms, base = given.arms.split(","), SpeculativeDecoder(given.target, drafter="suffix")
     decoders = {arm: base.using(arm.partition(".")[0]) for arm in arms}
@@ -93,4 +95,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batch_jobs import COMMAND, answers, requests
+from terminal import in_one_line, positive
 
 CLUSTER = Path(__file__).parents[1] / "tests" / "support" / "ray_cluster.py"
 
@@ -66,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job both ways."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--count", type=positive, default=100)
+    parser.add_argument("--batch", type=positive, default=8)
+    parser.add_argument("--actors", type=positive, default=2)
     parser.add_argument("--kill", action="store_true", help="kill a node once a fifth of the lines is answered")
     args = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp())
@@ -100,4 +101,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    in_one_line(main)

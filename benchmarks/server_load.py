@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,13 +22,13 @@ from time import perf_counter
 from typing import Any
 
 from load_client import Answer, Load, figures, run_load
-from server_processes import end_on_signals, slipstream_serve, transformers_serve
+from server_processes import client_program, end_on_signals, slipstream_serve, transformers_serve
+from terminal import in_one_line, positive
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cache_folder import cache_folder
 from slipstream.text.prompts import builtin_prompts, spread
 
-THEIRS = Path(__file__).parents[1] / ".clients" / "transformers_serve" / "bin" / "transformers"
 COLUMNS = (
     "tokens_per_second",
     *(f"{name}_ms_{p}" for name in ("first", "between", "per_token") for p in ("p50", "p99")),
@@ -43,7 +42,7 @@ def prompts_of(options: argparse.Namespace, count: int) -> list[str]:
 
 def loads(options: argparse.Namespace) -> list[tuple[Load, int]]:
     """Every load and its number of requests: a few rounds of its streams."""
-    found = [(Load(n), max(options.requests, 2 * n)) for n in map(int, filter(None, options.streams.split(",")))]
+    found = [(Load(n), max(options.requests, 2 * n)) for n in options.streams]
     return [*found, *((Load(64, rate), options.requests) for rate in options.rate)]
 
 
@@ -57,7 +56,8 @@ def compare(options: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[st
     with ExitStack() as stack:
         arms = {}
         if not options.alone:
-            theirs = stack.enter_context(transformers_serve(str(THEIRS), folder, options.theirs.split()))
+            program = str(client_program("transformers_serve", "transformers"))
+            theirs = stack.enter_context(transformers_serve(program, folder, options.theirs.split()))
             arms["transformers"] = (theirs, folder)
         for number, (load, count) in enumerate(loads(options)):
             with slipstream_serve(begun) as ours:
@@ -129,18 +129,23 @@ def line_of(row: dict[str, Any]) -> str:
     return f"| {row['load']} | {row['arm']} | " + " | ".join(f"{row[name]:.1f}" for name in COLUMNS) + " |"
 
 
+def several(text: str) -> list[int]:
+    """A type of argparse."""
+    return [positive(number) for number in text.split(",") if number]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; exit with 1 if a text of Slipstream's is not that of plain decoding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2", help="a name of `slipstream models`")
     parser.add_argument("--draft")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--streams", default="1,4,8,16")
+    parser.add_argument("--streams", type=several, default="1,4,8,16", help="numbers, joined by commas")
     parser.add_argument("--rate", type=float, action="append", default=[], help="arrivals per second; again for more")
-    parser.add_argument("--requests", type=int, default=16, help="of each load, but at least two per stream")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--max-batch-size", type=int, default=8)
-    parser.add_argument("--longest-prompt", type=int, default=600, help="characters")
+    parser.add_argument("--requests", type=positive, default=16, help="of each load, but at least two per stream")
+    parser.add_argument("--max-tokens", type=positive, default=64)
+    parser.add_argument("--max-batch-size", type=positive, default=8)
+    parser.add_argument("--longest-prompt", type=positive, default=600, help="characters")
     parser.add_argument(
         "--theirs",
         default="--cb-max-memory-percent 0.1",
@@ -148,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--alone", action="store_true", help="without transformers serve")
     parser.add_argument("--overhead", action="store_true", help="HTTP beside generate instead")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     end_on_signals()
@@ -169,4 +174,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    in_one_line(main)

@@ -12,11 +12,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
+from slipstream.errors import SlipstreamError, UsageError
+
 COMMAND = "from slipstream.apps.cli import main; main()"
+CLIENTS = Path(__file__).parents[1] / ".clients"
 PATIENCE = 120.0  # seconds until a server must have ended
+
+
+def client_program(environment: str, program: str) -> Path:
+    """A program of one of the clients' environments; UsageError if that was not made."""
+    found = CLIENTS / environment / "bin" / program
+    if not found.exists():
+        raise UsageError(f"{str(found)!r} does not exist; allowed: after `make clients`")
+    return found
 
 
 def end_on_signals() -> None:
@@ -37,7 +49,7 @@ def slipstream_serve(arguments: Sequence[str]) -> Iterator[str]:
             if " at http://" in line:
                 break
         else:
-            raise RuntimeError(f"the server did not start:\n{''.join(said)}")
+            raise SlipstreamError(f"slipstream serve did not start: {_last(said)}")
         threading.Thread(target=process.stderr.read, daemon=True).start()  # it never waits for a full pipe
         yield said[-1].split()[-1]
     finally:
@@ -61,12 +73,16 @@ def transformers_serve(program: str, folder: str, options: Sequence[str]) -> Ite
                 while not _is_ready(client, url):
                     if process.poll() is not None:
                         said.seek(0)
-                        raise RuntimeError(f"{' '.join(command)} ended:\n{said.read()[-3000:]}")
+                        raise SlipstreamError(f"transformers serve ended: {_last(said.readlines())}")
                     time.sleep(0.2)
             yield url
         finally:
             process.terminate()
             process.wait(PATIENCE)
+
+
+def _last(said: Sequence[str]) -> str:
+    return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
 
 
 def _is_ready(client: httpx.Client, url: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 from server_processes import end_on_signals, slipstream_serve
+from terminal import in_one_line, positive
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from server_storm import Storm
@@ -131,9 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--url", help="of a running server; by default one is started")
     parser.add_argument("--target", default="toy")
     parser.add_argument("--draft")
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--at-once", type=int, default=24)
-    parser.add_argument("--longest", type=int, default=1500, help="tokens of long texts")
+    parser.add_argument("--requests", type=positive, default=2000)
+    parser.add_argument("--at-once", type=positive, default=24)
+    parser.add_argument("--longest", type=positive, default=1500, help="tokens of long texts")
     parser.add_argument("--request-timeout", default="4", help="seconds that the started server gives a request")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -149,4 +150,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    in_one_line(main)

@@ -28,6 +28,7 @@ import jsonschema
 import referencing
 import referencing.jsonschema
 from random_schemas import Schema, random_schema
+from terminal import in_one_line, positive
 
 from slipstream import Constraint, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.loop import Engine
@@ -188,12 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft")
     parser.add_argument("--drafters", default="suffix,token_recycling")
     parser.add_argument("--acceptance", default="match")
-    parser.add_argument("--schemas", type=int, default=40)
+    parser.add_argument("--schemas", type=positive, default=40)
     parser.add_argument(
         "--suite", type=Path, action="append", help="a folder of JSON Schema's test suite, again for more; else random"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=positive, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--whitespace", default="compact")
     parser.add_argument("--json", type=Path)
@@ -215,4 +216,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    in_one_line(main)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -30,9 +31,21 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="write the full re
 
 
 def run(main: Callable[..., Any]) -> None:
-    """Run a command; a failure is one line and an exit code, 2 for wrong use."""
+    """Run a command whose options typer reads; a failure is one line and an exit code, 2 for wrong use."""
+    in_one_line(lambda: typer.run(main))
+
+
+def in_one_line(main: Callable[[], int | None]) -> NoReturn:
+    """The same of a command that reads its own arguments; it ends with the exit code that the command returns."""
     try:
-        typer.run(main)
+        sys.exit(main())
     except SlipstreamError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def positive(text: str) -> int:
+    """A type of argparse: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}; allowed: a whole number from 1 on")
+    return int(text)

@@ -11,7 +11,7 @@ import storm_on_server
 from load_client import Answer, Load, figures, run_load
 from served import served, toy
 
-from slipstream import SamplingParams
+from slipstream import SamplingParams, SlipstreamError
 
 FIELDS = {"max_tokens": 12, "temperature": 0.0}
 
@@ -48,7 +48,7 @@ def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noti
     answer = asyncio.run(_answers_with(head + b"".join(chunks) + b"0\r\n\r\n"))
     assert answer.text == "The wren" and len(answer.times) == 2 and answer.times[0] < answer.times[1]
     for broken in (head + chunks[0], head + chunks[0][:-9], b"HTTP/1.1 503 No\r\n\r\nbusy"):
-        with pytest.raises(RuntimeError, match=r"broke off|answered HTTP"):
+        with pytest.raises(SlipstreamError, match=r"broke off|answered HTTP"):
             asyncio.run(_answers_with(broken))
 
 
