@@ -13,7 +13,7 @@ from slipstream.predicted_outputs import row_predictions
 from slipstream.predicted_outputs.row_predictions import CREDIT, LEAST, NOTHING, RowPredictions
 
 PROMPT = [500, 501]
-OLD = list(range(200))
+OLD = list(range(250))
 
 
 def row(prediction: Sequence[int] = OLD) -> Row:
@@ -48,11 +48,11 @@ def test_a_row_without_a_prediction_gets_nothing() -> None:
 def test_a_prediction_that_keeps_being_right_is_drafted_as_far_as_it_can_be() -> None:
     made, source = row(), predictions()
     lengths = []
-    for start in range(0, 96, 24):
+    for start in range(0, 168, 24):
         lengths.append(sum(source.proposal(made).acceptance_probs))
         made.tokens += OLD[start : start + 24]
     tokens, probs = source.proposal(made)
-    assert tokens == OLD[96 : 96 + MAX_DRAFT_TOKENS] and probs[-1] > 0.5
+    assert tokens == OLD[168 : 168 + MAX_DRAFT_TOKENS] and probs[-1] > 0.5
     assert lengths == sorted(lengths)
 
 

@@ -74,12 +74,13 @@ def grown(
     start: Any,
     length: int,
     deepest: int | None = None,
+    least: float = 0.0,
 ) -> list[Node]:
     """Up to `length` nodes, at least one wanted, the likeliest first, none less likely than UNLIKELY.
 
     followers(place, prob): what may follow at a place whose path is so likely; none may be likelier than the path or
     than the one before it. It is read as far as the tree needs. deepest: a chain of up to so many tokens and leaves
-    beside it; by default every node may be followed.
+    beside it; by default every node may be followed. least: the tree ends with the first node less likely.
     """
     nodes, waiting = list[Node](), list[tuple[Any, ...]]()  # by probability, then by age
 
@@ -93,7 +94,7 @@ def grown(
     while waiting:
         _, depth, _, beside, (token, kind, prob, place), parent, siblings = heappop(waiting)
         nodes.append(Node(parent, token, kind, prob))
-        if len(nodes) == length:
+        if len(nodes) == length or prob < least:
             break
         wait(siblings, parent, depth, False)
         if deepest is None or not (beside or depth + 1 >= deepest):

@@ -24,7 +24,7 @@ from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields
 from slipstream.draft_length.quiet_rounds import QuietRounds
 from slipstream.draft_length.text_lengths import TextLengths
 
-LONGEST = 15  # tokens of a retrieval draft
+LONGEST = 63  # tokens of a retrieval draft
 STEPS = 8  # steps of a draft model
 
 

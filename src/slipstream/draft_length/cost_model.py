@@ -19,7 +19,7 @@ REMEMBERED = 9  # latest measurements of which the median counts
 SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
 STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
-FURTHER = (1, 2, 4, 8, 16)  # tokens of a round's drafts whose cost shows what one costs at least
+FURTHER = (1, 2, 4, 8, 16, 32)  # tokens of a round's drafts whose cost shows what one costs at least
 DOUBT = 0.97  # what the time of a reading or a step counts after a round in which it kept a text unread
 
 

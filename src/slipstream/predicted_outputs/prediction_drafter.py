@@ -1,9 +1,9 @@
-"""Drafts from predictions, and from the decoder's own drafter for the rows whose prediction has nothing to say."""
+"""Drafts from predictions, and from the decoder's own drafter where the prediction has nothing or less to say."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,10 +21,13 @@ class PredictionDrafter:
     A prediction proposes a chain, one-hot, with acceptance probabilities. A round in which every row's prediction
     speaks costs no forward of `main`. One that only guesses comes after `main` where that may draft more, so that a
     wrong prediction takes the place of no draft.
+    main_is_free: a draft of `main` costs no forward; then it is always asked, and of two drafts with acceptance
+    probabilities the one is taken of which more tokens promise to be accepted.
     """
 
     main: Drafter
     predictions: RowPredictions
+    main_is_free: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the draft of its prediction or of `main`; `Draft.predicted` says which."""
@@ -41,12 +44,16 @@ class PredictionDrafter:
             bool(one.tokens) and (n <= len(one.tokens) or not self.predictions.only_guesses(row))
             for row, one, n in zip(rows, proposals, lengths, strict=True)
         ]
-        others = [0 if own else n for own, n in zip(first, lengths, strict=True)]
+        others = [0 if own and not self.main_is_free else n for own, n in zip(first, lengths, strict=True)]
         if not any(others):
             return found
         drafted = self.main.propose(rows, others, sampler)
         check_draft(drafted, rows, self.main)
-        predicted = [n > 0 and (own or not m) for own, n, m in zip(first, found.lengths, drafted.lengths, strict=True)]
+        ours, theirs = _promised(found), _promised(drafted)
+        predicted = [
+            n > 0 and (not m or (own and a >= b))
+            for own, n, m, a, b in zip(first, found.lengths, drafted.lengths, ours, theirs, strict=True)
+        ]
         found = found.cut([n * own for n, own in zip(found.lengths, predicted, strict=True)])
         return _beside(found, drafted, predicted)
 
@@ -55,18 +62,24 @@ class PredictionDrafter:
 class ObservingPredictionDrafter(PredictionDrafter):
     """The same with a drafter that observes verdicts: those on predictions teach it as well as any."""
 
-    observer: Observer
+    observer: Observer = field(kw_only=True)
 
     def observe(self, rows: Sequence[Row], draft: Draft, logits: Tensor, verdict: Verdict) -> None:
         """See `Observer`."""
         self.observer.observe(rows, draft, logits, verdict)
 
 
-def prediction_drafter(main: Drafter, predictions: RowPredictions) -> PredictionDrafter:
-    """A drafter that asks predictions before `main`."""
+def prediction_drafter(main: Drafter, predictions: RowPredictions, *, main_is_free: bool = False) -> PredictionDrafter:
+    """A drafter that asks predictions before `main`; see `PredictionDrafter`."""
     if isinstance(main, Observer):
-        return ObservingPredictionDrafter(main, predictions, main)
-    return PredictionDrafter(main, predictions)
+        return ObservingPredictionDrafter(main, predictions, main_is_free, observer=main)
+    return PredictionDrafter(main, predictions, main_is_free)
+
+
+def _promised(draft: Draft) -> list[float]:
+    """How many tokens of each row promise to be accepted; none of rows without acceptance probabilities."""
+    probs = draft.acceptance_probs or (None,) * len(draft.lengths)
+    return [sum(known[:n]) if known else 0.0 for known, n in zip(probs, draft.lengths, strict=True)]
 
 
 def _beside(found: Draft, drafted: Draft, predicted: Sequence[bool]) -> Draft:

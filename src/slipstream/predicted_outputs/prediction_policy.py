@@ -20,7 +20,8 @@ class PredictionLimits:
     """What bounds the verification of predictions.
 
     cost_model: None where costs do not decide. shares_costs: the drafter's own policy goes by the same costs.
-    is_fixed: whether a row's text depends on its drafts, so that they may depend on nothing but the row.
+    is_fixed: whether a row's text depends on its drafts, so that they may depend on nothing but the row. free_drafts:
+    the decoder's own drafts cost no forward, so that they are asked for beside every prediction.
     longest: tokens of a prediction in a round at most.
     """
 
@@ -28,6 +29,7 @@ class PredictionLimits:
     shares_costs: bool = False
     is_fixed: Callable[[Row], bool] = lambda row: False
     longest: int = MAX_DRAFT_TOKENS
+    free_drafts: bool = False
 
 
 @dataclass
@@ -51,10 +53,12 @@ class PredictionPolicy:
             self.limits.cost_model.learn([row for row in rows if row.finish_reason is None])
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """As many tokens of a prediction as may be cut afterwards; `main`'s choice where it is silent or guesses."""
+        """As many tokens of a prediction as may be cut afterwards, and no fewer than `main` chooses where that may draft
+        too: where the prediction is silent or guesses, or drafts cost nothing."""
         proposals = [self.predictions.proposal(row) for row in rows]
+        free = self.limits.free_drafts
         return [
-            max(self._length(row, one), length * self.predictions.only_guesses(row)) if one.tokens else length
+            max(self._length(row, one), length * (free or self.predictions.only_guesses(row))) if one.tokens else length
             for row, one, length in zip(rows, proposals, self.main.lengths(rows), strict=True)
         ]
 

@@ -22,7 +22,7 @@ LEAST = 0.35  # a prediction whose next token is less likely than this leaves th
 CREDIT, MOST_CREDIT = 6.0, 64.0  # tokens of a row's prediction that may be rejected: at first, and ever
 MOST_LOST = 8.0  # of it that one round may take: one edit ends a draft of any length
 REGAINED = 1 / 128  # of one, with every token of the text
-GUESSED = 2  # tokens drafted at a guessed place, until more than the first credit has been earned
+GUESSED = 2  # tokens drafted at a guessed place, until proposals have brought anything
 LONG, AGAIN = 12, 4  # tokens that agree, behind which a prediction without credit is tried again, and how many of it
 UNLIKELY = 0.01  # a draft ends where it is less likely than this to be accepted so far
 
@@ -42,7 +42,8 @@ class _Followed:
     """A row's prediction as far as its output has come.
 
     read: tokens of the output taken in, in `rounds` rounds; proposed: after them, with their kinds; guess: of the first
-    one's place. credit: how many tokens more may be rejected.
+    one's place. credit: how many tokens more may be rejected; brought: how many earlier proposals had right, less the
+    wrong ones.
     """
 
     alignment: Alignment
@@ -52,12 +53,13 @@ class _Followed:
     guess: int | None = None
     rounds: int = 0
     credit: float = CREDIT
+    brought: float = 0.0
 
     @property
     def only_guesses(self) -> bool:
         """Whether the place is guessed and earlier proposals have brought nothing."""
         place = self.alignment.place
-        return place is not None and place.guess is not None and self.credit <= CREDIT
+        return place is not None and place.guess is not None and self.brought <= 0
 
     @property
     def length(self) -> int:
@@ -70,15 +72,16 @@ class _Followed:
         return max(int(self.credit), AGAIN if place.known >= LONG else 0)
 
     def settle(self, row: Row, new: list[int]) -> None:
-        """Earn or lose credit by what became of the last proposal, verified or not."""
+        """Earn or lose credit by what became of the last proposal; one that was not verified earns half."""
         done = [one.own for one in row.rounds[self.rounds :]]
         verified = sum(one.num_prediction_tokens or 0 for one in done)
         right = sum(min(one.num_prediction_tokens or 0, one.num_accepted_tokens) for one in done)
+        earned = right - min(MOST_LOST, max(0, verified - right))
         if not verified:
             pairs = zip(self.proposed.tokens, new, strict=False)
-            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        earned = right - min(MOST_LOST, max(0, verified - right)) + REGAINED * len(new)
-        self.credit, self.rounds = max(0.0, min(MOST_CREDIT, self.credit + earned)), len(row.rounds)
+            earned = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / 2
+        self.brought, self.rounds = self.brought + earned, len(row.rounds)
+        self.credit = max(0.0, min(MOST_CREDIT, self.credit + earned + REGAINED * len(new)))
 
 
 class RowPredictions:

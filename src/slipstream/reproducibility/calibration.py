@@ -34,7 +34,7 @@ from slipstream.reproducibility.spot_checks import spot_checks
 log = logging.getLogger("slipstream")
 
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
-TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16)
+TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
 # of the time, about: where every shape is tried, and where it is guaranteed that they agree
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
@@ -102,10 +102,11 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     guaranteed = is_shape_independent(backend)
     shares = SHARES_IF_GUARANTEED if guaranteed else SHARES
     turns = stages.over(shares["times"], range(MOST_TURNS))
+    room = backend.max_length - max(contexts)
     timed = TIMED_IF_GUARANTEED if guaranteed else TIMED
-    times = trials.times.alone([width for width in timed if width <= widths[-1]], turns)
+    times = trials.times.alone([width for width in timed if width <= room], turns)
     if guaranteed:
-        trials.widths = sorted({*widths, *(width for width in FURTHER_WIDTHS if width <= widths[-1])})
+        trials.widths = sorted({*widths, *(width for width in FURTHER_WIDTHS if width <= room)})
         if (found := _all_agreeing(trials, times, stages)) is not None:
             return found
         log.warning(

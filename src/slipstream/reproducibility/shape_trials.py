@@ -23,7 +23,7 @@ from slipstream.reproducibility.trial_layers import read_context, read_contexts,
 
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
-FURTHER_WIDTHS = (9, 10, 11, 12, 14, 20, 24)  # tried only where it is guaranteed that all agree
+FURTHER_WIDTHS = (9, 10, 11, 12, 14, 20, 24, 28, 40, 48, 56, 64)  # tried only where it is guaranteed that all agree
 ATTENDED_UNITS = (256, 512)
 CONTEXTS = (200, 520)  # one inside the first unit, one beyond: the unit must not matter where it pads nor where it ends
 MATES = (37, 333, 111, 450, 260, 90, 400)  # where the other rows of ragged batches stand, over and over

@@ -110,6 +110,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             controller is not None,
             lambda row: not coupled and row.params.temperature > 0,
             longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
+            not (traits.costs_time or traits.weighs_costs),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
     return EngineChoice(engine, name, traits, coupled, no_predictions)

@@ -30,7 +30,8 @@ def predicting_engine(engine: Engine, target: Loaded, limits: PredictionLimits) 
     """The engine with a drafter and a policy that ask the predictions of rows first."""
     predictions = RowPredictions(line_ends(target))
     policy = PredictionPolicy(engine.policy, predictions, limits)
-    return replace(engine, drafter=prediction_drafter(engine.drafter, predictions), policy=policy)
+    drafter = prediction_drafter(engine.drafter, predictions, main_is_free=limits.free_drafts)
+    return replace(engine, drafter=drafter, policy=policy)
 
 
 def longest_prediction(choice: LengthChoice, limit: int | None) -> int:

@@ -163,8 +163,8 @@ class SuffixDrafter:
     ) -> list[Node]:
         automaton, match, occurrences = source
         occurrences -= 1  # the match also ends the text itself, where nothing has followed it yet
+        least = least if row.params.num_draft_tokens is None else 0.0
         if not branches:
-            least = least if row.params.num_draft_tokens is None else 0.0
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=least)
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
         deepest = -(-length // (1 + branches)) if self.shaped else None
@@ -173,6 +173,7 @@ class SuffixDrafter:
             (match, occurrences),
             length,
             deepest,
+            least,
         )
 
     def _keep_outputs(self) -> None:
