@@ -57,7 +57,7 @@ def engine_state(service: Service) -> dict[str, Any]:
     service.check_ready()
     decoder = service.decoder
     most = decoder.config.max_batch_size
-    return service.room.state(service.totals) | {
+    return service.room.state(service.totals.fold()) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
         "places": {"taken": service.room.num_running, "most": most},
