@@ -44,7 +44,7 @@ async def events(http: Request) -> Response:
     service = service_of(http)
     service.check_ready()
 
-    async def states() -> AsyncIterator[str]:
+    async def states() -> AsyncIterator[bytes]:
         while service.state == "ready":
             yield event(encoded(engine_state(service)))
             await asyncio.sleep(INTERVAL)
