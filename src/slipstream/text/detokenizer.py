@@ -77,6 +77,8 @@ class StopStrings:
         """The text that may be shown: cut before the first stop string, without an end that may still become one."""
         if self.found:
             return ""
+        if not self._stops:
+            return text
         pending = self._pending + text
         ends = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
         if ends:

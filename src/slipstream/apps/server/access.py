@@ -29,6 +29,7 @@ OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the p
 PAGE = "/page/"
 FILES = "/v1/files"
 SHORTEST_KEY = 8
+DIRECT = "slipstream.send"  # of a scope: sends the body of an answer past the layers that look at its beginning alone
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Access:
         except ApiError as error:
             await error.response()(scope, receive, self._finished(scope, send))
             return
+        scope[DIRECT] = send
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from slipstream.apps.server.answer_parts import ModelFacts, receipt, shown_round, speculative_decoding, timings, usage
@@ -35,7 +34,7 @@ class AnswerWriter(ABC):
             "model": facts.name,
             "system_fingerprint": facts.fingerprint,
         }
-        self._begin = encoded(self._head | {"object": self.chunk_kind})[:-1]
+        self._begin = b"data: %b," % encoded(self._head | {"object": self.chunk_kind})[:-1]
         self.return_ids = bool(fields.return_token_ids)
         self.ids_as_text = bool(fields.return_tokens_as_token_ids)
 
@@ -55,35 +54,44 @@ class AnswerWriter(ABC):
         """Take in an event of an answer that is told whole."""
         self.choices[event.choice].take(event)
 
-    def sent(self, chunk: dict[str, Any]) -> str:
-        """A chunk as JSON, with what all of them begin with."""
-        return f"{self._begin},{encoded(chunk)[1:]}"
+    def sent(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event, with what all of them begin with."""
+        return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])
 
-    def take(self, event: Event) -> Iterator[dict[str, Any]]:
+    def take(self, event: Event) -> list[dict[str, Any]]:
         """The chunks that an event gives rise to, without what all of them begin with."""
         choice = self.choices[event.choice]
         piece = choice.take(event)
+        parts: list[dict[str, Any]] = []
         if choice.started is not None and event.choice not in self._told:
             self._told.add(event.choice)
             opening = self.opening(choice)
-            if opening is not None:
-                yield self._chunk(opening)
-        if piece is None:
-            return
-        parts = self.parts(choice, piece)
+            parts += [] if opening is None else [opening]
+        if piece is not None:
+            new = self.parts(choice, piece)
+            if self._rounds or piece.finish_reason is not None:
+                return self._with_reports(choice, piece, parts, new)
+            parts += new
+        return [self._chunk(part) for part in parts]
+
+    def _with_reports(
+        self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The chunks of a piece, the last with what is told of its round, of a text that ends, and of the answer."""
         showing = self._rounds and piece.round is not None
-        if not parts and not showing:
-            return
-        *earlier, last = parts or [self.empty_part(choice)]
-        yield from map(self._chunk, earlier)
-        chunk = self._chunk(last)
+        if not new and showing:
+            new = [self.empty_part(choice)]
+        chunks = [self._chunk(part) for part in (*earlier, *new)]
+        if not new:
+            return chunks
+        chunk = chunks[-1]
         if showing:
             chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
         if self._rounds and piece.finish_reason is not None:
             chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
         if all(one.finish_reason is not None for one in self.choices):
             chunk |= self._report()
-        yield chunk
+        return chunks
 
     @abstractmethod
     def empty_part(self, choice: ChoiceState) -> dict[str, Any]:

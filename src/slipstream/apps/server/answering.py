@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from slipstream.apps.server.answer_making import check_model, writer_of
+from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error
-from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE, SILENCE, EventStream, encoded, event
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.service import Service
@@ -37,7 +37,7 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
         service.submit(live, [choice.job for choice in writer.choices])
         if fields.stream:
             streaming = True
-            return EventStream(_chunks(service, live, writer), lambda: _over(service, live, 200))
+            return AnswerStream(live, writer, lambda: _over(service, live, 200))
         whole = await until_gone(http, collect(live, writer))
         _over(service, live, 200)
         return JSONResponse(whole)
@@ -69,25 +69,8 @@ async def prepare(service: Service, live: LiveRequest, fields: ChatFields | Comp
 async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
     """The whole answer, once it is there."""
     async for one in live.events():
-        if one is not None:
-            writer.note(one)
+        writer.note(one)
     return writer.whole()
-
-
-async def _chunks(service: Service, live: LiveRequest, writer: AnswerWriter) -> AsyncIterator[str]:
-    try:
-        async for one in live.events(SILENCE):
-            if one is None:
-                yield KEEP_ALIVE
-                continue
-            for chunk in writer.take(one):
-                yield event(writer.sent(chunk))
-        closing = writer.closing()
-        if closing is not None:
-            yield event(writer.sent(closing))
-    except Exception as error:  # the status has been sent, so the error is an event
-        yield event(encoded(as_api_error(error).body))
-    yield DONE
 
 
 def _over(service: Service, live: LiveRequest, status: int) -> None:

@@ -45,8 +45,6 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         responses=REFUSALS,
     )
     add_handlers(app)
-    for routes in ROUTES:
-        app.include_router(routes.router)
 
     @app.post("/v1/chat/completions", responses=streamed(ChatCompletion, "chat.completion.chunk"))
     async def chat_completions(http: Request, fields: ChatFields) -> Response:
@@ -58,6 +56,8 @@ def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Se
         """Continue texts."""
         return await answer(service_of(http), http, fields)
 
+    for routes in ROUTES:  # after those above, which are called most: addresses are tried in turn
+        app.include_router(routes.router)
     app.state.addresses = [*app.routes, *(route for routes in ROUTES for route in routes.router.routes)]
     if settings.allowed_origin:
         app.add_middleware(

@@ -33,7 +33,7 @@ class ChatWriter(AnswerWriter):
 
     def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
         """New text, with its log-probabilities; calls come before the chunk with the reason, as clients expect them."""
-        watch = self._watches[choice.job.choice]
+        watch = self._watches[piece.choice]
         text, parsed, reason = watch.passed(piece), None, piece.finish_reason
         if reason is not None:
             parsed = watch.calls(choice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
@@ -13,8 +14,7 @@ from slipstream.text.detokenizer import Tokenizer, VisibleText
 from slipstream.text.stats import Stats
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What an event added to a choice. round: None for the echo of a prompt and for an end without tokens."""
 
     choice: int
@@ -27,12 +27,11 @@ class Piece:
 
 @dataclass
 class ChoiceState:
-    """Folds the events of one job. stats: those of its rounds so far."""
+    """Folds the events of one job."""
 
     job: Job
     tokenizer: Tokenizer | None
     rounds: list[Round] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
     text: str = ""
     finish_reason: FinishReason | None = None
     cached: int = 0
@@ -40,6 +39,7 @@ class ChoiceState:
     first: float | None = None
     last: float | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    _stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self._visible = None if self.tokenizer is None else VisibleText(self.tokenizer, params_of(self.job.row))
@@ -54,23 +54,29 @@ class ChoiceState:
         """The answer's token ids so far."""
         return [token for done in self.rounds for token in done.tokens]
 
+    @property
+    def stats(self) -> Stats:
+        """Of the rounds so far; each is folded once, when it is first asked for."""
+        for done in self.rounds[self._stats.num_rounds :]:
+            self._stats.add_step([done])
+        return self._stats
+
     def take(self, event: Event) -> Piece | None:
         """Note an event; returns what it added to the answer. ApiError if the row failed."""
+        if isinstance(event, Committed):
+            self.first = self.first or event.at
+            self.last = event.at
+            return self._commit(event.round)
         if isinstance(event, Started):
             self.cached, self.started = event.cached, event.at
         elif isinstance(event, Scored):
             self.prompt_logprobs = event.logprobs
-        elif isinstance(event, Committed):
-            self.first = self.first or event.at
-            self.last = event.at
-            return self._commit(event.round)
         elif isinstance(event, Ended) and self.finish_reason is None:
             return self._end(event)
         return None
 
     def _commit(self, done: Round) -> Piece | None:
         self.rounds.append(done)
-        self.stats.add_step([done])
         if done.finish_reason == "error":
             return None  # told by the end of the job
         text = ""

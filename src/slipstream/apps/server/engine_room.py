@@ -32,11 +32,10 @@ class EngineRoom:
         elif isinstance(event, Ended):
             self._lanes.pop(job, None)
 
-    def stepped(self, tokens: int) -> None:
-        """Note how many tokens a step has committed."""
-        now = monotonic()
-        self._recent.append((now, tokens))
-        self._trim(now)
+    def stepped(self, at: float, tokens: int) -> None:
+        """Note how many tokens a step has committed, and when."""
+        self._recent.append((at, tokens))
+        self._trim(at)
 
     def _trim(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - WINDOW:

@@ -44,7 +44,7 @@ async def events(http: Request) -> Response:
     service = service_of(http)
     service.check_ready()
 
-    async def states() -> AsyncIterator[str]:
+    async def states() -> AsyncIterator[bytes]:
         while service.state == "ready":
             yield event(encoded(engine_state(service)))
             await asyncio.sleep(INTERVAL)
@@ -57,7 +57,7 @@ def engine_state(service: Service) -> dict[str, Any]:
     service.check_ready()
     decoder = service.decoder
     most = decoder.config.max_batch_size
-    return service.room.state(service.totals) | {
+    return service.room.state(service.totals.fold()) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
         "places": {"taken": service.room.num_running, "most": most},

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started
+from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started, tell_all
 from slipstream.apps.server.prompt_budget import PromptBudget
 from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.rounds import Round
@@ -226,6 +226,7 @@ class EngineThread:
     def _publish(self, told: Told, rounds: list[Round]) -> None:
         for request, event in told:
             request.put(event)
+        tell_all(dict.fromkeys(request for request, _ in told))
         if rounds:
             self._on_step(rounds)
 

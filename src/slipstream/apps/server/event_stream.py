@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
+from pydantic_core import to_json
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-DONE = "data: [DONE]\n\n"
-KEEP_ALIVE = ": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
 SILENCE = 15.0  # seconds after which one is sent
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+encoded = to_json  # without spaces; in a third of the time of Python's own
 
 
-encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # JSON without spaces
-
-
-def event(text: str) -> str:
+def event(data: bytes) -> bytes:
     """One event with this JSON."""
-    return f"data: {text}\n\n"
+    return b"data: %b\n\n" % data
 
 
 class EventStream(StreamingResponse):
-    """A stream that says when it is over: read to its end, broken off, or never begun."""
+    """A stream of events."""
 
-    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None] = lambda: None) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS)

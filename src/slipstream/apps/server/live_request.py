@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TypeVar
@@ -53,6 +53,7 @@ class Ended:
 
 
 Event = Started | Scored | Committed | Ended
+Listener = Callable[[], Callable[[], None] | None]
 
 
 @dataclass(eq=False)
@@ -76,7 +77,8 @@ class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
     owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
-    background: nobody waits for its answer now; others go first.
+    background: nobody waits for its answer now; others go first. listener: called to `read` what there is, instead of
+    waking whoever awaits `events`; it returns what is left to do once the listeners of other requests have read.
     """
 
     endpoint: str
@@ -88,26 +90,27 @@ class LiveRequest:
     error: Exception | None = None
     background: bool = False
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
+    listener: Listener | None = None
     _events: deque[Event] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: int = 0  # rows whose end has come
     _read: int = 0  # rows whose end the handler has read
-    _heard: float = 0.0
-    _silent: bool = False
 
     def put(self, event: Event) -> None:
-        """Called on the event loop."""
+        """Called on the event loop; `tell` follows once all events of a step are there."""
         self.watch(self, event)
-        self._heard = monotonic()
         self._ended += isinstance(event, Ended)
         self._events.append(event)
-        self._news.set()
+
+    def tell(self) -> None:
+        """Have the handler read what has happened."""
+        tell_all([self])
 
     def fail(self, error: Exception) -> None:
         """The handler is told an error instead of the next event, unless the answer is whole; on the event loop."""
         if not self._ended or self._ended < len(self.jobs):
             self.error = self.error or error
-            self._news.set()
+            self.tell()
 
     async def before_failing(self, work: Awaitable[T]) -> T:
         """The result of work that precedes all events; given up for what the request fails with meanwhile."""
@@ -121,35 +124,48 @@ class LiveRequest:
             task.cancel()
             failed.cancel()
 
-    async def events(self, idle: float | None = None) -> AsyncIterator[Event | None]:
-        """Everything that happens until all rows have ended; raises what the request failed with.
+    @property
+    def has_news(self) -> bool:
+        """Whether something waits to be read."""
+        return bool(self._events) or self.error is not None
 
-        idle: yield None whenever nothing has happened for so many seconds.
-        """
-        self._heard = monotonic()
-        watching = None if idle is None else asyncio.ensure_future(self._watch_silence(idle))
-        try:
-            while self._read < len(self.jobs):
-                if self.error is not None:  # it goes before events that wait: the reader may be slow
-                    raise self.error
-                if self._silent:
-                    self._silent = False
-                    yield None
-                elif self._events:
-                    event = self._events.popleft()
-                    self._read += isinstance(event, Ended)
-                    yield event
-                else:
-                    self._news.clear()
-                    await self._news.wait()
-        finally:
-            if watching is not None:
-                watching.cancel()
+    @property
+    def all_read(self) -> bool:
+        """Whether all rows have ended and the handler knows it."""
+        return self._read == len(self.jobs)
 
-    async def _watch_silence(self, idle: float) -> None:
-        """Wake the reader whenever nothing has come for so many seconds: one timer, whatever comes in between."""
-        while True:
-            await asyncio.sleep(max(0.0, self._heard + idle - monotonic()))
-            if monotonic() - self._heard >= idle:
-                self._heard, self._silent = monotonic(), True
-                self._news.set()
+    def read(self) -> Event | None:
+        """The next that has happened, None if nothing waits; raises what the request failed with."""
+        if self.all_read:
+            return None
+        if self.error is not None:  # it goes before events that wait: the reader may be slow
+            raise self.error
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        self._read += isinstance(event, Ended)
+        return event
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Everything that happens until all rows have ended; raises what the request failed with."""
+        while not self.all_read:
+            if (event := self.read()) is not None:
+                yield event
+            else:
+                self._news.clear()
+                await self._news.wait()
+
+
+def tell_all(requests: Iterable[LiveRequest]) -> None:
+    """Have the handlers of these read what has happened.
+
+    All read before any writes: a write lets the engine's thread go on, and what comes after finds cold caches.
+    """
+    writes = []
+    for request in requests:
+        if request.listener is None:
+            request._news.set()
+        elif (write := request.listener()) is not None:
+            writes.append(write)
+    for write in writes:
+        write()

@@ -157,4 +157,4 @@ async def metrics(http: Request) -> Response:
         "vllm:num_requests_waiting": service.num_waiting,
         "vllm:kv_cache_usage_perc": running / most,
     }
-    return Response(service.metrics.page(service.totals, gauges), media_type=CONTENT_TYPE_LATEST)
+    return Response(service.metrics.page(service.totals.fold(), gauges), media_type=CONTENT_TYPE_LATEST)

@@ -46,7 +46,7 @@ class Service:
         self.settings, self.metrics = settings, ServerMetrics()
         add_process_figures(self.metrics.registry)
         self.state: State = "loading"
-        self.room, self.totals = EngineRoom(), StepTotals()
+        self.room, self.totals = EngineRoom(), StepTotals(self._counted)
         self.live: set[LiveRequest] = set()
         self.unknown_fields: set[str] = set()  # of requests, that the log has named
         self.engine: EngineThread | None = None
@@ -93,9 +93,11 @@ class Service:
         self._on_end(error)
 
     def _stepped(self, rounds: Sequence[Round]) -> None:
-        tokens = self.totals.step(rounds, self.facts)
+        self.totals.step(rounds, self.facts)
+
+    def _counted(self, at: float, tokens: int) -> None:
         self.metrics.stepped(tokens)
-        self.room.stepped(tokens)
+        self.room.stepped(at, tokens)
 
     @property
     def pool(self) -> TextPool:

@@ -1,0 +1,289 @@
+"""Streams are written in the call that tells a step; one whose client is slow waits alone and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from served import PATIENCE, served
+
+from slipstream.apps.server import event_stream
+from slipstream.apps.server.answer_stream import MOST_JOINED, AnswerStream
+from slipstream.apps.server.error_objects import ApiError
+from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE
+from slipstream.apps.server.first_step import first_step
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, tell_all
+from slipstream.core.types import Row
+from slipstream.sampling.params import SamplingParams
+
+
+class Times:
+    """Writes of an event when it was."""
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        return [{"at": event.at}]  # type: ignore[union-attr]
+
+    def sent(self, chunk: dict[str, Any]) -> bytes:
+        return b"%d " % chunk["at"]
+
+    def closing(self) -> None:
+        return None
+
+
+class Client:
+    """A stream of one row and its client, who reads while `reads` is set."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self.live = LiveRequest("/")
+        self.live.jobs = [Job(self.live, at, Row(at, [1], SamplingParams(), 0)) for at in range(rows)]
+        self.messages: list[dict[str, Any]] = []
+        self.tasks: list[object] = []
+        self.reads, self.leaves, self.ends = asyncio.Event(), asyncio.Event(), 0
+        self.reads.set()
+        writer: Any = Times()
+        self.stream = AnswerStream(self.live, writer, self.ended)
+
+    def ended(self) -> None:
+        self.ends += 1
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.messages.append(dict(message))
+        self.tasks.append(_current())
+
+    async def receive(self) -> Any:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def text(self) -> str:
+        return b"".join(one.get("body", b"") for one in self.messages).decode()
+
+
+def _current() -> object:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+@asynccontextmanager
+async def answered(client: Client) -> AsyncIterator[asyncio.Future[None]]:
+    """The stream while it is being sent; it has begun."""
+    send: Callable[[Any], Awaitable[None]] = client.send
+    running = asyncio.ensure_future(client.stream({"type": "http"}, client.receive, send))
+    while not client.messages:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    yield running
+    client.leaves.set()
+    await asyncio.wait({running}, timeout=PATIENCE)
+    assert running.done() and client.ends == 1
+
+
+def step(clients: list[Client], at: float) -> None:
+    """A step as the engine tells it, in one call of the event loop."""
+
+    def publish() -> None:
+        for client in clients:
+            client.live.put(Started(0, 0, at))
+        tell_all([client.live for client in clients])
+
+    asyncio.get_running_loop().call_soon(publish)
+
+
+async def a_turn() -> None:
+    """One turn of the event loop, in which no task that a step woke has had its turn yet."""
+    await asyncio.sleep(0)
+
+
+def test_a_step_is_written_in_the_call_that_tells_it() -> None:
+    async def run() -> None:
+        one, other = Client(), Client()
+        async with answered(one), answered(other):
+            step([one, other], 1)
+            await a_turn()
+            assert (one.text, other.text) == ("1 ", "1 ")
+            assert one.tasks[1:] == other.tasks[1:] == [None]
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_delays_nobody_and_gets_everything_once_it_reads() -> None:
+    async def run() -> None:
+        slow, other = Client(), Client()
+        async with answered(slow), answered(other):
+            slow.reads.clear()
+            for at in range(3):
+                step([slow, other], at)
+                await a_turn()
+            assert (slow.text, other.text) == ("", "0 1 2 ")
+            assert len(slow.live._events) == 2  # events wait, not the bytes made of them
+            slow.reads.set()
+            for _ in range(10):
+                await a_turn()
+            assert slow.text == "0 1 2 "
+            step([slow], 3)
+            await a_turn()
+            assert slow.text == "0 1 2 3 " and slow.tasks[-1] is None  # without a task again
+
+    asyncio.run(run())
+
+
+def test_a_step_of_many_rows_is_written_whole() -> None:
+    async def run() -> None:
+        client = Client(rows=MOST_JOINED)
+        async with answered(client) as running:
+            for job in client.live.jobs:
+                client.live.put(Started(job.choice, 0, job.choice))
+                client.live.put(Ended(job.choice, "length", job.choice))
+            client.live.tell()
+            await asyncio.wait_for(running, PATIENCE)
+        expected = "".join(f"{at} {at} " for at in range(MOST_JOINED)) + DONE.decode()
+        assert client.text == expected
+        assert [one["more_body"] for one in client.messages[1:]] == [True, False]
+
+    asyncio.run(run())
+
+
+def test_what_came_before_the_stream_began_is_written() -> None:
+    async def run() -> None:
+        client = Client()
+        client.live.put(Started(0, 0, 1))
+        client.live.put(Ended(0, "stop", 2))
+        async with answered(client) as running:
+            await asyncio.wait_for(running, PATIENCE)
+        assert client.text == f"1 2 {DONE.decode()}"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_error_comes_after_what_was_written_and_ends_the_stream(reads: bool) -> None:
+    async def run() -> None:
+        client = Client()
+        async with answered(client) as running:
+            if not reads:
+                client.reads.clear()
+            step([client], 1)
+            await a_turn()
+            client.live.fail(ApiError(408, "late"))
+            client.reads.set()
+            await asyncio.wait_for(running, PATIENCE)
+        text, error, done, _ = client.text.replace("data: ", "\n\n", 1).split("\n\n")
+        assert text == "1 " and json.loads(error)["error"]["message"] == "late" and f"{done}\n\n" == DONE.decode()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_write_that_fails_ends_the_stream_with_its_error(reads: bool) -> None:
+    async def run() -> None:
+        client = Client()
+
+        async def fail(message: Any) -> None:
+            await client.reads.wait()
+            raise OSError("gone")
+
+        async with answered(client) as running:
+            if not reads:
+                client.reads.clear()
+            client.stream._send = fail
+            step([client], 1)
+            await a_turn()
+            client.reads.set()
+            with pytest.raises(OSError, match="gone"):
+                await asyncio.wait_for(running, PATIENCE)
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
+    async def run() -> None:
+        client = Client()
+        async with answered(client) as running:
+            client.reads.clear()
+            step([client], 1)
+            await a_turn()
+            waiting = client.stream._behind
+            assert waiting is not None
+            client.leaves.set()
+            await asyncio.wait_for(running, PATIENCE)
+            await asyncio.wait({waiting})
+            assert waiting.cancelled() and client.live.listener is None
+
+    asyncio.run(run())
+
+
+def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "SILENCE", 0.01)
+
+    async def run() -> None:
+        client = Client()
+        async with answered(client):
+            while client.text.count(KEEP_ALIVE.decode()) < 2:
+                await asyncio.sleep(0.005)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_the_rest_of_a_first_step_goes_on_where_it_waited() -> None:
+    async def run() -> None:
+        opened, said = asyncio.Event(), list[str]()
+
+        async def work() -> None:
+            said.append("begun")
+            try:
+                await opened.wait()
+                await asyncio.sleep(0)
+            finally:
+                said.append("ended")
+
+        opened.set()
+        opened.clear()
+        rest = first_step(work())
+        assert rest is not None and said == ["begun"]
+        task = asyncio.ensure_future(rest)
+        await a_turn()
+        opened.set()
+        await task
+        assert said == ["begun", "ended"]
+        opened.clear()
+        rest = first_step(work())
+        assert rest is not None
+        task = asyncio.ensure_future(rest)
+        await a_turn()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled() and said == ["begun", "ended"] * 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_stops_reading_gets_the_whole_text_later() -> None:
+    body = {"prompt": "A heron", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "logprobs": 20}
+    asked = json.dumps(body | {"stream": True, "num_draft_tokens": 0}).encode()
+    with served() as server:
+        for listener in server.server.servers[0].sockets:  # what is accepted has its small buffer, too
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        host, _, port = server.url.rpartition("/")[2].rpartition(":")
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(PATIENCE)
+            slow.connect((host, int(port)))
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+            slow.sendall(f"{head}content-length: {len(asked)}\r\nconnection: close\r\n\r\n".encode() + asked)
+            server.wait_until(lambda: any(live._events for live in server.service.live))
+            assert server.text("A crane", max_tokens=5, temperature=0)  # others are answered meanwhile
+            came = b""
+            while piece := slow.recv(1 << 16):
+                came += piece
+        lines = [line for line in came.split(b"\n") if line.startswith(b"data: ")]
+        assert lines[-1].strip() == b"data: [DONE]"
+        told = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+        assert "".join(told) == server.text(**body)
