@@ -2,11 +2,11 @@
 
     python benchmarks/predicted_outputs.py qwen1.5b "right prediction" --arms suffix,suffix.predicted
 
-Prompts are those of one category of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
+Prompts are those of some categories of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
 (the file of another prompt) or "whole file" (longer files, small changes); or "changed request", where the prompt does
 not hold the old text: it is the target's own answer to an earlier wording of the request (changed_requests.jsonl). Arms
 take turns, in the other order every other time; each run begins with an empty KV cache. All arms must give the same
-text.
+text. What is printed after each prompt is the sum so far.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from slipstream.text.stats import Stats
 PROMPTS = Path(__file__).with_name("code_edits.jsonl")
 CHANGED = Path(__file__).with_name("changed_requests.jsonl")
 WARM_UP = "def f(x):\n    return x\n"
+
+
+CATEGORIES = ("right prediction", "wrong prediction", "whole file", "changed request")
 
 
 def prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> list[NamedPrompt]:
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("target")
-    parser.add_argument("category")
+    parser.add_argument("categories", nargs="+", choices=CATEGORIES, metavar="category", help=", ".join(CATEGORIES))
     parser.add_argument("--arms", default="none,none.predicted,suffix,suffix.predicted")
     parser.add_argument("--max-tokens", type=positive, default=160)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoders = {arm: base.using(arm.partition(".")[0]) for arm in arms}
     for decoder in decoders.values():
         decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
-    prompts = prompts_of(given.category, base, given.max_tokens)
+    prompts = [one for category in given.categories for one in prompts_of(category, base, given.max_tokens)]
     rounds: dict[str, list[Round]] = {arm: [] for arm in arms}
     seconds = dict.fromkeys(arms, 0.0)
     for repeat in range(given.repeats):

@@ -25,6 +25,7 @@ from slipstream.draft_length.quiet_rounds import QuietRounds
 from slipstream.draft_length.text_lengths import TextLengths
 
 LONGEST = 63  # tokens of a retrieval draft
+TRIED = 15  # of one that does not seem to pay and is verified to see
 STEPS = 8  # steps of a draft model
 
 
@@ -214,7 +215,7 @@ class DraftController:
                 continue
             waits = not lengths[i] and drafted > 0
             if waits and self.backoff.due(row):
-                chosen[i] = drafted
+                chosen[i] = min(drafted, TRIED)
             notes[i] = DraftNote(drafted, chosen[i], decided="waited" if waits else "")
         return chosen, tuple(notes)
 
