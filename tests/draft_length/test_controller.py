@@ -89,6 +89,19 @@ def test_rows_of_a_batch_share_the_width_so_the_sum_of_acceptance_probabilities_
     assert alone[0] < together[0]
 
 
+def test_rows_of_a_batch_share_what_a_round_may_retrieve() -> None:
+    free = controller()
+    policy = Auto(free, reproducible_length=3)
+    assert [policy.lengths([row(i) for i in range(count)])[0] for count in (1, 2, 4, 8)] == [63, 31, 15, 15]
+    free.longest = 7  # no wider forward is allowed
+    assert policy.lengths([row(0), row(1)]) == [7, 7]
+
+
+def test_a_draft_that_does_not_seem_to_pay_is_tried_in_part() -> None:
+    dear, of, forty = controller(column=0.9), row(), Draft.from_lists([[3] * 40], CPU)
+    assert {judged(dear, of, forty, right=False) for _ in range(60)} == {0, 15}
+
+
 def test_a_request_that_said_how_many_tokens_gets_them_verified() -> None:
     cut = controller(0.8).cut([row(num_draft_tokens=3), row(1)], draft([0.1] * 3, [0.1] * 3))
     assert cut.lengths == (3, 3)  # the width is paid for, so the other row may use it

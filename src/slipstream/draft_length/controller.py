@@ -24,7 +24,7 @@ from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields
 from slipstream.draft_length.quiet_rounds import QuietRounds
 from slipstream.draft_length.text_lengths import TextLengths
 
-LONGEST = 63  # tokens of a retrieval draft
+LONGEST, IN_BATCH = 63, 15  # tokens of a retrieval draft: of a row alone, and of one in a batch at least
 TRIED = 15  # of one that does not seem to pay and is verified to see
 STEPS = 8  # steps of a draft model
 
@@ -80,6 +80,10 @@ class DraftController:
             self.confidence.learn(row, note)
             if (accepted := self.draft_yields.learn(row, note)) is not None:
                 self.backoff.tried(row, accepted)
+
+    def longest_of(self, rows: int) -> int:
+        """Tokens of a retrieval draft of one of so many rows, at most."""
+        return min(self.longest, max(IN_BATCH, self.longest // max(rows, 1)))
 
     def stepping(self, rows: Sequence[Row]) -> Decision:
         """How many tokens to ask a drafter for whose drafts cost time: as many as it can, or none.

@@ -95,7 +95,7 @@ class Auto:
     def lengths(self, rows: Sequence[Row]) -> list[int]:
         """As many as can pay; where drafts have acceptance probabilities, as many as may be cut afterwards."""
         controller = self.controller
-        longest = 0 if controller.quiet.left else controller.longest
+        longest = 0 if controller.quiet.left else controller.longest_of(len(rows))
         chosen = [longest] * len(rows)
         if self.stepwise:
             chosen, notes = controller.stepping(rows)
