@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.acceptance_model import AcceptanceModel
+from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
 from slipstream.draft_length.best_first import Alternatives, Node, draft_of, grown, learn
 from slipstream.draft_length.learned_by_group import LearnedByGroup
 from slipstream.drafters import Setup
@@ -52,7 +52,7 @@ class SuffixDrafter:
     batches none, as finding them would cost every row more time than they save.
     shaped: beside those of a chain only, as many as the user said, in batches as well.
     least_useful: with an acceptance model, how likely a token of each row of a round must be for its verification to
-    pay; its chain ends where it is less. Rows that ask for a number of tokens get them.
+    pay; its draft ends where it is less. Rows that ask for a number of tokens get them.
 
     An output is saved from the first call on after its row has finished or was dropped. Drafts, never the distribution
     of the text, depend on it. Memory: about 150 bytes per token of unfinished rows and of saved outputs were measured
@@ -86,7 +86,11 @@ class SuffixDrafter:
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
         branches = self.branches if sampler.branching and (self.shaped or len(rows) == 1) else 0
         least = [0.0] * len(rows) if self.least_useful is None or not any(lengths) else self.least_useful(rows)
-        drafts = [self._draft(row, n, branches, by) for row, n, by in zip(rows, lengths, least, strict=True)]
+        useful = [
+            n if by < CERTAIN or row.params.num_draft_tokens else 0
+            for row, n, by in zip(rows, lengths, least, strict=True)
+        ]
+        drafts = [self._draft(row, n, branches, by) for row, n, by in zip(rows, useful, least, strict=True)]
         return draft_of(drafts, sampler.device, told=self.acceptance_model is not None)
 
     def extend(
