@@ -53,8 +53,8 @@ class PredictionPolicy:
             self.limits.cost_model.learn([row for row in rows if row.finish_reason is None])
 
     def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """As many tokens of a prediction as may be cut afterwards, and no fewer than `main` chooses where that may draft
-        too: where the prediction is silent or guesses, or drafts cost nothing."""
+        """As many tokens of a prediction as may be cut afterwards; what `main` chooses where the prediction is silent,
+        and no fewer than that where both may draft, because the prediction guesses or drafts cost nothing."""
         proposals = [self.predictions.proposal(row) for row in rows]
         free = self.limits.free_drafts
         return [
