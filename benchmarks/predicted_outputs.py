@@ -26,10 +26,8 @@ from slipstream.text.stats import Stats
 
 PROMPTS = Path(__file__).with_name("code_edits.jsonl")
 CHANGED = Path(__file__).with_name("changed_requests.jsonl")
-WARM_UP = "def f(x):\n    return x\n"
-
-
 CATEGORIES = ("right prediction", "wrong prediction", "whole file", "changed request")
+WARM_UP = "def f(x):\n    return x\n"
 
 
 def prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> list[NamedPrompt]:

@@ -418,3 +418,6 @@ def test_chains_end_where_a_token_pays_no_more_but_for_rows_that_ask_for_a_lengt
     free, whole = (known or () for known in draft.acceptance_probs)
     assert len(whole) == 8 and 1 <= len(free) < 8
     assert all(prob >= least for prob in free[:-1]) and free[-1] < least and free == whole[: len(free)]
+    least = 1.0  # of the first row nothing can be useful; 0.9 of the other one counts no more than before
+    draft = drafter.propose(rows, [8, 8], Sampler(rows, Race(SIZE, CPU), SIZE, CPU))
+    assert draft.lengths == (0, 8)

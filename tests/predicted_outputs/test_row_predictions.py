@@ -10,7 +10,7 @@ from slipstream import Round, SamplingParams
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Row
 from slipstream.predicted_outputs import row_predictions
-from slipstream.predicted_outputs.row_predictions import CREDIT, LEAST, NOTHING, RowPredictions
+from slipstream.predicted_outputs.row_predictions import CREDIT, GUESSED, LEAST, NOTHING, RowPredictions
 
 PROMPT = [500, 501]
 OLD = list(range(250))
@@ -39,6 +39,19 @@ def test_the_first_proposal_is_the_beginning() -> None:
     tokens, probs = predictions().proposal(row())
     assert tokens == OLD[: len(tokens)] and 0 < len(tokens) == len(probs) <= CREDIT
     assert probs == sorted(probs, reverse=True) and LEAST <= probs[0] < 1
+
+
+def test_a_guess_proves_nothing_until_a_proposal_was_right() -> None:
+    made, source = row(), predictions()
+    assert len(source.proposal(made).tokens) == GUESSED and source.only_guesses(made)
+    made.tokens += [300]  # nothing was verified, and the text begins otherwise
+    source.proposal(made)
+    assert source.only_guesses(made)
+    proven, other = row(), predictions()
+    other.proposal(proven)
+    proven.tokens += [*OLD[:4], 300]
+    other.proposal(proven)
+    assert not other.only_guesses(proven)
 
 
 def test_a_row_without_a_prediction_gets_nothing() -> None:

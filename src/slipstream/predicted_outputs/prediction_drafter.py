@@ -21,13 +21,13 @@ class PredictionDrafter:
     A prediction proposes a chain, one-hot, with acceptance probabilities. A round in which every row's prediction
     speaks costs no forward of `main`. One that only guesses comes after `main` where that may draft more, so that a
     wrong prediction takes the place of no draft.
-    main_is_free: a draft of `main` costs no forward; then it is always asked, and of two drafts with acceptance
+    free_drafts: a draft of `main` costs no forward; then it is always asked, and of two drafts with acceptance
     probabilities the one is taken of which more tokens promise to be accepted.
     """
 
     main: Drafter
     predictions: RowPredictions
-    main_is_free: bool = False
+    free_drafts: bool = False
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
         """For each row the draft of its prediction or of `main`; `Draft.predicted` says which."""
@@ -44,7 +44,7 @@ class PredictionDrafter:
             bool(one.tokens) and (n <= len(one.tokens) or not self.predictions.only_guesses(row))
             for row, one, n in zip(rows, proposals, lengths, strict=True)
         ]
-        others = [0 if own and not self.main_is_free else n for own, n in zip(first, lengths, strict=True)]
+        others = [0 if own and not self.free_drafts else n for own, n in zip(first, lengths, strict=True)]
         if not any(others):
             return found
         drafted = self.main.propose(rows, others, sampler)
@@ -69,11 +69,11 @@ class ObservingPredictionDrafter(PredictionDrafter):
         self.observer.observe(rows, draft, logits, verdict)
 
 
-def prediction_drafter(main: Drafter, predictions: RowPredictions, *, main_is_free: bool = False) -> PredictionDrafter:
+def prediction_drafter(main: Drafter, predictions: RowPredictions, *, free_drafts: bool = False) -> PredictionDrafter:
     """A drafter that asks predictions before `main`; see `PredictionDrafter`."""
     if isinstance(main, Observer):
-        return ObservingPredictionDrafter(main, predictions, main_is_free, observer=main)
-    return PredictionDrafter(main, predictions, main_is_free)
+        return ObservingPredictionDrafter(main, predictions, free_drafts, observer=main)
+    return PredictionDrafter(main, predictions, free_drafts)
 
 
 def _promised(draft: Draft) -> list[float]:

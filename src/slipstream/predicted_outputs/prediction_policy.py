@@ -79,7 +79,7 @@ class PredictionPolicy:
         count = len(proposal.tokens)
         if self._decides(row):
             return min(count, self.limits.longest)
-        return min(sum(prob >= FLOOR for prob in proposal.acceptance_probs), self.limits.longest)
+        return min(_likely(proposal.acceptance_probs), self.limits.longest)
 
     def _decides(self, row: Row) -> bool:
         """Whether costs decide how much of a row's prediction is verified."""
@@ -88,11 +88,15 @@ class PredictionPolicy:
         )
 
     def _cut(self, rows: Sequence[Row], draft: Draft, lengths: Sequence[int]) -> list[int]:
-        """Lengths with those of predictions cut to what pays beside what the other rows have in the round."""
+        """Lengths with those of predictions cut to what is likely, or pays beside what the other rows have."""
         assert draft.predicted is not None and draft.acceptance_probs is not None
         cut = [bool(own) and self._decides(row) for row, own in zip(rows, draft.predicted, strict=True)]
+        lengths = [
+            min(n, _likely(probs or ())) if own and not ours else n
+            for n, probs, own, ours in zip(lengths, draft.acceptance_probs, draft.predicted, cut, strict=True)
+        ]
         if self.limits.cost_model is None or not any(cut):
-            return list(lengths)
+            return lengths
         cost_model, count = self.limits.cost_model, len(rows)
         whole = [n for n, ours in zip(lengths, cut, strict=True) if not ours]
         least, beside = max(whole, default=0), sum(whole)
@@ -103,6 +107,11 @@ class PredictionPolicy:
             even=cost_model.even,
         )
         return [mine if ours else n for n, mine, ours in zip(lengths, chosen, cut, strict=True)]
+
+
+def _likely(acceptance_probs: Sequence[float]) -> int:
+    """How many tokens of a prediction are verified where costs do not decide."""
+    return sum(prob >= FLOOR for prob in acceptance_probs)
 
 
 def _without_predictions(draft: Draft) -> Draft:

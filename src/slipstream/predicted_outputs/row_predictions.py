@@ -42,8 +42,8 @@ class _Followed:
     """A row's prediction as far as its output has come.
 
     read: tokens of the output taken in, in `rounds` rounds; proposed: after them, with their kinds; guess: of the first
-    one's place. credit: how many tokens more may be rejected; brought: how many earlier proposals had right, less the
-    wrong ones.
+    one's place. credit: how many tokens more may be rejected; brought: what all proposals have
+    earned so far.
     """
 
     alignment: Alignment

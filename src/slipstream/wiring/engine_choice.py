@@ -106,11 +106,11 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     if not no_predictions:
         own = make_cost_model(models, config.max_batch_size) if choice.kind == "auto" else None
         limits = PredictionLimits(
-            own if controller is None else controller.cost_model,
-            controller is not None,
-            lambda row: not coupled and row.params.temperature > 0,
-            longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
-            not (traits.costs_time or traits.weighs_costs),
+            cost_model=own if controller is None else controller.cost_model,
+            shares_costs=controller is not None,
+            is_fixed=lambda row: not coupled and row.params.temperature > 0,
+            longest=longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
+            free_drafts=not (traits.costs_time or traits.weighs_costs),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
     return EngineChoice(engine, name, traits, coupled, no_predictions)

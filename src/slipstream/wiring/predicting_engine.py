@@ -30,7 +30,7 @@ def predicting_engine(engine: Engine, target: Loaded, limits: PredictionLimits) 
     """The engine with a drafter and a policy that ask the predictions of rows first."""
     predictions = RowPredictions(line_ends(target))
     policy = PredictionPolicy(engine.policy, predictions, limits)
-    drafter = prediction_drafter(engine.drafter, predictions, main_is_free=limits.free_drafts)
+    drafter = prediction_drafter(engine.drafter, predictions, free_drafts=limits.free_drafts)
     return replace(engine, drafter=drafter, policy=policy)
 
 

@@ -1,0 +1,85 @@
+"""Which draft is verified where a prediction and the decoder's own drafter both have one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from slipstream import Draft, SamplingParams
+from slipstream.core.rng import Race
+from slipstream.core.types import Row
+from slipstream.predicted_outputs.prediction_drafter import PredictionDrafter
+from slipstream.predicted_outputs.prediction_policy import FLOOR, PredictionLimits, PredictionPolicy
+from slipstream.predicted_outputs.row_predictions import RowPredictions
+from slipstream.sampling.sampler import Sampler
+
+CPU, SIZE = torch.device("cpu"), 200
+OLD = list(range(100, 160))
+
+
+@dataclass
+class Others:
+    """Drafts tokens 7 of the same acceptance probability; remembers what it was asked for."""
+
+    probs: Sequence[float] | None
+    asked: list[list[int]] = field(default_factory=list)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        self.asked.append(list(lengths))
+        sizes = [min(n, len(self.probs) if self.probs else 2) for n in lengths]
+        told = None if self.probs is None else [self.probs[:n] for n in sizes]
+        return Draft.from_lists([[7] * n for n in sizes], CPU, told)
+
+
+def followed() -> Row:
+    """A row that has followed its prediction so far."""
+    made = Row(0, [1, 2], SamplingParams(max_tokens=100), seed=0)
+    made.prediction = OLD
+    made.tokens += OLD[:8]
+    return made
+
+
+def proposed(others: Others, *, free: bool, length: int = 20) -> Draft:
+    row = followed()
+    drafter = PredictionDrafter(others, RowPredictions(lambda token: False), free)
+    return drafter.propose([row], [length], Sampler([row], Race(SIZE, CPU), SIZE, CPU))
+
+
+@pytest.mark.parametrize(
+    ("probs", "theirs"), [((0.995,) * 20, True), ((0.5, 0.2), False), (None, False)], ids=["surer", "worse", "untold"]
+)
+def test_the_draft_that_promises_more_is_taken(probs: Sequence[float] | None, theirs: bool) -> None:
+    draft = proposed(others := Others(probs), free=True)
+    assert others.asked == [[20]]
+    assert draft.tokens[0, 0] == (7 if theirs else OLD[8]) and bool(draft.predicted and draft.predicted[0]) != theirs
+
+
+def test_a_drafter_whose_drafts_cost_forwards_is_not_asked_beside_a_prediction() -> None:
+    draft = proposed(others := Others((0.995,) * 20), free=False)
+    assert others.asked == [] and draft.tokens[0, 0] == OLD[8]
+
+
+class Longer:
+    """Asks for a fixed number of tokens, and leaves drafts as they are."""
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        pass
+
+    def lengths(self, rows: Sequence[Row]) -> list[int]:
+        return [12] * len(rows)
+
+    def worth_verifying(self, rows: Sequence[Row], draft: Draft) -> Draft:
+        return draft
+
+
+def test_where_costs_do_not_decide_a_prediction_ends_where_it_is_unlikely_whatever_the_drafter_may_have() -> None:
+    row, predictions = followed(), RowPredictions(lambda token: False)
+    policy = PredictionPolicy(Longer(), predictions, PredictionLimits(free_drafts=True))
+    assert policy.lengths([row]) == [12]
+    likely, unlikely = [0.9, 0.8, FLOOR], [FLOOR / 2] * 4
+    chain = Draft.from_lists([OLD[8:15]], CPU, [[*likely, *unlikely]])
+    chain = Draft(chain.tokens, chain.lengths, None, chain.acceptance_probs, predicted=chain.lengths)
+    assert policy.worth_verifying([row], chain).lengths == (3,)
