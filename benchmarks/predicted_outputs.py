@@ -5,32 +5,105 @@
 Prompts are those of some categories of code_edits.jsonl: "right prediction" (the file to be edited), "wrong prediction"
 (the file of another prompt) or "whole file" (longer files, small changes); or "changed request", where the prompt does
 not hold the old text: it is the target's own answer to an earlier wording of the request (changed_requests.jsonl). Arms
-take turns, in the other order every other time; each run begins with an empty KV cache. All arms must give the same
-text. What is printed after each prompt is the sum so far.
+are drafters, with `.predicted` where they get the prediction too; they take turns, in the other order every other time,
+and each run begins with an empty KV cache. Speed-ups are over the first arm; accepted and
+rejected are tokens of predictions. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
-from terminal import in_one_line, positive
+import typer
+from rich import box
+from rich.table import Table
+from terminal import Count, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round
+from slipstream.errors import UsageError
+from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import NamedPrompt, read_prompts
 from slipstream.text.stats import Stats
 
 PROMPTS = Path(__file__).with_name("code_edits.jsonl")
 CHANGED = Path(__file__).with_name("changed_requests.jsonl")
 CATEGORIES = ("right prediction", "wrong prediction", "whole file", "changed request")
+PREDICTED = ".predicted"
 WARM_UP = "def f(x):\n    return x\n"
+ALL = "all"
 
 
-def prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> list[NamedPrompt]:
+@dataclass
+class Runs:
+    """What an arm has done on the prompts of a category, or on all."""
+
+    rounds: list[Round] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, other: Runs) -> None:
+        """Count another's runs in."""
+        self.rounds += other.rounds
+        self.seconds += other.seconds
+
+    @property
+    def stats(self) -> Stats:
+        """The figures of all rounds."""
+        return Stats.of(self.rounds)
+
+    @property
+    def decoding(self) -> float:
+        """Seconds without those of the prompts."""
+        return self.seconds - self.stats.prefill_seconds
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """The tokens."""
+        return tuple(token for one in self.rounds for token in one.tokens)
+
+
+def main(
+    target: str,
+    categories: Annotated[list[str], typer.Argument(help=f"of {', '.join(CATEGORIES)}")],
+    arms: Annotated[str, typer.Option(help="drafters, each with or without .predicted")] = (
+        "none,none.predicted,suffix,suffix.predicted"
+    ),
+    max_tokens: Count = 160,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    repeats: Count = 1,
+) -> None:
+    """Measure and print, by category and in all."""
+    quiet()
+    if unknown := [one for one in categories if one not in CATEGORIES]:
+        raise UsageError(f"category {unknown[0]!r}; allowed: {', '.join(map(repr, CATEGORIES))}")
+    names, base = arms.split(","), SpeculativeDecoder(target, drafter="suffix")
+    decoders = {name: base.using(name.removesuffix(PREDICTED)) for name in names}
+    for decoder in decoders.values():
+        decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
+    done = {category: {name: Runs() for name in names} for category in categories}
+    same = dict.fromkeys(categories, 0)
+    prompts = [one for category in categories for one in _prompts_of(category, base, max_tokens)]
+    for repeat in range(repeats):
+        for prompt in prompts:
+            answers = dict[str, Runs]()
+            for name in names[:: 1 if repeat % 2 == 0 else -1]:
+                prediction = prompt.prediction if name.endswith(PREDICTED) else None
+                params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, prediction=prediction)
+                answers[name] = _answer(decoders[name], prompt, params)
+                done[prompt.category][name].add(answers[name])
+            same[prompt.category] += len({one.text for one in answers.values()}) == 1
+    counts = {category: repeats * sum(one.category == category for one in prompts) for category in categories}
+    _print(done, same, counts)
+    if same != counts:
+        sys.exit(1)
+
+
+def _prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> list[NamedPrompt]:
     """The prompts of a category, each with its prediction."""
     if category != "changed request":
         return read_prompts(PROMPTS, categories=[category])
@@ -42,58 +115,49 @@ def prompts_of(category: str, decoder: SpeculativeDecoder, max_tokens: int) -> l
     return found
 
 
-def answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams) -> tuple[list[Round], float]:
-    """The rounds of one answer and its seconds, prompt included."""
+def _answer(decoder: SpeculativeDecoder, prompt: NamedPrompt, params: SamplingParams) -> Runs:
     decoder.forget()
     decoder.forget_learned()
     started = perf_counter()
     result = decoder.generate(prompt.prompt, params)
-    return result.rounds, perf_counter() - started
+    return Runs(list(result.rounds), perf_counter() - started)
 
 
-def line(arm: str, rounds: list[Round], seconds: float) -> str:
-    """What an arm has done so far."""
-    stats = Stats.of(rounds)
-    decoding = seconds - stats.prefill_seconds
-    return (
-        f"{arm:18} {stats.block_efficiency:5.2f} tokens per forward, {seconds:6.2f} s, decoding {decoding:6.2f} s "
-        f"({stats.num_output_tokens / decoding:.1f} tok/s), prediction: {stats.accepted_prediction_tokens} accepted, "
-        f"{stats.rejected_prediction_tokens} rejected"
-    )
+def _print(done: dict[str, dict[str, Runs]], same: dict[str, int], counts: dict[str, int]) -> None:
+    if len(done) > 1:
+        whole: dict[str, Runs] = {}
+        for arms in done.values():
+            for name, runs in arms.items():
+                whole.setdefault(name, Runs()).add(runs)
+        done = {**done, ALL: whole}
+        same, counts = {**same, ALL: sum(same.values())}, {**counts, ALL: sum(counts.values())}
+    for category, arms in done.items():
+        console.print(f"{category}: {same[category]}/{counts[category]} texts identical")
+        console.print(_table(arms))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("target")
-    parser.add_argument("categories", nargs="+", choices=CATEGORIES, metavar="category", help=", ".join(CATEGORIES))
-    parser.add_argument("--arms", default="none,none.predicted,suffix,suffix.predicted")
-    parser.add_argument("--max-tokens", type=positive, default=160)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=positive, default=1)
-    given = parser.parse_args(arguments)
-    arms, base = given.arms.split(","), SpeculativeDecoder(given.target, drafter="suffix")
-    decoders = {arm: base.using(arm.partition(".")[0]) for arm in arms}
-    for decoder in decoders.values():
-        decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
-    prompts = [one for category in given.categories for one in prompts_of(category, base, given.max_tokens)]
-    rounds: dict[str, list[Round]] = {arm: [] for arm in arms}
-    seconds = dict.fromkeys(arms, 0.0)
-    for repeat in range(given.repeats):
-        for prompt in prompts:
-            texts = set()
-            for arm in arms[:: 1 if repeat % 2 == 0 else -1]:
-                prediction = prompt.prediction if arm.endswith(".predicted") else None
-                params = SamplingParams(
-                    max_tokens=given.max_tokens, temperature=given.temperature, seed=1, prediction=prediction
-                )
-                done, took = answer(decoders[arm], prompt, params)
-                texts.add(tuple(token for one in done for token in one.tokens))
-                rounds[arm] += done
-                seconds[arm] += took
-            assert len(texts) == 1, f"{prompt.prompt!r}: the texts differ"
-            print("\n".join(line(arm, rounds[arm], seconds[arm]) for arm in arms), flush=True)
+def _table(arms: dict[str, Runs]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("arm", min_width=16, no_wrap=True)
+    for head in ("tokens per forward", "seconds", "speed-up", "without prompts", "speed-up", "accepted", "rejected"):
+        table.add_column(head, justify="right")
+    first = next(iter(arms.values()))
+    for name, runs in arms.items():
+        stats = runs.stats
+        table.add_row(
+            name,
+            f"{stats.block_efficiency:.2f}",
+            f"{runs.seconds:.2f}",
+            f"{first.seconds / runs.seconds:.2f}x",
+            f"{runs.decoding:.2f}",
+            f"{first.decoding / runs.decoding:.2f}x",
+            *(
+                "" if n is None else str(n)
+                for n in (stats.accepted_prediction_tokens, stats.rejected_prediction_tokens)
+            ),
+        )
+    return table
 
 
 if __name__ == "__main__":
-    in_one_line(main)
+    run(main)

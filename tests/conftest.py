@@ -6,6 +6,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported anywhere
 # before torch is: processes, threads and commands that tests start compute with one thread too, beside other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# the threads of large models wait without spinning: spinning beside other tests takes their cores for nothing
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -27,7 +27,11 @@ print(json.dumps([torch.get_num_threads(), len(workers), trapped, found, after, 
 
 
 def without_choice() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in (*threads.CHOSEN, "MKL_NUM_THREADS")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*threads.CHOSEN, "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
+    }
 
 
 def run(code: str, **environment: str) -> str:

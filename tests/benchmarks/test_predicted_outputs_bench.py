@@ -1,0 +1,60 @@
+"""What `benchmarks/predicted_outputs.py` prints of predictions, on the toy model."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "predicted_outputs.py"
+OPTIONS = {"arms": "none,suffix,suffix.predicted", "max_tokens": 12, "temperature": 0.0, "repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    sys.path.insert(0, str(FILE.parent))
+    spec = importlib.util.spec_from_file_location("predicted_outputs_bench", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(FILE.parent))
+
+
+def test_categories_are_printed_one_by_one_and_in_all(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main("toy", ["right prediction", "changed request"], **OPTIONS)
+    out = capsys.readouterr().out
+    heads = [line for line in out.splitlines() if "identical" in line]
+    assert heads == [
+        "right prediction: 10/10 texts identical",
+        "changed request: 6/6 texts identical",
+        "all: 16/16 texts identical",
+    ]
+    arms = [line.split() for line in out.splitlines() if line.strip().startswith(("none", "suffix"))]
+    assert [len(cells) for cells in arms] == [6, 6, 8] * 3  # only the last gets predictions
+    accepted, rejected = ([int(cells[at]) for cells in arms[2::3]] for at in (6, 7))
+    assert accepted[2] == accepted[0] + accepted[1] > 0 and rejected[2] == rejected[0] + rejected[1]
+
+
+def test_another_text_is_counted_and_is_exit_code_1(
+    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = bench._answer
+
+    def wrong(decoder: Any, prompt: Any, params: Any) -> Any:
+        given = answer(decoder, prompt, params)
+        return bench.Runs(given.rounds[1:], given.seconds) if params.prediction else given
+
+    monkeypatch.setattr(bench, "_answer", wrong)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main("toy", ["right prediction"], **OPTIONS)
+    assert stopped.value.code == 1 and "right prediction: 0/10 texts identical" in capsys.readouterr().out
+
+
+def test_an_unknown_category_is_named(bench: Any) -> None:
+    with pytest.raises(bench.UsageError, match="category 'left'; allowed: 'right prediction', "):
+        bench.main("toy", ["left"], **OPTIONS)
