@@ -106,9 +106,9 @@ def draft_of(trees: Sequence[Sequence[Node]], device: torch.device, *, told: boo
     """A draft of one tree per row, with acceptance probabilities if `told`; without branches a chain."""
     probs = [[node.prob for node in nodes] for nodes in trees] if told else None
     made = Draft.from_lists([[node.token for node in nodes] for nodes in trees], device, probs)
-    parents = tuple(tuple(node.parent for node in nodes) for nodes in trees)
-    branching = any(parent != at - 1 for own in parents for at, parent in enumerate(own))
-    return replace(made, parents=parents) if branching else made
+    if all(node.parent == at - 1 for nodes in trees for at, node in enumerate(nodes)):
+        return made
+    return replace(made, parents=tuple(tuple(node.parent for node in nodes) for nodes in trees))
 
 
 def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequence[Node]) -> None:

@@ -28,6 +28,7 @@ class MeasuredForwards:
     together: Mapping[int, float]
     most: int
     _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # shapes do not change
+    _taken: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def forward(self, rows: int, longest: int, drafted: int) -> Forward:
         """The one that verifies up to `longest` tokens per row, `drafted` in all."""
@@ -44,7 +45,9 @@ class MeasuredForwards:
 
     def _units(self, rows: int, tokens: int) -> float:
         """Relative cost of a forward; noisy measurements never make one free."""
-        return max(LEAST, self._extrapolated(rows, tokens))
+        if (rows, tokens) not in self._taken:
+            self._taken[rows, tokens] = max(LEAST, self._extrapolated(rows, tokens))
+        return self._taken[rows, tokens]
 
     def _extrapolated(self, rows: int, tokens: int) -> float:
         if len(self.measured) < 2:
