@@ -26,15 +26,15 @@ import json, sys, torch
 torch.set_num_threads(1)
 from slipstream import SamplingParams, SpeculativeDecoder
 options = {"dtype": "float32", "load_options": {"tp_plan": "auto"}, "acceptance": "match"}
-decoder = SpeculativeDecoder(sys.argv[1], sys.argv[2], **options)
-most = int(sys.argv[3])
+decoder = SpeculativeDecoder(sys.argv[1], sys.argv[3] if len(sys.argv) > 3 else None, **options)
+most = int(sys.argv[2])
 prompts = [list(range(3, 3 + n)) for n in (4, 40, 9)]
 params = [SamplingParams(max_tokens=most),
   SamplingParams(max_tokens=most, temperature=1.0, seed=3),
   SamplingParams(max_tokens=most)]
 plain = decoder.using("none")
 found = {"plain": [plain.generate(*one).token_ids for one in zip(prompts, params)]}
-for name in ("suffix", "model@4"):
+for name in ("suffix", "model@4")[:len(sys.argv) - 2]:
     drafter, _, length = name.partition("@")
     other = decoder.using(drafter, num_draft_tokens=int(length or 5))
     results = other.generate(prompts, params)
@@ -107,12 +107,12 @@ def texts_over(ranks: int, tmp_path: Path, *arguments: Any) -> dict[str, Any]:
 @pytest.mark.smollm2
 def test_three_ranks_of_smollm2_give_the_texts_of_one_process(tmp_path: Path) -> None:
     """In float32 the orders of sums do not change these short texts."""
-    found = texts_over(3, tmp_path, "smollm2", "smollm2", 4)
+    found = texts_over(3, tmp_path, "smollm2", 8)
     decoder = SpeculativeDecoder("smollm2", drafter="none", dtype="float32")
-    params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, temperature=1.0, seed=3)]
+    params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=1.0, seed=3)]
     alone = [decoder.generate(list(range(3, 3 + n)), one).token_ids for n, one in zip((4, 40), params, strict=True)]
     assert found["plain"][:2] == alone
-    assert found["suffix"] == found["model@4"] == found["plain"] and found["model@4 accepted"]
+    assert found["suffix"] == found["plain"] and found["suffix accepted"]
 
 
 @pytest.mark.smollm2
@@ -124,7 +124,8 @@ def test_heads_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_ranks_give_the_texts_of_plain_decoding_over_two_ranks(folders: Any, tmp_path: Path) -> None:
-    found = texts_over(2, tmp_path, *folders, 20)
+    target, draft = folders
+    found = texts_over(2, tmp_path, target, 20, draft)
     assert [len(text) for text in found["plain"]] == [20, 20, 20]
     for name in ("suffix", "model@4"):
         assert found[name] == found["plain"], name
