@@ -1,4 +1,4 @@
-"""A load of chat requests on a server, streamed: when each chunk came, and what was said.
+"""A load of chat requests on a server, streamed unless whole answers are asked for: what was said, and when.
 
 Two loads: so many streams at a time, each beginning when another ends, or arrivals at random (Poisson). Knows nothing
 of the server but OpenAI's API.
@@ -45,7 +45,7 @@ class Load:
 
 
 async def run_load(url: str, model: str, prompts: Sequence[str], load: Load, fields: dict[str, Any]) -> list[Answer]:
-    """Ask every prompt once."""
+    """Ask every prompt once. fields: of the request's body; with `"stream": False` an answer comes in one piece."""
     limit, waits = asyncio.Semaphore(load.streams), random.Random(0)
 
     async def one(prompt: str) -> tuple[Answer, list[bytes]]:
@@ -65,7 +65,7 @@ async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, l
 
     Written by hand, since on the machine of the server the client's work is the server's loss.
     """
-    request = json.dumps(fields | {"messages": [{"role": "user", "content": prompt}], "stream": True}).encode()
+    request = json.dumps({"stream": True} | fields | {"messages": [{"role": "user", "content": prompt}]}).encode()
     host, loop = urlsplit(url), asyncio.get_running_loop()
     found = Answer(prompt, perf_counter())
     transport, came = await loop.create_connection(lambda: _Came(loop.create_future()), host.hostname, host.port)
@@ -76,7 +76,11 @@ async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, l
     finally:
         transport.close()
     told, _, body = b"".join(came.data).partition(b"\r\n\r\n")
-    if b" 200 " not in told.partition(b"\r\n")[0] or b"transfer-encoding: chunked" not in told.lower():
+    streamed, good = fields.get("stream", True), b" 200 " in told.partition(b"\r\n")[0]
+    if good and not streamed:
+        found.times = came.times[-1:]
+        return found, [body]
+    if not good or b"transfer-encoding: chunked" not in told.lower():
         raise SlipstreamError(f"the server answered {told.decode().splitlines()[0]}: {body.decode():.300}")
     pieces, ends = _unchunked(body, len(told) + 4)
     reached = list(accumulate(map(len, came.data)))
@@ -118,6 +122,10 @@ def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
 
 def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:
     """The answer with its text, and the times of those pieces alone that had text."""
+    if pieces and pieces[0].startswith(b"{"):  # whole
+        choice = json.loads(pieces[0])["choices"][0]
+        found.text, found.reason = choice["message"]["content"], choice["finish_reason"]
+        return found
     times, found.times = found.times, []
     for at, piece in zip(times, _whole_lines(pieces), strict=True):
         told = "".join(_text(line, found) for line in piece.split(b"\n") if line.startswith(b"data: {"))

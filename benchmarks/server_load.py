@@ -25,7 +25,7 @@ from load_client import Answer, Load, figures, run_load
 from server_processes import client_program, end_on_signals, slipstream_serve, transformers_serve
 from terminal import in_one_line, positive
 
-from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.models.cache_folder import cache_folder
 from slipstream.text.prompts import builtin_prompts, spread
 
@@ -92,36 +92,50 @@ def same_as_plain(texts: dict[str, set[str]], decoder: SpeculativeDecoder, optio
 
 
 def overhead(options: argparse.Namespace, decoder: SpeculativeDecoder) -> dict[str, Any]:
-    """The time of a batch over HTTP beside one call of `generate`, in turn, with and without drafting."""
-    prompts = prompts_of(options, options.max_batch_size)
+    """The time of a batch over HTTP beside one call of `generate`, in turn, with and without drafting.
+
+    Whole answers are what `generate` gives. Streamed ones come in a chunk of each text per round; what that takes
+    besides is mostly the client's, which wakes for every chunk on the cores that compute.
+    """
     found: dict[str, Any] = {}
     arguments = ["--target", options.target, "--max-batch-size", str(options.max_batch_size)]
     with slipstream_serve([*arguments, "--drafter", options.drafter]) as url:
         for name, drafts in (("plain", 0), ("speculative", None)):
-            params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
-            fields = {"max_tokens": options.max_tokens, "temperature": 0.0, "ignore_eos": True}
-            if drafts is not None:
-                fields["num_draft_tokens"] = drafts
             here = decoder.using("none" if drafts == 0 else options.drafter)
-            ratios, seconds = [], []
+            own = {} if drafts is None else {"num_draft_tokens": drafts}
+            seconds: dict[str, list[tuple[float, float]]] = {"whole": [], "streamed": []}
             for at in range(options.repeats + 1):
-                asked = [
-                    f"{name} {at}: {prompt}" for prompt in prompts
-                ]  # new to both, as cached prompts need not be read
-                messages = [[{"role": "user", "content": prompt}] for prompt in asked]
-                begun = perf_counter()
-                results = here.generate(messages, params)
-                direct = perf_counter() - begun
-                begun = perf_counter()
-                answers = asyncio.run(run_load(url, options.target, asked, Load(len(asked)), fields))
-                served = perf_counter() - begun
-                assert [one.text for one in answers] == [one.text for one in results]
-                if at:  # the first warms
-                    ratios.append(served / direct)
-                    seconds.append((direct, served))
-            found[name] = {"overhead": median(ratios) - 1, "seconds": seconds}
-            print(f"{name}: HTTP takes {median(ratios) - 1:+.1%} of the time of generate, of {seconds}", flush=True)
+                for way, taken in seconds.items():
+                    asked = [f"{name} {way} {at}: {prompt}" for prompt in prompts_of(options, options.max_batch_size)]
+                    both = _both(url, here, asked, options, own | {"stream": way == "streamed"})
+                    if at:  # the first warms
+                        taken.append(both)
+            for way, taken in seconds.items():
+                by = median(served / direct for direct, served in taken) - 1
+                found[f"{name}, {way}"] = {"overhead": by, "seconds": taken}
+                direct, served = (median(one) for one in zip(*taken, strict=True))
+                print(
+                    f"{name}, {way} answers: HTTP takes {by:+.1%} of the time of generate, {direct:.3f} and "
+                    f"{served:.3f} s; {len(taken)} batches of {len(asked)}, all texts identical",
+                    flush=True,
+                )
     return found
+
+
+def _both(
+    url: str, decoder: SpeculativeDecoder, asked: list[str], options: argparse.Namespace, own: dict[str, Any]
+) -> tuple[float, float]:
+    """Seconds of a batch in one call and over HTTP; its prompts must be new to both, as cached ones are not read."""
+    fields = {"max_tokens": options.max_tokens, "temperature": 0.0, "ignore_eos": True}
+    begun = perf_counter()
+    results = decoder.generate([[{"role": "user", "content": prompt}] for prompt in asked], SamplingParams(**fields))
+    direct = perf_counter() - begun
+    begun = perf_counter()
+    answers = asyncio.run(run_load(url, options.target, asked, Load(len(asked)), fields | own))
+    served = perf_counter() - begun
+    if [one.text for one in answers] != [one.text for one in results]:
+        raise SlipstreamError("a text over HTTP is not the one that generate gives")
+    return direct, served
 
 
 def line_of(row: dict[str, Any]) -> str:

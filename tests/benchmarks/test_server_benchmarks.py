@@ -26,6 +26,16 @@ def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
     assert all(one.times == sorted(one.times) and one.begun < one.times[0] for one in answers)
 
 
+def test_a_whole_answer_comes_at_once() -> None:
+    with served() as server:
+        load = run_load(server.url, "toy", ["A heron", "The wren"], Load(2), FIELDS | {"stream": False})
+        answers = asyncio.run(load)
+    expected = toy().generate(["A heron", "The wren"], SamplingParams(max_tokens=12), chat=False)
+    assert [one.text for one in answers] == [one.text for one in expected]
+    assert [one.reason for one in answers] == [one.finish_reason for one in expected]
+    assert all(len(one.times) == 1 and one.begun < one.times[0] for one in answers)
+
+
 async def _answers_with(told: bytes) -> Answer:
     async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -15,7 +15,7 @@ from served import PATIENCE, Gate, Served, in_thread, served, toy
 
 from slipstream.apps.server.answer_making import writer_of
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
+from slipstream.apps.server.live_request import JOINED, Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.prompt_rendering import rendered_prompts
 from slipstream.apps.server.request_fields import CompletionFields
 from slipstream.apps.server.waiting_line import WaitingLine
@@ -156,25 +156,69 @@ def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
         tokenizer.opened.set()
 
 
-def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it() -> None:
-    async def read(ends: int) -> tuple[list[Event | None], Exception | None]:
-        live, told = job("a").request, list[Event | None]()
-        live.jobs = [job("a"), job("a")]
-        live.put(Started(0, 0, 0.0))
-        live.put(Started(1, 0, 0.0))
-        for choice in range(ends):
-            live.put(Ended(choice, "length", 0.0))
+def two_rows(ends: int) -> LiveRequest:
+    """A request of which both rows have started and so many have ended."""
+    live = job("a").request
+    live.jobs = [job("a"), job("a")]
+    for event in (Started(0, 0, 0.0), Started(1, 0, 0.0), *(Ended(choice, "length", 0.0) for choice in range(ends))):
+        live.put(event)
+    return live
+
+
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it(ends: int) -> None:
+    live = two_rows(ends)
+    assert live.read() == Started(0, 0, 0.0)
+    live.fail(ApiError(408, "late"))
+    if ends < 2:
+        with pytest.raises(ApiError, match="late"):
+            live.read()
+    else:  # a whole answer is not taken back
+        assert [live.read() for _ in range(4)] == [Started(1, 0, 0.0), *(Ended(n, "length", 0.0) for n in (0, 1)), None]
+
+
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends: int) -> None:
+    async def read() -> tuple[list[Event], Exception | None]:
+        live, told = two_rows(ends), list[Event]()
+        reading = asyncio.ensure_future(live.tell_all_to(told.append))
+        await asyncio.sleep(0)
+        assert len(told) == (4 if ends == 2 else 0)
+        live.fail(ApiError(408, "late"))
         try:
-            async for one in live.events():
-                told.append(one)
-                live.fail(ApiError(408, "late"))
+            await reading
         except ApiError as error:
             return told, error
         return told, None
 
-    assert [len(told) for told, error in map(asyncio.run, map(read, (0, 1))) if error is not None] == [1, 1]
-    told, error = asyncio.run(read(2))  # a whole answer is not taken back
-    assert len(told) == 4 and error is None
+    told, error = asyncio.run(read())
+    assert (len(told), error is None) == ((4, True) if ends == 2 else (0, False))
+
+
+def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
+    async def read() -> None:
+        live, told = two_rows(0), list[Event]()
+        reading = asyncio.ensure_future(live.tell_all_to(told.append))
+        await asyncio.sleep(0)
+        for count in range(3, 3 * JOINED):
+            live.put(Started(0, 0, 0.0))
+            live.tell()
+            assert len(told) == count // JOINED * JOINED  # in the call itself
+        live.put(Ended(0, "length", 0.0))
+        live.put(Ended(1, "length", 0.0))
+        live.tell()
+        assert len(told) == 3 * JOINED + 1
+        await reading
+
+    asyncio.run(read())
+
+
+def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
+    async def read() -> None:
+        await two_rows(2).tell_all_to(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(read())
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(gate: Gate) -> None:

@@ -68,8 +68,7 @@ async def prepare(service: Service, live: LiveRequest, fields: ChatFields | Comp
 
 async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
     """The whole answer, once it is there."""
-    async for one in live.events():
-        writer.note(one)
+    await live.tell_all_to(writer.note)
     return writer.whole()
 
 

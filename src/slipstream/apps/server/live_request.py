@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TypeVar
@@ -54,6 +54,7 @@ class Ended:
 
 Event = Started | Scored | Committed | Ended
 Listener = Callable[[], Callable[[], None] | None]
+JOINED = 64  # events that are told together to those who wait for a whole answer
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class LiveRequest:
 
     owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
     background: nobody waits for its answer now; others go first. listener: called to `read` what there is, instead of
-    waking whoever awaits `events`; it returns what is left to do once the listeners of other requests have read.
+    waking who waits for an error; it returns what is left to do once the listeners of other requests have read.
     """
 
     endpoint: str
@@ -108,7 +109,7 @@ class LiveRequest:
 
     def fail(self, error: Exception) -> None:
         """The handler is told an error instead of the next event, unless the answer is whole; on the event loop."""
-        if not self._ended or self._ended < len(self.jobs):
+        if not self._is_complete or not self.jobs:
             self.error = self.error or error
             self.tell()
 
@@ -146,14 +147,36 @@ class LiveRequest:
         self._read += isinstance(event, Ended)
         return event
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Everything that happens until all rows have ended; raises what the request failed with."""
-        while not self.all_read:
-            if (event := self.read()) is not None:
-                yield event
+    async def tell_all_to(self, take: Callable[[Event], None]) -> None:
+        """Call `take` with every event until all rows have ended; raises what the request failed with.
+
+        Many events are told together, in the call that brings the last of them: to wake a task after each step would
+        take longer than all that an answer of one piece needs.
+        """
+        over = asyncio.get_running_loop().create_future()
+
+        def news() -> None:
+            if over.done() or (self.error is None and not self._is_complete and len(self._events) < JOINED):
+                return
+            try:
+                while (event := self.read()) is not None:
+                    take(event)
+            except Exception as error:
+                over.set_exception(error)
             else:
-                self._news.clear()
-                await self._news.wait()
+                if self.all_read:
+                    over.set_result(None)
+
+        self.listener = news
+        try:
+            self.tell()  # of what came before
+            await over
+        finally:
+            self.listener = None
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._ended == len(self.jobs)
 
 
 def tell_all(requests: Iterable[LiveRequest]) -> None:
