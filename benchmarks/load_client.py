@@ -57,7 +57,8 @@ async def run_load(url: str, model: str, prompts: Sequence[str], load: Load, fie
         tasks.append(asyncio.create_task(one(prompt)))
         if load.rate is not None:
             await asyncio.sleep(waits.expovariate(load.rate))
-    return [_read(answer, pieces) for answer, pieces in await asyncio.gather(*tasks)]
+    read = _read if fields.get("stream", True) else _read_whole
+    return [read(answer, pieces) for answer, pieces in await asyncio.gather(*tasks)]
 
 
 async def _ask(url: str, fields: dict[str, Any], prompt: str) -> tuple[Answer, list[bytes]]:
@@ -122,15 +123,22 @@ def _unchunked(body: bytes, begin: int) -> tuple[list[bytes], list[int]]:
 
 def _read(found: Answer, pieces: Sequence[bytes]) -> Answer:
     """The answer with its text, and the times of those pieces alone that had text."""
-    if pieces and pieces[0].startswith(b"{"):  # whole
-        choice = json.loads(pieces[0])["choices"][0]
-        found.text, found.reason = choice["message"]["content"], choice["finish_reason"]
-        return found
     times, found.times = found.times, []
     for at, piece in zip(times, _whole_lines(pieces), strict=True):
         told = "".join(_text(line, found) for line in piece.split(b"\n") if line.startswith(b"data: {"))
         found.text += told
         found.times += [at] * bool(told)
+    return found
+
+
+def _read_whole(found: Answer, pieces: Sequence[bytes]) -> Answer:
+    """The same of an answer that came in one piece."""
+    body = b"".join(pieces)
+    try:
+        choice = json.loads(body)["choices"][0]
+    except json.JSONDecodeError as error:
+        raise SlipstreamError(f"the server broke off after {len(body)} bytes") from error
+    found.text, found.reason = choice["message"]["content"], choice["finish_reason"]
     return found
 
 

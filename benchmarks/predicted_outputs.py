@@ -6,8 +6,8 @@ Prompts are those of some categories of code_edits.jsonl: "right prediction" (th
 (the file of another prompt) or "whole file" (longer files, small changes); or "changed request", where the prompt does
 not hold the old text: it is the target's own answer to an earlier wording of the request (changed_requests.jsonl). Arms
 are drafters, with `.predicted` where they get the prediction too; they take turns, in the other order every other time,
-and each run begins with an empty KV cache. Speed-ups are over the first arm; accepted and
-rejected are tokens of predictions. Exit code 1 if a text differs.
+and each run begins with an empty KV cache. Speed-ups are over the first arm; accepted and rejected are tokens of
+predictions. Exit code 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def main(
     quiet()
     if unknown := [one for one in categories if one not in CATEGORIES]:
         raise UsageError(f"category {unknown[0]!r}; allowed: {', '.join(map(repr, CATEGORIES))}")
-    names, base = arms.split(","), SpeculativeDecoder(target, drafter="suffix")
+    names = arms.split(",")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--arms names {twice[0]!r} twice; allowed: each arm once")
+    base = SpeculativeDecoder(target, drafter="suffix")
     decoders = {name: base.using(name.removesuffix(PREDICTED)) for name in names}
     for decoder in decoders.values():
         decoder.generate(WARM_UP, SamplingParams(max_tokens=24, prediction=WARM_UP))
@@ -89,7 +92,7 @@ def main(
     same = dict.fromkeys(categories, 0)
     prompts = [one for category in categories for one in _prompts_of(category, base, max_tokens)]
     for repeat in range(repeats):
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts, 1):
             answers = dict[str, Runs]()
             for name in names[:: 1 if repeat % 2 == 0 else -1]:
                 prediction = prompt.prediction if name.endswith(PREDICTED) else None
@@ -97,6 +100,8 @@ def main(
                 answers[name] = _answer(decoders[name], prompt, params)
                 done[prompt.category][name].add(answers[name])
             same[prompt.category] += len({one.text for one in answers.values()}) == 1
+            took = ", ".join(f"{name} {one.seconds:.2f} s" for name, one in answers.items())
+            console.print(f"{repeat * len(prompts) + number}/{repeats * len(prompts)} {prompt.category}: {took}")
     counts = {category: repeats * sum(one.category == category for one in prompts) for category in categories}
     _print(done, same, counts)
     if same != counts:

@@ -55,6 +55,8 @@ def test_another_text_is_counted_and_is_exit_code_1(
     assert stopped.value.code == 1 and "right prediction: 0/10 texts identical" in capsys.readouterr().out
 
 
-def test_an_unknown_category_is_named(bench: Any) -> None:
+def test_an_unknown_category_and_an_arm_given_twice_are_named(bench: Any) -> None:
     with pytest.raises(bench.UsageError, match="category 'left'; allowed: 'right prediction', "):
         bench.main("toy", ["left"], **OPTIONS)
+    with pytest.raises(bench.UsageError, match="--arms names 'none' twice; allowed: each arm once"):
+        bench.main("toy", ["whole file"], **OPTIONS | {"arms": "none,suffix,none"})

@@ -36,7 +36,7 @@ def test_a_whole_answer_comes_at_once() -> None:
     assert all(len(one.times) == 1 and one.begun < one.times[0] for one in answers)
 
 
-async def _answers_with(told: bytes) -> Answer:
+async def _answers_with(told: bytes, *, stream: bool = True) -> Answer:
     async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         for at in range(0, len(told), 9):  # pieces of chunks, as networks cut them
@@ -48,7 +48,7 @@ async def _answers_with(told: bytes) -> Answer:
     server = await asyncio.start_server(tell, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     async with server:
-        return (await run_load(f"http://{host}:{port}", "m", ["A heron"], Load(1), FIELDS))[0]
+        return (await run_load(f"http://{host}:{port}", "m", ["A heron"], Load(1), FIELDS | {"stream": stream}))[0]
 
 
 def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noticed() -> None:
@@ -60,6 +60,8 @@ def test_an_answer_that_comes_in_pieces_is_put_together_and_a_broken_one_is_noti
     for broken in (head + chunks[0], head + chunks[0][:-9], b"HTTP/1.1 503 No\r\n\r\nbusy"):
         with pytest.raises(SlipstreamError, match=r"broke off|answered HTTP"):
             asyncio.run(_answers_with(broken))
+    with pytest.raises(SlipstreamError, match="broke off after 12 bytes"):
+        asyncio.run(_answers_with(b'HTTP/1.1 200 OK\r\n\r\n{"choices": ', stream=False))
 
 
 def test_figures_are_those_of_the_times() -> None:

@@ -28,7 +28,7 @@ class MeasuredForwards:
     together: Mapping[int, float]
     most: int
     _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # shapes do not change
-    _taken: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
+    _taken: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # units, by rows and tokens
 
     def forward(self, rows: int, longest: int, drafted: int) -> Forward:
         """The one that verifies up to `longest` tokens per row, `drafted` in all."""

@@ -42,8 +42,7 @@ class _Followed:
     """A row's prediction as far as its output has come.
 
     read: tokens of the output taken in, in `rounds` rounds; proposed: after them, with their kinds; guess: of the first
-    one's place. credit: how many tokens more may be rejected; brought: what all proposals have
-    earned so far.
+    one's place. credit: how many tokens more may be rejected; brought: what all proposals have earned so far.
     """
 
     alignment: Alignment
