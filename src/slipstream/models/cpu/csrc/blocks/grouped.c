@@ -7,6 +7,7 @@
  * in one order, even and odd inputs apart: here, too, a token's result does not depend on the tokens beside it.
  */
 #include "blocks.h"
+#include "integer_sums.h"
 
 enum { CODES = 256 /* bytes of 32 inputs */ };
 
@@ -54,15 +55,9 @@ void pack_grouped_panel(int64_t panel, void *given) {
     }
 }
 
-static float float_from(const uint8_t *from) {
-    float x;
-    memcpy(&x, from, 4);
-    return x;
-}
-
 static float number(int64_t kind, const uint8_t *from) {
     uint16_t half;
-    if (kind == FLOAT32) return float_from(from);
+    if (kind == FLOAT32) return float_at(from);
     memcpy(&half, from, 2);
     if (kind == FLOAT16) return half_to_float(half);
     uint32_t bits = (uint32_t)half << 16;
@@ -88,7 +83,7 @@ void unpack_grouped(const struct block_part *part, int64_t inputs, const int64_t
             if (kind == INT4)
                 to[row * inputs + i] = number(FLOAT16, scales + lane * 2) * (float)(code + (int8_t)scales[2 * LANES + lane]);
             else
-                to[row * inputs + i] = float_from(scales + lane * 4) * (float)code + float_from(scales + (LANES + lane) * 4);
+                to[row * inputs + i] = float_at(scales + lane * 4) * (float)code + float_at(scales + (LANES + lane) * 4);
         }
     }
 }
@@ -99,43 +94,25 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
     const uint8_t *scales = panel + inputs / GROUP * CODES;
     const int64_t to_next = next - panel;
     struct fetching ahead = begin_fetching(panel, scales - panel, CODES, next);
-    const int stride = planes * rows * 4;
     floats whole[TILE];
-    ints sum[2][TILE];
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
     for (int64_t at = 0, left = group; at < inputs; at += GROUP) {
-        const uint8_t *marks = x + 32 * planes * rows;
+        const uint8_t *marks = marks_of(x, rows, planes);
+        ints exact[2][TILE];
         fetch(&ahead, CODES);
         if (left == group)
             for (int line = 0; line < grouped_scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);
-        #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            int32_t begins;
-            memcpy(&begins, marks + (BEGIN_8 * rows + i) * 4, 4);
-            sum[planes - 1][i] = all_ints(begins);
-            if (planes == 2) sum[0][i] = all_ints(0);
-        }
-        #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) {
-            bytes both = load_bytes(panel + v * 64), low = low_bits(both), high = high_bits(both);
-            #pragma GCC unroll 8
-            for (int i = 0; i < rows; i++)
-                #pragma GCC unroll 2
-                for (int p = 0; p < planes; p++) {
-                    const uint8_t *four = x + v * stride + (p * rows + i) * 4;
-                    sum[p][i] = add_dot(add_dot(sum[p][i], low, four, 6), high, four + 4 * stride, 6);
-                }
-        }
+        integer_sums(Q4_0, 0, rows, planes, panel, x, exact);
         floats scale = kind == INT4 ? load_halves(scales) : load_floats((const float *)scales), minimum;
         if (kind == INT4) minimum = multiply_floats(scale, load_signed(scales + 2 * LANES));
         else minimum = load_floats((const float *)scales + LANES);
         #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
-            ints exact = planes == 1 ? sum[0][i] : add_ints(times_128(sum[0][i]), sum[1][i]);
-            floats size = all_floats(float_from(marks + (SCALE * rows + i) * 4));
-            whole[i] = add_product(whole[i], multiply_floats(to_floats(exact), size), scale);
-            whole[i] = add_product(whole[i], all_floats(float_from(marks + (TOTAL * rows + i) * 4)), minimum);
+            floats now = add_scaled(whole[i], rows, planes, exact, i, marks, scale);
+            now = add_product(now, total_of(rows, i, marks), minimum);
+            SETTLED(now);
+            whole[i] = now;
         }
         panel += CODES, x += (32 * planes + 4 * MARKS) * rows, left -= GROUP;
         if (left == 0) scales += grouped_scale_bytes(kind), left = group;
@@ -147,6 +124,10 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
 ALWAYS floats load_brain_floats(const uint8_t *from) {
 #if defined(__AVX512VNNI__)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16));
+#elif defined(__AVX2__)
+    __m256i one = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+    __m256i other = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(from + 16)));
+    return FLOATS(_mm256_castsi256_ps(_mm256_slli_epi32(one, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(other, 16)));
 #else
     uint16_t halves[LANES];
     uint32_t bits[LANES];

@@ -42,6 +42,10 @@ ALWAYS float half_to_float(uint16_t half) {
 #include "simd_plain.h"
 #endif
 
+#ifndef SETTLED
+#define SETTLED(x) ((void)0) /* where registers suffice */
+#endif
+
 /* e to the x, for x from -86 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. */
 ALWAYS floats exponential(floats x) {
     floats n = nearest(multiply_floats(x, all_floats(1.44269504f)));

@@ -13,6 +13,9 @@ typedef struct { __m256 a, b; } floats;
 typedef struct { __m256i a, b; } ints;
 typedef struct { __m256i a, b; } bytes;
 
+/* Keeps the compiler from computing x later: many such vectors at once take more registers than there are. */
+#define SETTLED(x) __asm__("" : "+x"((x).a), "+x"((x).b))
+
 #define FLOATS(one, other) ((floats){one, other})
 #define INTS(one, other) ((ints){one, other})
 #define BYTES(one, other) ((bytes){one, other})
@@ -87,15 +90,15 @@ ALWAYS ints subtract_ints(ints x, ints y) { return INTS(_mm256_sub_epi32(x.a, y.
 ALWAYS ints over_128(ints x) { return INTS(_mm256_srai_epi32(x.a, 7), _mm256_srai_epi32(x.b, 7)); }
 ALWAYS ints times_128(ints x) { return INTS(_mm256_slli_epi32(x.a, 7), _mm256_slli_epi32(x.b, 7)); }
 ALWAYS int32_t int_sum(ints x) {
-    int32_t each[16], sum = 0;
-    store_ints(each, x);
-    for (int i = 0; i < 16; i++) sum += each[i];
-    return sum;
+    __m256i eight = _mm256_add_epi32(x.a, x.b);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
+/* Of integers from -128 to 127. */
 ALWAYS void store_narrow(uint8_t *to, ints x) {
-    int32_t each[16];
-    store_ints(each, x);
-    for (int i = 0; i < 16; i++) to[i] = (uint8_t)each[i];
+    __m256i mixed = _mm256_packs_epi32(x.a, x.b), whole = _mm256_permute4x64_epi64(mixed, 0xd8);
+    _mm_storeu_si128((void *)to, _mm_packs_epi16(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
 }
 
 /* 16 float16 numbers, bytes and signed bytes. */
@@ -159,23 +162,40 @@ ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
     return INTS(add_pairs(sum.a, two_products(codes.a, four, bits)), add_pairs(sum.b, two_products(codes.b, four, bits)));
 }
 
-/* `add_dot` of four vectors with what stands `at` bytes after each x. In 16 bits there is room for eight products of
- * codes of 5 bits, for four of 6 and for two of 8. */
-#define ADDS_FOUR_DOTS
-ALWAYS __m256i add_eight_of_four(__m256i sum, const __m256i codes[4], const __m256i x[4], const int bits) {
-    __m256i each[4];
-    #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) each[k] = two_products(codes[k], x[k], bits);
-    if (bits == 8) return add_pairs(add_pairs(add_pairs(add_pairs(sum, each[0]), each[1]), each[2]), each[3]);
-    each[0] = _mm256_add_epi16(each[0], each[1]), each[2] = _mm256_add_epi16(each[2], each[3]);
-    if (bits == 6) return add_pairs(add_pairs(sum, each[0]), each[2]);
-    return add_pairs(sum, _mm256_add_epi16(each[0], each[2]));
+/* In 16 bits there is room for sixteen products of codes of 4 bits, for eight of 5, four of 6 and two of 8. */
+#define SUMS_IN_16_BITS
+ALWAYS ints add_in_16_bits(ints x, ints y) { return INTS(_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)); }
+ALWAYS ints in_32_bits(ints x) { /* sums of two neighbours */
+    __m256i one = _mm256_set1_epi16(1);
+    return INTS(_mm256_madd_epi16(x.a, one), _mm256_madd_epi16(x.b, one));
 }
-ALWAYS ints add_four_dots(ints sum, const bytes codes[4], const uint8_t *const x[4], int at, const int bits) {
-    __m256i a[4], b[4], four[4];
-    #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) a[k] = codes[k].a, b[k] = codes[k].b, four[k] = four_at(x[k] + at);
-    return INTS(add_eight_of_four(sum.a, a, four, bits), add_eight_of_four(sum.b, b, four, bits));
+
+/* What four vectors of codes of 4 or 5 bits add with what stands `at` bytes after each x. */
+ALWAYS ints products_in_16_bits(bytes codes, const uint8_t *x, const int bits) {
+    __m256i four = four_at(x);
+    return INTS(two_products(codes.a, four, bits), two_products(codes.b, four, bits));
+}
+ALWAYS ints four_in_16_bits(const bytes codes[4], const uint8_t *const x[4], int at) {
+    ints sums[2];
+    #pragma GCC unroll 2
+    for (int k = 0; k < 4; k += 2) {
+        ints one = products_in_16_bits(codes[k], x[k] + at, 4), two = products_in_16_bits(codes[k + 1], x[k + 1] + at, 4);
+        sums[k / 2] = add_in_16_bits(one, two);
+        SETTLED(sums[k / 2]);
+    }
+    return add_in_16_bits(sums[0], sums[1]);
+}
+/* The same as integers, of any codes. */
+ALWAYS ints four_dots(const bytes codes[4], const uint8_t *const x[4], int at, const int bits) {
+    if (bits < 6) return in_32_bits(four_in_16_bits(codes, x, at));
+    ints sum = all_ints(0);
+    #pragma GCC unroll 2
+    for (int k = 0; k < 4; k += 2) {
+        ints one = products_in_16_bits(codes[k], x[k] + at, bits), two = products_in_16_bits(codes[k + 1], x[k + 1] + at, bits);
+        sum = add_ints(sum, bits == 6 ? in_32_bits(add_in_16_bits(one, two)) : add_ints(in_32_bits(one), in_32_bits(two)));
+        SETTLED(sum);
+    }
+    return sum;
 }
 #endif
 
@@ -183,8 +203,26 @@ ALWAYS ints add_four_dots(ints sum, const bytes codes[4], const uint8_t *const x
 ALWAYS void prefetch(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T0); }
 ALWAYS void prefetch_later(const uint8_t *from) { _mm_prefetch((const char *)from, _MM_HINT_T1); }
 
+/* 8 rows of 8 numbers, `stride` apart, to columns `step` apart. */
+ALWAYS void transpose_eight(const float *from, int64_t stride, float *to, int64_t step) {
+    __m256 rows[8], pairs[8], fours[8];
+    for (int i = 0; i < 8; i++) rows[i] = _mm256_loadu_ps(from + i * stride);
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * step, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * step, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+}
 /* 16 rows of 16 numbers, `stride` apart, to columns `step` apart. */
 ALWAYS void transpose(const float *from, int64_t stride, float *to, int64_t step) {
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 16; j++) to[j * step + i] = from[i * stride + j];
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 16; j += 8) transpose_eight(from + i * stride + j, stride, to + j * step + i, step);
 }
