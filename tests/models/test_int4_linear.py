@@ -31,7 +31,8 @@ def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, co
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     expected = x.float() @ weight.T + (0 if bias is None else bias.float())
     found = Int4Linear(codes, steps, bias, kernels())(x)
-    assert (found.float() - expected).abs().max() <= 0.01 * expected.abs().max()
+    size = x.float().abs() @ weight.T.abs() + expected.abs()  # activations may be rounded to 8 bits, the sum to bfloat16
+    assert ((found.float() - expected).abs() / size).max() <= 0.01
 
 
 def test_every_code_group_and_output_has_its_place() -> None:

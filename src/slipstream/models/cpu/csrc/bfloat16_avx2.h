@@ -28,13 +28,6 @@ ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
     *second = FLOATS(_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper)));
 }
 
-/* The 4 bits of each of 16 words from bit `at` on, as numbers. */
-ALWAYS floats four_bits(const uint8_t *words, const int at) {
-    __m256i a = _mm256_srli_epi32(_mm256_loadu_si256((const void *)words), at);
-    __m256i b = _mm256_srli_epi32(_mm256_loadu_si256((const void *)(words + 32)), at), kept = _mm256_set1_epi32(15);
-    return FLOATS(_mm256_cvtepi32_ps(_mm256_and_si256(a, kept)), _mm256_cvtepi32_ps(_mm256_and_si256(b, kept)));
-}
-
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_half(__m256i data, __m256i codes, const uint8_t *table, uint16_t *to) {
     __m256i upper = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));

@@ -21,9 +21,3 @@ ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
     *first = upper_half(both);
     *second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
-
-/* The 4 bits of each of 16 words from bit `at` on, as numbers. */
-ALWAYS floats four_bits(const uint8_t *words, const int at) {
-    __m512i moved = _mm512_srli_epi32(_mm512_loadu_si512(words), (unsigned)at);
-    return _mm512_cvtepi32_ps(_mm512_and_si512(moved, _mm512_set1_epi32(15)));
-}

@@ -26,16 +26,6 @@ ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
     }
 }
 
-/* The 4 bits of each of 16 words from bit `at` on, as numbers. */
-ALWAYS floats four_bits(const uint8_t *words, const int at) {
-    floats y;
-    EACH {
-        uint32x4_t four = vreinterpretq_u32_u8(vld1q_u8(words + 16 * i));
-        y.val[i] = vcvtq_f32_u32(vandq_u32(vshlq_u32(four, vdupq_n_s32(-at)), vdupq_n_u32(15)));
-    }
-    return y;
-}
-
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
     uint8x16_t uppers = vld1q_u8(table), lowests = vld1q_u8(table + 16), sign = vdupq_n_u8(0x80);

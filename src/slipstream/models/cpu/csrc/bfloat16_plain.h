@@ -24,17 +24,6 @@ ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
     EACH first->v[i] = bf16_to_float(from[2 * i]), second->v[i] = bf16_to_float(from[2 * i + 1]);
 }
 
-/* The 4 bits of each of 16 words from bit `at` on, as numbers. */
-ALWAYS floats four_bits(const uint8_t *words, const int at) {
-    floats y;
-    EACH {
-        uint32_t word;
-        memcpy(&word, words + 4 * i, 4);
-        y.v[i] = (float)(word >> at & 15);
-    }
-    return y;
-}
-
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {
     for (int i = 0; i < 64; i++) {

@@ -13,7 +13,7 @@ enum { AHEAD = 2560 /* bytes prefetched */, FEW = 2 /* tokens up to which tiles 
 #ifdef __AVX512BF16__
 #include "int4_pairs.h"
 #else
-#include "int4_floats.h"
+#include "int4_dots.h"
 #endif
 
 /* Adds one panel's group to the sums of some tokens. totals: the sum of each token's inputs in the group. */
@@ -36,7 +36,7 @@ ALWAYS void add_group(const int rows, const uint8_t *record, const input *x, int
     }
 }
 
-/* One panel for some tokens. x: [rows][inputs]; totals: [rows][groups]; sums: [rows][PANEL]. */
+/* One panel for some tokens. x: [rows][groups][PER_GROUP]; totals: [rows][groups]; sums: [rows][PANEL]. */
 ALWAYS void add_panel(const int rows, const struct linear *w, int64_t panel, const input *x, const float *totals,
                       float *sums) {
     int64_t groups = w->inputs / GROUP;
@@ -45,7 +45,7 @@ ALWAYS void add_panel(const int rows, const struct linear *w, int64_t panel, con
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = all_floats(0);
     for (int64_t g = 0; g < groups; g++)
-        add_group(rows, record + g * RECORD, x + g * GROUP, w->inputs, totals + g, groups, sum);
+        add_group(rows, record + g * RECORD, x + g * PER_GROUP, groups * PER_GROUP, totals + g, groups, sum);
     #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
         store_floats(sums + i * PANEL, sum[i][0]);
@@ -68,8 +68,9 @@ static void multiply_panel(const struct product *of, int64_t panel) {
     _Alignas(64) float sums[SOME * PANEL];
     for (int64_t done = 0; done < of->tokens; done += SOME) {
         int64_t rows = least(SOME, of->tokens - done);
-        const input *x = of->x + done * of->w->inputs;
-        const float *totals = of->totals + done * of->w->inputs / GROUP;
+        const int64_t groups = of->w->inputs / GROUP;
+        const input *x = of->x + done * groups * PER_GROUP;
+        const float *totals = of->totals + done * groups;
         switch (rows) { EVERY_ROWS(ROWS_CASE) }
         store_with_bias(of->w, sums, rows, panel, of->out + done * of->w->outputs);
     }
@@ -81,20 +82,7 @@ static void multiply_in_team(const struct member *me, void *given) {
     for (int64_t panel = share_of(me, panels, me->number); panel < end; panel++) multiply_panel(of, panel);
 }
 
-static float total_of(const uint16_t *x) { return sum_of(add_floats(load_bf16(x), load_bf16(x + 16))); }
-
-/* The inputs as the products take them; `space` is where there is room for them. */
-static const input *inputs_of(const uint16_t *x, int64_t count, float *space) {
-#ifdef __AVX512BF16__
-    (void)count, (void)space;
-    return x;
-#else
-    for (int64_t i = 0; i < count; i += 16) store_floats(space + i, load_bf16(x + i));
-    return space;
-#endif
-}
-
-/* As `multiply`; space: [tokens][groups] floats, and the inputs in float32. */
+/* As `multiply`; space: [tokens][groups] floats, and the inputs as they are multiplied. */
 void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, uint16_t *out, uint16_t *space) {
 #ifdef __AMX_BF16__
     if (tokens > FEW) {
@@ -102,9 +90,8 @@ void multiply_int4(const struct linear *w, const uint16_t *x, int64_t tokens, ui
         return;
     }
 #endif
-    int64_t groups = w->inputs / GROUP;
+    int64_t groups = tokens * (w->inputs / GROUP);
     float *totals = (float *)space;
-    for (int64_t i = 0; i < tokens * groups; i++) totals[i] = total_of(x + i * GROUP);
-    struct product product = {w, inputs_of(x, tokens * w->inputs, totals + tokens * groups), totals, tokens, out};
+    struct product product = {w, inputs_of(x, groups, totals, totals + groups), totals, tokens, out};
     in_team(multiply_in_team, &product);
 }

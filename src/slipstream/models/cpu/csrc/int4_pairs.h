@@ -2,7 +2,7 @@
  * bfloat16 form is 0x4300 + code. One or two tokens are summed in two chains, more in one, so bits depend on how many
  * there are; a draft's may. */
 
-enum { SOME = 8 /* tokens multiplied at a time */, ADDED = 128 /* to every code */ };
+enum { SOME = 8 /* tokens multiplied at a time */, ADDED = 128 /* to every code */, PER_GROUP = GROUP };
 #define EVERY_ROWS(of) of(1); of(2); of(3); of(4); of(5); of(6); of(7); of(8);
 
 typedef uint16_t input;
@@ -35,4 +35,11 @@ ALWAYS void multiply_codes(const int rows, const uint8_t *record, const input *x
     for (int i = 0; i < rows; i++)
         for (int side = 0; side < 2; side++)
             part[i][side] = rows > 2 ? chains[i][0][side] : _mm512_add_ps(chains[i][0][side], chains[i][1][side]);
+}
+
+/* The inputs as the products take them: as they are. totals: the sum of each group. */
+static const input *inputs_of(const uint16_t *x, int64_t groups, float *totals, void *space) {
+    (void)space;
+    for (int64_t g = 0; g < groups; g++) totals[g] = sum_of(add_floats(load_bf16(x + g * GROUP), load_bf16(x + g * GROUP + 16)));
+    return x;
 }

@@ -99,7 +99,7 @@ ALWAYS void add_codes(const int kind, const int rows, const int planes, const ui
     for (int i = 0; i < rows; i++) whole[i] = all_floats(0);
     for (int64_t at = 0, left = group; at < inputs; at += GROUP) {
         const uint8_t *marks = marks_of(x, rows, planes);
-        ints exact[2][TILE];
+        ints exact[2 * TILE];
         fetch(&ahead, CODES);
         if (left == group)
             for (int line = 0; line < grouped_scale_bytes(kind); line += 64) prefetch_later(scales + to_next + line);

@@ -5,93 +5,59 @@
 #pragma once
 
 #include "codes.h"
+#include "dots.h"
 
 /* Inputs that share a scale: of Q6_K each half of 32. */
 ALWAYS int halves_of(const int format) { return format == Q6_K ? 2 : 1; }
 
-/* Which of a token's sums those of a half begin with, since codes are shifted; below 0 with none. */
-ALWAYS int mark_of(const int format, const int half) {
-    if (format == Q6_K) return half ? BEGIN_HIGH : BEGIN_LOW;
-    return format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : format == Q8_0 && !SUBTRACTS_128 ? BEGIN_128 : -1;
-}
-
-/* Where the tokens' activations of a vector of codes stand, and their marks. */
-ALWAYS const uint8_t *words_of(const uint8_t *x, const int rows, const int planes, const int vector) {
-    return x + vector * planes * rows * 4;
-}
 ALWAYS const uint8_t *marks_of(const uint8_t *x, const int rows, const int planes) { return x + 32 * planes * rows; }
 
-ALWAYS ints beginning(const int format, const int half, const int rows, const uint8_t *marks, const int i) {
-    const int mark = mark_of(format, half);
-    return mark < 0 ? all_ints(0) : all_ints(int_at(marks + (mark * rows + i) * 4));
+/* What a token's sum of a half begins with, since codes are shifted. */
+ALWAYS ints shift_of(const int format, const int half, const int rows, const int i, const uint8_t *marks) {
+    const int shifted = format == Q4_0 ? BEGIN_8 : format == Q5_0 ? BEGIN_16 : BEGIN_128;
+    const int mark = format == Q6_K ? (half ? BEGIN_HIGH : BEGIN_LOW) : shifted;
+    if (has_minimum(format) || (format == Q8_0 && SUBTRACTS_128)) return all_ints(0);
+    return all_ints(int_at(marks + (mark * rows + i) * 4));
 }
 
-/* Four vectors of a half: those of a half of Q6_K, else v, v + 1, v + 4 and v + 5 where v is twice the `part`. */
-ALWAYS void four_vectors(const int format, const int part, const uint8_t *codes, const uint8_t *x, const int rows,
-                         const int planes, bytes four[4], const uint8_t *words[4]) {
+/* Vectors of a half of Q6_K, else v, v + 4, v + 1 and v + 5 where v is twice the part. words: where the activations of
+ * the first token stand. */
+ALWAYS void load_four_vectors(const int format, const int part, const uint8_t *codes, const uint8_t *x, const int rows,
+                              const int planes, bytes four[4], const uint8_t *words[4]) {
     #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
         const int v = format == Q6_K ? k : 2 * part + k / 2, high = format == Q6_K ? part : k % 2;
         bytes each[2];
         load_codes(format, codes, v, &each[0], &each[1]);
-        four[k] = each[high], words[k] = words_of(x, rows, planes, v + 4 * high);
+        four[k] = each[high], words[k] = x + (v + 4 * high) * planes * rows * 4;
     }
 }
 
-#ifdef SUMS_IN_16_BITS
-/* Codes of 4 bits leave room for the sums of all 32 inputs in 16 bits; the first part's are kept so. */
-ALWAYS void add_part(const int format, const int part, const int rows, const int planes, const uint8_t *codes,
-                     const uint8_t *x, ints sums[2][TILE]) {
-    const int bits = bits_of(format), begins = format == Q6_K || part == 0, ends = format == Q6_K || part == 1;
-    const int half = format == Q6_K ? part : 0;
-    bytes four[4];
-    const uint8_t *words[4], *marks = marks_of(x, rows, planes);
-    four_vectors(format, part, codes, x, rows, planes, four, words);
-    #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-        #pragma GCC unroll 2
-        for (int p = 0; p < planes; p++) {
-            ints sum = bits == 4 ? four_in_16_bits(four, words, (p * rows + i) * 4) : four_dots(four, words, (p * rows + i) * 4, bits);
-            if (!begins) sum = bits == 4 ? add_in_16_bits(sums[p][i], sum) : add_ints(sums[p][i], sum);
-            if (ends && bits == 4) sum = in_32_bits(sum);
-            if (ends && p == planes - 1 && mark_of(format, half) >= 0)
-                sum = add_ints(sum, beginning(format, half, rows, marks, i));
-            SETTLED(sum);
-            sums[p][i] = sum;
-        }
-}
-#else
-ALWAYS void add_part(const int format, const int part, const int rows, const int planes, const uint8_t *codes,
-                     const uint8_t *x, ints sums[2][TILE]) {
-    const int bits = bits_of(format), begins = format == Q6_K || part == 0, half = format == Q6_K ? part : 0;
-    bytes four[4];
-    const uint8_t *words[4], *marks = marks_of(x, rows, planes);
-    #pragma GCC unroll 8
-    for (int i = 0; begins && i < rows; i++) {
-        sums[planes - 1][i] = beginning(format, half, rows, marks, i);
-        if (planes == 2) sums[0][i] = all_ints(0);
-    }
-    four_vectors(format, part, codes, x, rows, planes, four, words);
-    #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++)
-        #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++)
-            #pragma GCC unroll 2
-            for (int p = 0; p < planes; p++) sums[p][i] = add_dot(sums[p][i], four[k], words[k] + (p * rows + i) * 4, bits);
-}
-#endif
-
-/* The sums of a half. Of two planes the first is 128 times as much. */
+/* The sums of a half, [planes][rows]. Of two planes the first is 128 times as much. */
 ALWAYS void integer_sums(const int format, const int half, const int rows, const int planes, const uint8_t *codes,
-                         const uint8_t *x, ints sums[2][TILE]) {
-    add_part(format, half, rows, planes, codes, x, sums);
-    if (format != Q6_K) add_part(format, 1, rows, planes, codes, x, sums);
+                         const uint8_t *x, ints sums[2 * TILE]) {
+    const int count = planes * rows, parts = format == Q6_K ? 1 : 2;
+    const uint8_t *marks = marks_of(x, rows, planes);
+    ints *last = sums + (planes - 1) * rows;
+    #pragma GCC unroll 16
+    for (int i = 0; i < count; i++) sums[i] = all_ints(0);
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) last[i] = to_begin_with(shift_of(format, half, rows, i, marks));
+    #pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+        bytes four[4];
+        const uint8_t *words[4];
+        load_four_vectors(format, format == Q6_K ? half : part, codes, x, rows, planes, four, words);
+        add_four_vectors(bits_of(format), count, four, words, 4, part == 0, part == parts - 1, sums);
+    }
+    #pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) last[i] = completed(last[i], shift_of(format, half, rows, i, marks));
 }
 
 /* A token's sums, scaled and added to its numbers. */
-ALWAYS floats add_scaled(floats whole, const int rows, const int planes, ints sums[2][TILE], const int i,
+ALWAYS floats add_scaled(floats whole, const int rows, const int planes, const ints sums[2 * TILE], const int i,
                          const uint8_t *marks, floats scale) {
-    ints exact = planes == 1 ? sums[0][i] : add_ints(times_128(sums[0][i]), sums[1][i]);
+    ints exact = planes == 1 ? sums[i] : add_ints(times_128(sums[i]), sums[rows + i]);
     floats scaled = multiply_floats(to_floats(exact), all_floats(float_at(marks + (SCALE * rows + i) * 4)));
     return add_product(whole, scaled, scale);
 }

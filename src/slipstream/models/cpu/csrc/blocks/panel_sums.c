@@ -13,7 +13,7 @@ ALWAYS void add_group(const int format, const int rows, const int planes, const 
     const uint8_t *marks = marks_of(x, rows, planes);
     #pragma GCC unroll 2
     for (int half = 0; half < halves_of(format); half++) {
-        ints sums[2][TILE];
+        ints sums[2 * TILE];
         integer_sums(format, half, rows, planes, codes, x, sums);
         floats scale = scale_of(format, scales, g, half), minimum = all_floats(0);
         if (has_minimum(format)) minimum = minimum_of(format, scales, g);
