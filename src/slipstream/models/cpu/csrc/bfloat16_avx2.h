@@ -20,12 +20,15 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
     _mm256_storeu_si256((void *)to, _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 
-/* 16 pairs of numbers, the first and the second ones by themselves. */
-ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
+/* The first and the second numbers of 16 pairs. */
+ALWAYS floats load_firsts(const uint16_t *from) {
+    __m256i a = _mm256_loadu_si256((const void *)from), b = _mm256_loadu_si256((const void *)(from + 16));
+    return FLOATS(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
+}
+ALWAYS floats load_seconds(const uint16_t *from) {
     __m256i a = _mm256_loadu_si256((const void *)from), b = _mm256_loadu_si256((const void *)(from + 16));
     __m256i upper = _mm256_set1_epi32((int)0xffff0000);
-    *first = FLOATS(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
-    *second = FLOATS(_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper)));
+    return FLOATS(_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper)));
 }
 
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */

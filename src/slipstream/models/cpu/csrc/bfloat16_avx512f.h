@@ -15,9 +15,8 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
     _mm256_storeu_si256((void *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
-/* 16 pairs of numbers, the first and the second ones by themselves. */
-ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
-    __m512i both = _mm512_loadu_si512(from);
-    *first = upper_half(both);
-    *second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+/* The first and the second numbers of 16 pairs. */
+ALWAYS floats load_firsts(const uint16_t *from) { return upper_half(_mm512_loadu_si512(from)); }
+ALWAYS floats load_seconds(const uint16_t *from) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xffff0000)));
 }

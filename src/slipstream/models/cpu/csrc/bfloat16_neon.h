@@ -17,13 +17,19 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
     }
 }
 
-/* 16 pairs of numbers, the first and the second ones by themselves. */
-ALWAYS void load_pairs(const uint16_t *from, floats *first, floats *second) {
+/* The first and the second numbers of 16 pairs. */
+ALWAYS floats load_firsts(const uint16_t *from) {
+    floats y;
+    EACH y.val[i] = vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(vld1q_u16(from + 8 * i)), 16));
+    return y;
+}
+ALWAYS floats load_seconds(const uint16_t *from) {
+    floats y;
     EACH {
         uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(from + 8 * i));
-        first->val[i] = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
-        second->val[i] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000)));
+        y.val[i] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000)));
     }
+    return y;
 }
 
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */

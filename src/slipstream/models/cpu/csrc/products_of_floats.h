@@ -30,17 +30,20 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         for (int j = 0; j < sides; j++)
             sum[i][j] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
     for (int pair = 0; pair < 2 * quads; pair++) {
-        if (next && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
+        if (sides == 2 && next && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
+        if (sides == 1 && next) prefetch_later(next->data + AHEAD + (side * 2 * quads + pair) * (QUAD / 4));
         #pragma GCC unroll 2
         for (int j = 0; j < sides; j++) {
-            floats first, second;
-            load_pairs(block + pair * 64 + (side + j) * 32, &first, &second);
-            #pragma GCC unroll 6
-            for (int i = 0; i < rows; i++)
-                sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair]), first);
-            #pragma GCC unroll 6
-            for (int i = 0; i < rows; i++)
-                sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair + 1]), second);
+            const uint16_t *pairs = block + pair * 64 + (side + j) * 32;
+            #pragma GCC unroll 2
+            for (int n = 0; n < 2; n++) {
+                floats weights = n ? load_seconds(pairs) : load_firsts(pairs);
+                #pragma GCC unroll 6
+                for (int i = 0; i < rows; i++) {
+                    sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair + n]), weights);
+                    SETTLED(sum[i][j]);
+                }
+            }
         }
     }
     #pragma GCC unroll 6
@@ -49,13 +52,14 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
         for (int j = 0; j < sides; j++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[i][j]);
 }
 
-/* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few, so that neither waits. */
+/* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few; else what follows it is fetched,
+ * so that memory is read all the time. */
 ALWAYS void add(const int rows, const struct tokens *of, const uint16_t *block, int quads,
                 const struct compressed_block *next) {
     if (rows <= BOTH) {
         add_sides(rows, 0, 2, of, block, quads, next);
     } else {
-        add_sides(rows, 0, 1, of, block, quads, NULL);
-        add_sides(rows, 1, 1, of, block, quads, NULL);
+        add_sides(rows, 0, 1, of, block, quads, next);
+        add_sides(rows, 1, 1, of, block, quads, next);
     }
 }

@@ -14,7 +14,7 @@ typedef struct { __m256i a, b; } ints;
 typedef struct { __m256i a, b; } bytes;
 
 /* Keeps the compiler from computing x later: many such vectors at once take more registers than there are. */
-#define SETTLED(x) __asm__("" : "+x"((x).a), "+x"((x).b))
+#define SETTLED(x) __asm__ volatile("" : "+x"((x).a), "+x"((x).b))
 
 #define FLOATS(one, other) ((floats){one, other})
 #define INTS(one, other) ((ints){one, other})
