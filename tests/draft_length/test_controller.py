@@ -17,6 +17,7 @@ from slipstream.draft_length.confidence import bin_of
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.draft_yields import FIRST, DraftNote, DraftYields, Yield
+from slipstream.draft_length.left_to_model import LeftToModel
 from slipstream.draft_length.policies import Auto, Heuristic
 
 CPU = torch.device("cpu")
@@ -233,6 +234,49 @@ def test_a_text_is_read_by_the_draft_model_if_that_is_made_up_for() -> None:
             assert one.stepping([of]).lengths == [one.steps if read else 0]
         one._read.add(of)
         assert one.prefer_model([of], [[]], [7]).lengths == [7]  # what is read is read
+
+
+def reads_after(found: Sequence[Sequence[float]], reading: float) -> bool:
+    """Whether a draft model reads a text where retrieval finds nothing, after rounds with these drafts, all right."""
+    one, of = controller(), row()
+    one.cost_model.reading = lambda tokens: 1e9  # type: ignore[method-assign]
+    for known in found:
+        decision = one.prefer_model([of], [known], [7])
+        assert decision.lengths == [0]
+        happened(of, len(known), len(known), note=decision.notes[0])
+        one.observe([of])
+    one.cost_model.reading = lambda tokens: reading  # type: ignore[method-assign]
+    return one.prefer_model([of], [[]], [7]).lengths == [7]
+
+
+def test_a_text_that_retrieval_drafts_is_not_read_for_the_rest_of_it() -> None:
+    nothing, found = [[]] * 20, [[0.95, 0.9, 0.9, 0.85]] * 4  # 20 tokens each
+    assert reads_after(nothing, 20.0) and not reads_after(found, 20.0)
+    assert reads_after(found, 2.0)  # what little it leaves is enough for that
+
+
+def test_what_reading_takes_is_doubted_once_for_a_text_that_stays_unread() -> None:
+    one, of, doubts = controller(), row(), list[int]()
+    one.cost_model.reading = lambda tokens: 1e9  # type: ignore[method-assign]
+    one.cost_model.doubt_drafting = lambda: doubts.append(1)  # type: ignore[method-assign]
+    for text, times in ((of, 3), (row(1), 2)):
+        for _ in range(times):
+            decision = one.prefer_model([text], [[]], [7])
+            happened(text, 0, 0, note=decision.notes[0])
+            one.observe([text])
+    assert len(doubts) == 2
+
+
+def test_texts_that_retrieval_drafts_say_what_it_leaves_of_the_next() -> None:
+    one = LeftToModel()
+    assert one.share(row()) == 1.0
+    for number in range(40):
+        one.learn(row(number), 10, left=False)
+    new = row(50)
+    assert one.share(new) < 0.1
+    for _ in range(10):
+        one.learn(new, 4, left=True)
+    assert one.share(new) > 0.8  # its own tokens count more
 
 
 def test_a_draft_model_that_was_left_alone_gets_another_chance_with_later_texts() -> None:

@@ -260,7 +260,7 @@ def test_a_reading_that_took_very_long_does_not_keep_texts_unread_for_good() -> 
     assert cost_model.reading(100) == pytest.approx(500.0)
     read(5.4)
     assert cost_model.reading(100) == pytest.approx(5.0)  # the lesser counts: other work on the machine only adds time
-    for _ in range(24):
+    for _ in range(7):
         cost_model.doubt_drafting()
     assert cost_model.reading(100) < 2.5
     for _ in range(6):

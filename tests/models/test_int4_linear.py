@@ -31,7 +31,9 @@ def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, co
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
     expected = x.float() @ weight.T + (0 if bias is None else bias.float())
     found = Int4Linear(codes, steps, bias, kernels())(x)
-    size = x.float().abs() @ weight.T.abs() + expected.abs()  # activations may be rounded to 8 bits, the sum to bfloat16
+    size = (
+        x.float().abs() @ weight.T.abs() + expected.abs()
+    )  # activations may be rounded to 8 bits, the sum to bfloat16
     assert ((found.float() - expected).abs() / size).max() <= 0.01
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from slipstream.draft_length.backoff import Backoff
 from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
 from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields, Yield
+from slipstream.draft_length.left_to_model import LeftToModel
 from slipstream.draft_length.quiet_rounds import QuietRounds
 from slipstream.draft_length.text_lengths import TextLengths
 
@@ -55,7 +57,9 @@ class DraftController:
     backoff: Backoff = field(default_factory=Backoff)
     text_lengths: TextLengths = field(default_factory=TextLengths)
     quiet: QuietRounds = field(default_factory=QuietRounds)
+    left_to_model: LeftToModel = field(default_factory=LeftToModel)
     _read: WeakSet[Row] = field(default_factory=WeakSet)  # rows whose text the draft model has read
+    _unread: WeakSet[Row] = field(default_factory=WeakSet)  # those whose text it did not pay to read, at first
 
     def __post_init__(self) -> None:
         self.draft_yields = DraftYields(max(self.longest, self.steps))
@@ -76,7 +80,11 @@ class DraftController:
                 self.backoff.waited(row)
             if note.unread:
                 self.draft_yields.relax()
-                self.cost_model.doubt_drafting()
+                if row not in self._unread:
+                    self.cost_model.doubt_drafting()
+                    self._unread.add(row)
+            if note.better is not None:
+                self.left_to_model.learn(row, len(row.rounds[-1].tokens), left=note.better)
             self.confidence.learn(row, note)
             if (accepted := self.draft_yields.learn(row, note)) is not None:
                 self.backoff.tried(row, accepted)
@@ -149,14 +157,16 @@ class DraftController:
         beside = [known for known, model in zip(probs, better, strict=True) if not model]
         rate = self._rate([one for one, model in zip(expected, better, strict=True) if model], count, beside)
         drafting = [row for row, model in zip(rows, better, strict=True) if model]
-        first = NOTHING
+        first, chosen = NOTHING, better
         if drafting:
             pays, first = self._pays(rows, drafting, rate, without)
             if not pays:
                 due = self.backoff.due(rows[0])
-                better = [model and due and self._has_read(row) for row, model in zip(rows, better, strict=True)]
-        chosen = [n if model else 0 for model, n in zip(better, most, strict=True)]
-        return Decision(chosen, self._notes(rows, chosen, first))
+                chosen = [model and due and self._has_read(row) for row, model in zip(rows, better, strict=True)]
+        wanted = [n if model else 0 for model, n in zip(chosen, most, strict=True)]
+        notes = self._notes(rows, wanted, first)
+        better = [model and rate > without for model in better]
+        return Decision(wanted, [replace(note, better=model) for note, model in zip(notes, better, strict=True)])
 
     def another_step(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
         """Whether a draft model should go on, for these rows of a batch.
@@ -186,10 +196,11 @@ class DraftController:
     ) -> tuple[bool, DraftNote]:
         """Whether the draft model, at this rate, saves more time than it takes to read the texts it has not read.
 
-        And what to note of it, with the first row.
+        And what to note of it, with the first row. Only the tokens that retrieval leaves to it can save time.
         """
         unread = sum(self.to_read(row) for row in drafting if not self._has_read(row))
-        tokens = sum(map(self.text_lengths.expected, rows))
+        left = fmean(map(self.left_to_model.share, drafting))
+        tokens = left * sum(map(self.text_lengths.expected, rows))
         if tokens / rate + self.cost_model.reading(unread) < tokens / without:
             return True, DraftNote(decided="paid")
         return False, DraftNote(decided="waited", unread=unread > 0)

@@ -20,7 +20,7 @@ SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logari
 STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
 FURTHER = (1, 2, 4, 8, 16, 32)  # tokens of a round's drafts whose cost shows what one costs at least
-DOUBT = 0.97  # what the time of a reading or a step counts after a round in which it kept a text unread
+DOUBT = 0.9  # what the time of a reading or a step counts after it has kept a text unread
 
 
 @dataclass
@@ -138,7 +138,7 @@ class CostModel:
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
 
     def doubt_drafting(self) -> None:
-        """A round in which a text stayed unread: what reading and steps took counts less, or it might for ever.
+        """A text stayed unread: what reading and steps took counts less, or it might for ever.
 
         They may have been measured while the machine was busy with something else, and are not measured again until a
         text is read.

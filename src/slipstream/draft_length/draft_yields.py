@@ -23,7 +23,8 @@ class DraftNote:
     asked: tokens asked for; 0 teaches nothing. drafted: how many of the round's draft count; None for all.
     reading: tokens of the row's text that the draft model read first. kinds: of its own confidence in each token.
     decided: whether a choice about drafting at all was made with this row in mind, and how: it "paid", or it did not,
-    so that the backoff "waited" one more round. unread: it did not pay to read a text. siblings: of each of the draft's
+    so that the backoff "waited" one more round. unread: it did not pay to read a text. better: a draft model's draft
+    promised more than what was retrieved; None where there was no such choice. siblings: of each of the draft's
     tokens the one beside it, and of what kind that is.
     """
 
@@ -33,6 +34,7 @@ class DraftNote:
     kinds: tuple[int, ...] = ()
     decided: str = ""
     unread: bool = False
+    better: bool | None = None
     siblings: tuple[tuple[int, int], ...] = ()
 
 

@@ -115,6 +115,14 @@ def test_a_last_message_is_continued(server: Served) -> None:
     assert answer["choices"][0]["prompt_token_ids"] == told["tokens"][:-3]  # without what the template puts behind
 
 
+def test_a_template_writes_its_own_special_tokens(server: Served) -> None:
+    messages = {"messages": ASKED}
+    told = [server.http.post("/tokenize", json=messages | {"add_special_tokens": wanted}) for wanted in (None, False)]
+    assert told[0].json() == told[1].json()
+    refused = server.http.post("/tokenize", json=messages | {"add_special_tokens": True})
+    assert refused.status_code == 400 and "the chat template writes its own" in refused.json()["error"]["message"]
+
+
 def test_a_cached_prompt_is_told(ask: Any) -> None:
     ask(max_tokens=3, temperature=0)
     assert ask(max_tokens=3, temperature=0).usage.prompt_tokens_details.cached_tokens > 20

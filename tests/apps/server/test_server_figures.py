@@ -92,9 +92,12 @@ def test_tokens_of_a_text_and_back(server: Served) -> None:
     told = server.http.post("/tokenize", json={"prompt": "héron", "add_special_tokens": False}).json()
     assert told == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
     assert server.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "héron"}
+    lines = {"messages": [{"role": "user", "content": one} for one in ("a", "b")], "add_special_tokens": False}
+    assert server.http.post("/tokenize", json=lines).json()["tokens"] == [*b"a\nb"]  # there is no chat template
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}),
         ("/tokenize", {"prompt": "\ud800"}),
         ("/detokenize", {"tokens": [257]}),
         ("/detokenize", {"tokens": ["x"]}),

@@ -74,14 +74,17 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     service.check_ready()
     if (fields.prompt is None) == (fields.messages is None):
         raise refused("prompt and messages; allowed: one of them", "prompt")
+    if fields.messages is None and fields.add_generation_prompt is not None:
+        raise refused("add_generation_prompt beside prompt; allowed: beside messages", "add_generation_prompt")
 
     def work(tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise refused("this model has no tokenizer", "prompt")
         if fields.messages is not None:
-            return rendered_messages(fields.messages, tokenizer, opens=fields.add_generation_prompt)
+            opens = fields.add_generation_prompt is not False
+            return rendered_messages(fields.messages, tokenizer, fields.add_special_tokens, opens=opens)
         check_text("prompt", fields.prompt or "")
-        return (tokenizer.encode if fields.add_special_tokens else tokenizer.bare)(fields.prompt or "")
+        return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
     tokens = await until_gone(http, service.pool.run(work))
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}

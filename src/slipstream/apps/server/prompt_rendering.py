@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,9 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
     if not _needed(tokenizer).has_chat_template:
         _check_plain(fields)
-        encode = _needed(tokenizer).bare if fields.add_special_tokens is False else _needed(tokenizer).encode
-        ids = encode("\n".join(message["content"] for message in messages))
+        ids = _lines(messages, tokenizer, fields.add_special_tokens)
         return Rendered(_cut(ids, fields.truncate_prompt_tokens))
-    if fields.add_special_tokens:
-        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
+    _check_special_tokens(fields.add_special_tokens)
     opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
@@ -84,9 +82,28 @@ def _check_plain(fields: ChatFields) -> None:
             raise refused(f"{name}: this model has no chat template; allowed: messages with texts", name)
 
 
-def rendered_messages(messages: Sequence[MessageFields], tokenizer: Tokenizer | None, *, opens: bool) -> list[int]:
-    """Token ids of messages alone."""
-    return _needed(tokenizer).chat([_message(n, one) for n, one in enumerate(messages)], ChatForm(opens_answer=opens))
+def rendered_messages(
+    messages: Sequence[MessageFields], tokenizer: Tokenizer | None, special_tokens: bool | None, *, opens: bool
+) -> list[int]:
+    """Token ids of messages alone. special_tokens: `add_special_tokens`."""
+    made = [_message(n, one) for n, one in enumerate(messages)]
+    if not _needed(tokenizer).has_chat_template:
+        return _lines(made, tokenizer, special_tokens)
+    _check_special_tokens(special_tokens)
+    return _needed(tokenizer).chat(made, ChatForm(opens_answer=opens))
+
+
+def _lines(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None, special_tokens: bool | None
+) -> list[int]:
+    """What stands for a conversation where there is no chat template: its texts, line by line."""
+    encode = _needed(tokenizer).bare if special_tokens is False else _needed(tokenizer).encode
+    return encode("\n".join(message["content"] for message in messages))
+
+
+def _check_special_tokens(wanted: bool | None) -> None:
+    if wanted:
+        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
 
 
 def _message(number: int, message: MessageFields) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class TokenizeFields(Fields):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: StrictBool = True
-    add_generation_prompt: StrictBool = True
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
 
 
 class DetokenizeFields(Fields):
