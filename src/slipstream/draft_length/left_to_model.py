@@ -1,4 +1,4 @@
-"""How much of a row's text retrieval leaves to a draft model, by the rounds in which its draft would have been better."""
+"""How much of a row's text retrieval leaves to a draft model, by the rounds in which that would have been better."""
 
 from __future__ import annotations
 

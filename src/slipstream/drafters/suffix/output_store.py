@@ -93,11 +93,12 @@ class SuffixStore:
         path, texts = Path(path).expanduser(), list(self.texts())
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         tokens = np.array([token for text in texts for token in text], dtype=np.int32)
-        values = (np.array(FORMAT), np.array(self.vocab_size), np.array(self.tokenizer), lengths, tokens)
+        size, tokenizer = np.array(self.vocab_size), np.array(self.tokenizer)
+        values: tuple[Any, ...] = (np.array(FORMAT), size, tokenizer, lengths, tokens)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
-                np.savez(file, **dict(zip(FIELDS, values, strict=True)))  # type: ignore[arg-type]
+                np.savez(file, **dict(zip(FIELDS, values, strict=True)))
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
