@@ -21,7 +21,7 @@ from slipstream.draft_length.awaited_rows import Worth, worth_of_tokens
 from slipstream.draft_length.backoff import Backoff
 from slipstream.draft_length.confidence import Confidence
 from slipstream.draft_length.cost_model import CostModel, best_lengths
-from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields, Yield
+from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields
 from slipstream.draft_length.left_to_model import LeftToModel
 from slipstream.draft_length.quiet_rounds import QuietRounds
 from slipstream.draft_length.text_lengths import TextLengths
@@ -99,7 +99,7 @@ class DraftController:
         A draft model stops by itself where the next step would not pay.
         """
         count = len(rows)
-        rate = self._rate([self.draft_yields.of(row) for row in rows], count, [])
+        rate = self.cost_model.rate([self.draft_yields.of(row) for row in rows], count, [])
         pays, first = self._pays(rows, rows, rate, count / self.cost_model.verify(count, 0))
         due = not pays and self.backoff.due(rows[0])
         lengths = [self.steps if pays else int(due and self._has_read(row)) for row in rows]
@@ -155,7 +155,7 @@ class DraftController:
         expected = [self.draft_yields.of(row).cut(n) for row, n in zip(rows, most, strict=True)]
         better = [one.accepted > sum(known[:n]) for one, known, n in zip(expected, probs, lengths, strict=True)]
         beside = [known for known, model in zip(probs, better, strict=True) if not model]
-        rate = self._rate([one for one, model in zip(expected, better, strict=True) if model], count, beside)
+        rate = self.cost_model.rate([one for one, model in zip(expected, better, strict=True) if model], count, beside)
         drafting = [row for row, model in zip(rows, better, strict=True) if model]
         first, chosen = NOTHING, better
         if drafting:
@@ -184,11 +184,11 @@ class DraftController:
         verify = partial(self.cost_model.verify, batch)
         longer = verify(drafted + 1, (drafted + 1) * len(rows)) - verify(drafted, drafted * len(rows))
         more = self.cost_model.step(batch) + longer
-        return brought > more * self._rate([self.draft_yields.of(row) for row in rows], len(rows), [])
+        return brought > more * self.cost_model.rate([self.draft_yields.of(row) for row in rows], len(rows), [])
 
     def pays_for(self, row: Row) -> bool:
         """Whether a draft model promises to save a row, by itself, more time than it takes to read its text."""
-        rate = self._rate([self.draft_yields.of(row)], 1, [])
+        rate = self.cost_model.rate([self.draft_yields.of(row)], 1, [])
         return self._pays([row], [row], rate, 1 / self.cost_model.verify(1, 0))[0]
 
     def _pays(
@@ -244,13 +244,3 @@ class DraftController:
         else:
             told = [None] * len(rows)
         return [known if row.params.num_draft_tokens is None else None for row, known in zip(rows, told, strict=True)]
-
-    def _rate(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
-        """Tokens per second of a round in which a draft model drafts for some rows, retrieval for others."""
-        longest, total = max((one.drafted for one in expected), default=0.0), sum(one.drafted for one in expected)
-
-        def seconds(retrieved: int, drafted: int) -> float:
-            verify = self.cost_model.verify(rows, max(retrieved, round(longest)), drafted + round(total))
-            return longest * self.cost_model.step(rows) + verify
-
-        return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.cost_model.even)[1]

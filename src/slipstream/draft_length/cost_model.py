@@ -12,6 +12,7 @@ from math import exp
 from statistics import median
 
 from slipstream.core.types import Row
+from slipstream.draft_length.draft_yields import Yield
 from slipstream.draft_length.learned_costs import LearnedCosts
 from slipstream.draft_length.measured_forwards import Forward, MeasuredForwards, between
 
@@ -136,6 +137,19 @@ class CostModel:
         if self.token is not None:
             return tokens * self._seconds(self.token)
         return tokens * STEP * max(0.0, self.verify(1, 7) - self.verify(1, 0)) / 7
+
+    def rate(self, expected: Sequence[Yield], rows: int, beside: Sequence[Sequence[float]]) -> float:
+        """Tokens per second of a round in which a draft model drafts for some rows, and retrieval for others.
+
+        expected: what the draft model's drafts have and bring; beside: acceptance probabilities of retrieval's.
+        """
+        longest, total = max((one.drafted for one in expected), default=0.0), sum(one.drafted for one in expected)
+
+        def seconds(retrieved: int, drafted: int) -> float:
+            verify = self.verify(rows, max(retrieved, round(longest)), drafted + round(total))
+            return longest * self.step(rows) + verify
+
+        return best_lengths(beside, seconds, rows + sum(one.accepted for one in expected), even=self.even)[1]
 
     def doubt_drafting(self) -> None:
         """A text stayed unread: what reading and steps took counts less, or it might for ever.
