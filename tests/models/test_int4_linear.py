@@ -33,7 +33,7 @@ def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, co
     found = Int4Linear(codes, steps, bias, kernels())(x)
     size = (
         x.float().abs() @ weight.T.abs() + expected.abs()
-    )  # activations may be rounded to 8 bits, the sum to bfloat16
+    )  # of what rounding, also of activations to 8 bits, is a share
     assert ((found.float() - expected).abs() / size).max() <= 0.01
 
 
@@ -42,6 +42,15 @@ def test_every_code_group_and_output_has_its_place() -> None:
     found = Int4Linear(codes, steps, None, kernels())(torch.eye(96).bfloat16()).T
     assert torch.allclose(found.float(), weight, rtol=1 / 128, atol=1e-3)
     assert len(set(weight.flatten().tolist())) > 1000  # the places differ
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-39, 1e-36, 1e30])
+def test_activations_of_any_size_are_multiplied(size: float) -> None:
+    codes, steps, weight = parts(48, 2, seed=3)
+    x = torch.full((3, 64), size, dtype=torch.float32).bfloat16()
+    found, expected = Int4Linear(codes, steps, None, kernels())(x).float(), x.float() @ weight.T
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs() <= 0.02 * (x.float() @ weight.T.abs()) + 1e-26).all()
 
 
 def test_four_bits_of_bfloat16_are_multiplied_by_our_own_kernel() -> None:

@@ -31,7 +31,7 @@ def test_the_eight_lines_print_what_the_readme_says() -> None:
     text, figure = shown.splitlines()
     out = printed(PYTHON[0]).splitlines()
     assert out[0] == text and re.fullmatch(r"\d\.\d tokens per forward", figure)
-    assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10  # by costs
+    assert re.fullmatch(r"\d+\.\d tokens per forward", out[1]) and 1.5 <= float(out[1].split()[0]) <= 10  # costs decide
 
 
 def test_the_extension_snippet_runs() -> None:

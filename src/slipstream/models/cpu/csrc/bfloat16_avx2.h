@@ -21,11 +21,11 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
 }
 
 /* The first and the second numbers of 16 pairs. */
-ALWAYS floats load_firsts(const uint16_t *from) {
+ALWAYS floats load_first_of_pairs(const uint16_t *from) {
     __m256i a = _mm256_loadu_si256((const void *)from), b = _mm256_loadu_si256((const void *)(from + 16));
     return FLOATS(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
 }
-ALWAYS floats load_seconds(const uint16_t *from) {
+ALWAYS floats load_second_of_pairs(const uint16_t *from) {
     __m256i a = _mm256_loadu_si256((const void *)from), b = _mm256_loadu_si256((const void *)(from + 16));
     __m256i upper = _mm256_set1_epi32((int)0xffff0000);
     return FLOATS(_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper)));

@@ -16,7 +16,7 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
 }
 
 /* The first and the second numbers of 16 pairs. */
-ALWAYS floats load_firsts(const uint16_t *from) { return upper_half(_mm512_loadu_si512(from)); }
-ALWAYS floats load_seconds(const uint16_t *from) {
+ALWAYS floats load_first_of_pairs(const uint16_t *from) { return upper_half(_mm512_loadu_si512(from)); }
+ALWAYS floats load_second_of_pairs(const uint16_t *from) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xffff0000)));
 }

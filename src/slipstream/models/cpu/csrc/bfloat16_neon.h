@@ -18,12 +18,12 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
 }
 
 /* The first and the second numbers of 16 pairs. */
-ALWAYS floats load_firsts(const uint16_t *from) {
+ALWAYS floats load_first_of_pairs(const uint16_t *from) {
     floats y;
     EACH y.val[i] = vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(vld1q_u16(from + 8 * i)), 16));
     return y;
 }
-ALWAYS floats load_seconds(const uint16_t *from) {
+ALWAYS floats load_second_of_pairs(const uint16_t *from) {
     floats y;
     EACH {
         uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(from + 8 * i));

@@ -20,8 +20,8 @@ ALWAYS void store_bf16(uint16_t *to, floats x) {
 }
 
 /* The first and the second numbers of 16 pairs. */
-ALWAYS floats load_firsts(const uint16_t *from) { floats y; EACH y.v[i] = bf16_to_float(from[2 * i]); return y; }
-ALWAYS floats load_seconds(const uint16_t *from) { floats y; EACH y.v[i] = bf16_to_float(from[2 * i + 1]); return y; }
+ALWAYS floats load_first_of_pairs(const uint16_t *from) { floats y; EACH y.v[i] = bf16_to_float(from[2 * i]); return y; }
+ALWAYS floats load_second_of_pairs(const uint16_t *from) { floats y; EACH y.v[i] = bf16_to_float(from[2 * i + 1]); return y; }
 
 /* 64 weights of 12 bits: a byte of sign and mantissa and a code each, which the table turns into an exponent. */
 ALWAYS void join_exponents(bytes data, bytes codes, const uint8_t *table, uint16_t *to) {

@@ -39,11 +39,12 @@ ALWAYS void multiply_codes(const int rows, const uint8_t *record, const input *x
 
 /* The inputs as the products take them, and the sum of each group; `space` is where there is room for them. */
 static const input *inputs_of(const uint16_t *x, int64_t groups, float *totals, void *space) {
+    const float smallest = 1e-30f; /* of a magnitude that is not taken for 0, whose inverse would be infinite */
     input *to = space;
     for (int64_t g = 0; g < groups; g++, x += GROUP) {
         floats halves[2] = {load_bf16(x), load_bf16(x + 16)};
         float most = largest_magnitude(halves[0], halves[1]);
-        floats times = all_floats(most > 0 && most < INFINITY ? 127 / most : 0);
+        floats times = all_floats(most > smallest && most < INFINITY ? 127 / most : 0);
         uint8_t narrow[GROUP];
         for (int half = 0; half < 2; half++)
             store_narrow(narrow + half * 16, to_ints(multiply_floats(halves[half], times)));

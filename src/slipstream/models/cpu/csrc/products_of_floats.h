@@ -37,7 +37,7 @@ ALWAYS void add_sides(const int rows, const int side, const int sides, const str
             const uint16_t *pairs = block + pair * 64 + (side + j) * 32;
             #pragma GCC unroll 2
             for (int n = 0; n < 2; n++) {
-                floats weights = n ? load_seconds(pairs) : load_firsts(pairs);
+                floats weights = n ? load_second_of_pairs(pairs) : load_first_of_pairs(pairs);
                 #pragma GCC unroll 6
                 for (int i = 0; i < rows; i++) {
                     sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair + n]), weights);

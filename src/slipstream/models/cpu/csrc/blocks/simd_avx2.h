@@ -153,14 +153,6 @@ ALWAYS __m256i two_products(__m256i codes, __m256i four, const int bits) {
     codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
     return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(four, codes));
 }
-ALWAYS __m256i add_pairs(__m256i sum, __m256i halves) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(halves, _mm256_set1_epi16(1)));
-}
-/* Adds to each integer the products of its 4 bytes of codes, of so many bits, with the 4 signed bytes at x. */
-ALWAYS ints add_dot(ints sum, bytes codes, const uint8_t *x, const int bits) {
-    __m256i four = four_at(x);
-    return INTS(add_pairs(sum.a, two_products(codes.a, four, bits)), add_pairs(sum.b, two_products(codes.b, four, bits)));
-}
 
 /* In 16 bits there is room for sixteen products of codes of 4 bits, for eight of 5, four of 6 and two of 8. */
 #define SUMS_IN_16_BITS
@@ -170,11 +162,11 @@ ALWAYS ints in_32_bits(ints x) { /* sums of two neighbours */
     return INTS(_mm256_madd_epi16(x.a, one), _mm256_madd_epi16(x.b, one));
 }
 
-/* What four vectors of codes of 4 or 5 bits add with what stands `at` bytes after each x. */
 ALWAYS ints products_in_16_bits(bytes codes, const uint8_t *x, const int bits) {
     __m256i four = four_at(x);
     return INTS(two_products(codes.a, four, bits), two_products(codes.b, four, bits));
 }
+/* Sums of four vectors of codes of 4 or 5 bits times what stands `at` bytes after each x. */
 ALWAYS ints four_in_16_bits(const bytes codes[4], const uint8_t *const x[4], int at) {
     ints sums[2];
     #pragma GCC unroll 2
