@@ -23,7 +23,7 @@ from slipstream.bench.prediction.formula import (
     predicted_speed_up,
     round_milliseconds,
 )
-from slipstream.bench.prediction.simulation import Load, simulate
+from slipstream.bench.prediction.simulation import simulate
 from slipstream.text.stats import Stats
 
 ALPHAS = st.floats(0.0, 1.0)
@@ -193,7 +193,6 @@ def test_expected_tokens_are_those_of_the_run() -> None:
         (lambda: expected_tokens(RAGGED, 5), "num_draft_tokens=5; allowed: at most 4"),
         (lambda: expected_tokens(0.5, 65), "at most 64"),
         (lambda: break_even_acceptance(linear_costs(), 0), "num_draft_tokens=0"),
-        (lambda: Load(rows=0, batch=1, tokens=1), "rows=0"),
         (lambda: simulate(linear_costs(), 0.5, []), "lengths=[]"),
         (lambda: predict_from_stats(Stats(num_rounds=2, num_steps=1).to_dict(), linear_costs()), "more than 0 of both"),
     ],

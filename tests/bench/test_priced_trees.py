@@ -13,6 +13,7 @@ import pytest
 from cost_cases import RAGGED, linear_costs
 from hypothesis import given
 from hypothesis import strategies as st
+from played_rounds import Load, play
 from tiny import perturbed, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -32,7 +33,7 @@ from slipstream.bench.prediction.formula import (
 )
 from slipstream.bench.prediction.given_drafts import uneven
 from slipstream.bench.prediction.level_counts import LevelCounts
-from slipstream.bench.prediction.simulation import Load, conclusions, play, simulate
+from slipstream.bench.prediction.simulation import conclusions, simulate
 from slipstream.bench.records import compact
 from slipstream.core.rounds import Round
 from slipstream.text.stats import Stats

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cost_cases import RAGGED, linear_costs
+from played_rounds import Load, play
 
 from slipstream import UsageError
 from slipstream.apps.cli.common import app, out
@@ -21,7 +22,7 @@ from slipstream.bench.prediction.formula import (
     pays_until,
     predicted_speed_up,
 )
-from slipstream.bench.prediction.simulation import Load, play, simulate
+from slipstream.bench.prediction.simulation import simulate
 from slipstream.text.stats import Stats
 
 pytestmark = pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
 from slipstream.models.cpu.compiled_layer import GELU, SILU, CompiledOps, recognise
 from slipstream.models.cpu.kernel_build import address
-from slipstream.models.cpu.quantised_linear import QuantisedLinear, quantise, rounded
+from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
@@ -116,7 +118,7 @@ def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_f
     model = fresh("llama", dtype=torch.bfloat16, head_dim=32, intermediate_size=64)
     backend = HFBackend(model)
     fuse(model, lambda linear: rounded(linear, "int4"))
-    quantise(model, "int4")
+    pack(model, partial(rounded, bits="int4"))
     group_queries(backend)
     fuse_layers(backend)
     assert all(type(layer.ops) is CompiledOps for layer in layers(backend))

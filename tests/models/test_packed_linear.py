@@ -54,7 +54,7 @@ def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
     model = fresh("llama", dtype=torch.bfloat16)
     monkeypatch.setattr(packed_linear, "kernels", lambda: None)
     assert unsupported(model) is None
-    monkeypatch.setattr(packed_linear, "_memory", lambda: 1000)
+    monkeypatch.setattr(packed_linear, "memory_bytes", lambda: 1000)
     reason = unsupported(model)
     assert (reason is None) == has_bf16
     assert reason is None or "float32 copies of the weights would take" in reason
@@ -64,7 +64,7 @@ def test_copies_that_would_fill_the_memory_are_refused_with_the_sizes(
 def test_own_kernels_need_neither_copies_nor_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = fresh("llama", dtype=torch.bfloat16), torch.ones(2, 96).bfloat16()
     monkeypatch.setattr(packed_linear, "_has_bf16", lambda: False)
-    monkeypatch.setattr(packed_linear, "_memory", lambda: 1000)
+    monkeypatch.setattr(packed_linear, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(packed_linear, "kernels", lambda: None)
     assert unsupported(model) == "this PyTorch has no oneDNN"

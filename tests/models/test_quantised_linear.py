@@ -1,5 +1,6 @@
 """Draft models in few bits: close to what they replace, never the target, and never a change of the text."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.cpu import quantised_linear as quantised
-from slipstream.models.cpu.packed_linear import PackedLinear
+from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.cpu.quantised_linear import (
     GROUP,
@@ -18,7 +19,7 @@ from slipstream.models.cpu.quantised_linear import (
     QuantisedLinear,
     is_faster,
     multiplies_integers,
-    quantise,
+    rounded,
 )
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import LoadOptions
@@ -126,7 +127,7 @@ def test_a_constant_weight_stays_what_it_is() -> None:
 
 def test_layers_of_other_shapes_are_packed() -> None:
     model = fresh("llama")  # 48 inputs and 61 outputs are no multiples
-    quantise(model, "int4")
+    pack(model, partial(rounded, bits="int4"))
     kinds = {name.rpartition(".")[2]: type(module) for name, module in model.named_modules()}
     assert (
         kinds["q_proj"] is QuantisedLinear and kinds["down_proj"] is PackedLinear and kinds["lm_head"] is PackedLinear

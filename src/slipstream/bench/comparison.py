@@ -130,6 +130,7 @@ def summarise(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             "speed_up_median": median(speed_ups),
             **count_differences([r.difference for r in runs]),
         }
-    rounds = [r for c in comparisons if (result := c.runs[SPECULATIVE].result) for r in result.rounds]
-    summary["stats"] = Stats.of(rounds).to_dict()
+    results = [result for c in comparisons if (result := c.runs[SPECULATIVE].result)]
+    lossless = all(result.stats.lossless for result in results)
+    summary["stats"] = Stats.of((r for result in results for r in result.rounds), lossless=lossless).to_dict()
     return summary

@@ -21,7 +21,7 @@ from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm, Header, Run, exists, read_records, start
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import memory_bytes, processor
 from slipstream.sampling.params import SamplingParams
 
 
@@ -102,7 +102,5 @@ def _processor() -> str:
 
 
 def _memory_gib() -> int | None:
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" not in names:
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)
+    memory = memory_bytes()
+    return None if memory is None else round(memory / 2**30)

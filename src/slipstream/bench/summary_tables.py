@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from rich import box
 from rich.table import Table
@@ -34,10 +35,10 @@ def progress_line(number: int, total: int, runs: Sequence[Run]) -> str:
     parts = []
     for arm in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == arm]
-        speeds = sorted(run.tokens_per_second for run in own if run.tokens_per_second is not None)
+        speeds = [run.tokens_per_second for run in own if run.tokens_per_second is not None]
         different = any("different" in run.verdicts for run in own)
         remark = "" if not different else " DIFFERS" if own[0].num_forwards is None else " (another text)"
-        state = "FAILED" if len(speeds) < len(own) else f"{speeds[len(speeds) // 2]:.1f} tok/s"
+        state = "FAILED" if len(speeds) < len(own) else f"{median(speeds):.1f} tok/s"
         parts.append(f"{arm} {state}{remark}")
     names = runs[0].prompts
     named = ", ".join(names) if len(names) <= MOST_NAMES else f"{names[0]} to {names[-1]}, {len(names)} prompts"

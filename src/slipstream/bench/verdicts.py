@@ -32,8 +32,10 @@ class Judge:
         self.ties = TieJudge(self.lineup.decoder)
 
     def recall(self, runs: Iterable[Run]) -> None:
-        """Take the reference texts out of runs made before."""
+        """Take the reference texts out of runs made before; those that failed have none."""
         for run in runs:
+            if run.error is not None:
+                continue
             for name, text, verdict in zip(run.prompts, run.texts, run.verdicts, strict=True):
                 if verdict == "reference":
                     self._texts[name, self.lineup.temperature(run.arm)] = text

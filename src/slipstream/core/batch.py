@@ -87,6 +87,7 @@ class Batch:
                     forced=(0, 0) if draft.forced is None else draft.forced[i],
                 )
             )
+        self.logits = None
         return [row.rounds[-1] for row in self.rows]
 
     def _logprobs(self, i: int, tokens: Sequence[int], path: Sequence[int] | None) -> tuple[TokenLogprobs, ...] | None:

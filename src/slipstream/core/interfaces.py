@@ -27,6 +27,9 @@ class Sampler(Protocol):
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
 
+    def drafted(self) -> None:
+        """The draft is made: what failed while it was scored says nothing, its verification asks again."""
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
 
@@ -113,7 +116,7 @@ class DraftScorer(Protocol):
 
 
 class Policy(Protocol):
-    """Decides how much to draft. `observe` learns; the other two answer and change nothing."""
+    """Decides how much to draft. `observe` learns from what was decided; each round asks for lengths once."""
 
     def observe(self, rows: Sequence[Row]) -> None:
         """Learn from the newest round of each row (`row.rounds[-1]`); called once after every round."""
@@ -225,10 +228,7 @@ class RowSegment:
 
 @runtime_checkable
 class RaggedForwards(Protocol):
-    """Optional capability of a backend: a forward takes a different number of tokens of each row, without padding.
-
-    ragged: whether it can with this model here.
-    """
+    """Optional capability of a backend: a forward takes a different number of tokens of each row; `ragged` if it can."""
 
     ragged: bool
 

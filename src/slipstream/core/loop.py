@@ -100,6 +100,7 @@ class Engine:
             rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(_steps))
         else:
             draft = self._verifiable(batch, self.constrain(batch.rows, partial(self._propose, batch)))
+            batch.sampler.drafted()
             clock.lap("draft")
             rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
         self.policy.observe(batch.rows)
@@ -110,7 +111,7 @@ class Engine:
         lengths = self._lengths(batch.rows)
         lengths = lengths if most is None else list(map(min, lengths, most))
         draft = self.drafter.propose(batch.rows, lengths, batch.sampler)
-        check_draft(draft, batch.rows, self.drafter)
+        check_draft(draft, lengths, self.drafter)
         if draft.siblings is not None:
             draft = with_siblings(draft) if batch.sampler.branching else replace(draft, siblings=None)
         return self.policy.worth_verifying(batch.rows, draft)
@@ -166,9 +167,9 @@ def draft_lengths(policy: Policy, rows: Sequence[Row], limit: int | None = None)
     ]
 
 
-def check_draft(draft: object, of: Sequence[Row], drafter: Drafter) -> None:
-    """Refuse what is no draft for these rows; the message names the drafter."""
-    name, rows = type(drafter).__name__, len(of)
+def check_draft(draft: object, asked: Sequence[int], drafter: Drafter) -> None:
+    """Refuse what is no draft of at most so many tokens per row; the message names the drafter."""
+    name, rows = type(drafter).__name__, len(asked)
     if not isinstance(draft, Draft):
         raise UsageError(
             f"drafter {name} returned {type(draft).__name__}; allowed: a Draft, for example "
@@ -179,5 +180,8 @@ def check_draft(draft: object, of: Sequence[Row], drafter: Drafter) -> None:
             f"drafter {name} returned {draft.tokens.shape[0]} rows and {len(draft.lengths)} lengths "
             f"up to {max(draft.lengths, default=0)}; allowed: {rows} of each, lengths up to the width {draft.width}"
         )
+    for i, (length, most) in enumerate(zip(draft.lengths, asked, strict=True)):
+        if not 0 <= length <= most:
+            raise UsageError(f"drafter {name} returned {length} tokens for row {i}; allowed: 0 to the {most} asked for")
     if draft.parents is not None:
         check_parents(draft, name)

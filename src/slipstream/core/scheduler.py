@@ -71,6 +71,7 @@ class Scheduler:
     def _step(self) -> list[Round]:
         self._admit()
         if not self._running:
+            self._batch, self._reserved = None, []
             return []
         if self._reserved != self._running + self._reading:
             self._reserve()

@@ -81,9 +81,9 @@ class SlotTable:
             answers[slot] = self._answer(inputs, state.base, slot, len(chunk) - 1)
         else:
             self.forward(inputs, [state.base], slot, logits=False)
-        self.has_read(slot, len(chunk))
+        self.note_read(slot, len(chunk))
 
-    def has_read(self, slot: int, count: int) -> None:
+    def note_read(self, slot: int, count: int) -> None:
         """Note that a slot holds `count` more tokens of its row."""
         state = self.states[slot]
         state.base = state.written = state.base + count

@@ -148,8 +148,8 @@ class Row:
     prompt was rendered from, if it was, for draft models with a format of their own. open_end: how many tokens at its
     end may change yet, or are read again. prediction: token ids that the output will probably resemble. together: all
     rows of a call that returns when the last of them has ended.
-    constraint: what its text must be, known to the sampler alone. group: rows of different groups
-    share nothing that is cached or learned.
+    constraint: what its text must be, known to the sampler alone. group: rows of different groups share no cached
+    tokens and no learned texts, but averages of acceptance and cost.
     """
 
     index: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +28,9 @@ class LearnedByGroup(Generic[T]):
                 del self._others[next(iter(self._others))]
         self._others[group] = found
         return found
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([self.default, *self._others.values()])
 
     def forget_others(self) -> None:
         """Drop all but the default group's."""

@@ -156,7 +156,7 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
     chains = replace(setup, acceptance_probs=True, siblings=0, shaped=False)  # the draft model's siblings stand beside
-    retrieving = suffix.build(chains, given[2] or "outputs=0")
+    retrieving = suffix.build(chains, given[2] or "outputs=0", f"hybrid:{given[1]}+")
     if retrieving.acceptance_model is None:
         raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
     stops = setup.controller is None and not (setup.confidence or setup.shaped) and setup.device.type == "cpu"

@@ -54,6 +54,7 @@ class ModelDrafter:
         if width and sampler.plain and self.stop is None and not beside:
             drafted = self.session.draft_greedy(rows, width, self.vocab_size)
             if drafted is not None:
+                self.session.keep_drafts(lengths)
                 return Draft(drafted.to(sampler.device, non_blocking=True), tuple(lengths), steps=width)
         device = self.session.backend.device
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
@@ -65,6 +66,9 @@ class ModelDrafter:
             scores = self._fit(logits).to(sampler.device)
             if not sampler.plain:
                 scores = sampler.scores(scores, tokens[:, :j].to(sampler.device), first=j)
+                ends = _before_dead_ends(rows, scores[:, 0], ends, j)
+                if max(ends) <= j:
+                    break
                 distributions.append(sampler.probs(scores))
             leaders, sure = self._leaders(scores[:, 0], distributions, sampler, 1 + beside)
             tokens[:, j] = leaders[:, 0]
@@ -140,6 +144,17 @@ class ModelDrafter:
         if extra <= 0:
             return logits[..., : self.vocab_size]
         return torch.nn.functional.pad(logits, (0, extra), value=float("-inf"))
+
+
+def _before_dead_ends(rows: Sequence[Row], scores: Tensor, ends: Sequence[int], at: int) -> list[int]:
+    """Where drafts end if those whose constraint leaves no token of the draft model's go on no further.
+
+    scores: [B, V] of draft token `at`.
+    """
+    if all(row.constraint is None for row in rows):
+        return list(ends)
+    dead = (scores.amax(-1) == float("-inf")).tolist()
+    return [min(end, at) if none else end for end, none in zip(ends, dead, strict=True)]
 
 
 Others = Sequence[Sequence[Sequence[tuple[int, float]]]]  # by row and depth: tokens beside the draft's own

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-import torch
-
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
@@ -47,7 +45,6 @@ class NgramDrafter:
 
     longest: int = LONGEST
     shortest: int = SHORTEST
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _indexes: WeakKeyDictionary[Row, _Index] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +72,8 @@ TRAITS = Traits(samples=False, costs_time=False, default_length=7, in_other_engi
 def build(setup: Setup, argument: str) -> NgramDrafter:
     """ "ngram", "ngram:LONGEST" or "ngram:SHORTEST-LONGEST"."""
     first, dash, last = argument.partition("-")
-    if argument and not (first.isdigit() and (last.isdigit() or not dash)):
+    if argument and not (first.isdecimal() and (last.isdecimal() or not dash)):
         raise UsageError(f"drafter='ngram:{argument}'; allowed: ngram, ngram:LONGEST or ngram:SHORTEST-LONGEST")
     longest = int(last or first or LONGEST)
     shortest = int(first) if dash else min(SHORTEST, longest)
-    return NgramDrafter(longest, shortest, setup.device)
+    return NgramDrafter(longest, shortest)

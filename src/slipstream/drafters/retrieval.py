@@ -74,7 +74,7 @@ TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 def build(setup: Setup, argument: str) -> RetrievalDrafter:
     """ "retrieval", or "retrieval:" and an argument of the drafter `suffix`."""
     setup = replace(setup, siblings=0, shaped=False)  # one goes on behind the other
-    known = suffix.build(setup, argument)
+    known = suffix.build(setup, argument, "retrieval:")
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")
     return RetrievalDrafter(known, token_recycling.build(setup, ""))

@@ -41,3 +41,6 @@ class ReadableAsBytes(Protocol):
 
     def byte_tokens(self) -> ByteTokens:
         """The tokens; raises UsageError saying why they cannot be read."""
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of one token; None if it stands for no text. Raises as `byte_tokens`, but reads no others."""

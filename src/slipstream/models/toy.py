@@ -63,6 +63,10 @@ class ToyTokenizer:
         """Every token but the end is its own byte."""
         return ByteTokens({i: bytes([i]) for i in range(END)}, {"<end>": END}, _encoding)
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The byte."""
+        return bytes([token]) if token < END else None
+
 
 def _encoding(text: str, beginning: bool) -> Encoding:
     """The bytes of a text, wherever it stands."""

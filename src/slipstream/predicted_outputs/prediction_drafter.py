@@ -48,7 +48,7 @@ class PredictionDrafter:
         if not any(others):
             return found
         drafted = self.main.propose(rows, others, sampler)
-        check_draft(drafted, rows, self.main)
+        check_draft(drafted, others, self.main)
         ours, theirs = _promised(found), _promised(drafted)
         predicted = [
             n > 0 and (not m or (own and a >= b))

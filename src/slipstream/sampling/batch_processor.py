@@ -35,5 +35,8 @@ class BatchProcessor:
         """Edit the scores."""
         raise AssertionError(f"{type(self).__name__} is not active")
 
+    def drafted(self) -> None:
+        """Forget the failures so far; only processors that may have some need it."""
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note the tokens that row number `row` committed; only processors with counts need them."""

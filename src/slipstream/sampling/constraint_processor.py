@@ -31,6 +31,9 @@ class ConstraintMasks(BatchProcessor):
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
         return self._failures
 
+    def drafted(self) -> None:
+        self._failures.clear()
+
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, (row, constraint) in enumerate(zip(self._rows, self._constraints, strict=True)):
             if constraint is None:

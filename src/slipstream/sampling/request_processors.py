@@ -31,6 +31,9 @@ class RequestProcessors(BatchProcessor):
     def failures(self) -> Mapping[int, tuple[int, Exception]]:
         return self._failures
 
+    def drafted(self) -> None:
+        self._failures.clear()
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         self._failures.pop(row, None)  # what failed on a draft that was rejected says nothing about the next
 
@@ -53,8 +56,9 @@ class RequestProcessors(BatchProcessor):
     def _call(self, processor: Processor, context: Tensor, scores: Tensor) -> Tensor:
         if id(processor) in self._checked:
             return ask(processor, context, scores)
+        answer = check_stateless(processor, context, scores)
         self._checked.add(id(processor))
-        return check_stateless(processor, context, scores)
+        return answer
 
 
 def _position(failure: tuple[int, Exception]) -> int:

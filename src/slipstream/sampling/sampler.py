@@ -47,6 +47,11 @@ class Sampler:
         """Rows whose own logits processors failed: place in the batch -> the first position at which, and why."""
         return {row: failure for processor in self._processors for row, failure in processor.failures.items()}
 
+    def drafted(self) -> None:
+        """Forget what failed while a draft was scored: on the draft model's logits, and perhaps on other tokens."""
+        for processor in self._processors:
+            processor.drafted()
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the penalties what row number `row` of this batch has committed."""
         for processor in self._processors:

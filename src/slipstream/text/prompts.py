@@ -55,7 +55,7 @@ def read_prompts(path: Path, *, categories: list[str] | None = None, limit: int 
         raise UsageError(f"prompt file {str(path)!r} cannot be read: {error}") from error
     if path.suffix != ".jsonl":
         return [named_prompt(f"prompt file {str(path)!r}", text, path.stem)]
-    prompts = [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    prompts = [_parse(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
         raise UsageError(f"prompt file {str(path)!r} holds no prompts; allowed: at least one line")
     return chosen_prompts(prompts, repr(str(path)), categories=categories, limit=limit)
@@ -90,8 +90,8 @@ def _parse(line: str, path: Path, number: int) -> NamedPrompt:
     where = f"prompt file {str(path)!r}, line {number}"
     try:
         item: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from None
     if isinstance(item, dict):
         turns = item.get("turns")
         text = turns[0] if isinstance(turns, list) and turns else item.get("prompt")

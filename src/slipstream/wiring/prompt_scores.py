@@ -63,7 +63,7 @@ class PromptScores:
         found = token_logprobs(logits, follow, self.count) if follow else ()
         self.values[self._read :] = found
         self._read += len(piece)
-        table.has_read(self.slot, len(piece))
+        table.note_read(self.slot, len(piece))
         return len(piece)
 
     def _width(self) -> int:

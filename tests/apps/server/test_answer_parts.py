@@ -24,7 +24,9 @@ class Unread(list[Round]):
 
 
 def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
-    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), None)
+    choice = ChoiceState(
+        Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0, prediction=(7, 8, 9))), None, True
+    )
     choice.rounds = Unread()
     for step in range(2):
         choice.take(Committed(0, replace(ROUND, step=step, start=3 + 3 * step), 0.0))
@@ -34,8 +36,8 @@ def test_the_usage_of_a_chunk_reads_no_round_again() -> None:
 
 
 def test_running_statistics_are_those_of_all_rounds() -> None:
-    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), None)
+    choice = ChoiceState(Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0)), None, False)
     rounds = [replace(ROUND, step=step, num_accepted_tokens=step) for step in range(3)]
     for done in rounds:
         choice.take(Committed(0, done, 0.0))
-    assert choice.stats == Stats.of(rounds)
+    assert choice.stats == Stats.of(rounds, lossless=False)

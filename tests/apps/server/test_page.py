@@ -61,7 +61,7 @@ def test_a_round_tells_what_its_prediction_gave_it() -> None:
     def shown(predicted: int | None) -> list[Any]:
         done = Round(0, 0, 1, 5, draft=(7, 8, 9), tokens=(7, 8, 3), num_accepted_tokens=2, rejected=True)
         done = replace(done, num_prediction_tokens=predicted)
-        facts = ModelFacts("toy", "slip-0", True, lambda done: "suffix", None)
+        facts = ModelFacts("toy", "slip-0", True, lambda done: "suffix", True, None)
         tokens = shown_round(Piece(0, "", done.tokens, round=done), 0, facts)["tokens"]
         return [(one["origin"], one["source"]) for one in tokens]
 

@@ -96,7 +96,7 @@ def written(text: str, cuts: int, reason: str = "stop", **options: Any) -> tuple
     ids = [*ours.bare(text), *([1] if reason == "stop" else [])]
     fields = ChatFields(messages=[MessageFields(role="user", content="hi")], tools=TOOLS, **options)
     row = Row(0, ours.bare("u:hi.a:"), SamplingParams(max_tokens=len(ids)), 0)
-    facts = ModelFacts("m", "f", True, lambda done: "none", ours)
+    facts = ModelFacts("m", "f", True, lambda done: "none", True, ours)
 
     async def work() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         live = LiveRequest("/")

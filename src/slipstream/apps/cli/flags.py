@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
@@ -24,7 +25,7 @@ METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 
 
 def _number_or_word(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdecimal() else text
+    return int(text) if re.fullmatch("-?[0-9]{1,18}", text) else text
 
 
 def _switch(text: str) -> bool | str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from slipstream.apps.cli.common import (
     as_request,
     command,
@@ -21,7 +23,7 @@ from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import Debug, Json, Models, PromptSource, System
 from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt, check_text
 
@@ -59,6 +61,8 @@ def generate_command(
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
     write_json(json_file, {"target": models.target, "draft": models.draft, "results": results})
+    if any(one["finish_reason"] == "error" for result in results for one in (result, *result.get("alternatives", ()))):
+        raise typer.Exit(1)
 
 
 def _stream(
@@ -98,40 +102,44 @@ def _batch(
     chat: bool,
     debug: bool,
 ) -> list[dict[str, Any]]:
-    """All texts together; Ctrl-C ends the run, not the report."""
+    """All texts together; neither Ctrl-C nor a text that fails takes the others' report."""
     from slipstream.text.stats import Stats
 
     texts, each = _n_times(decoder, requests, [params_for(prompt, params) for prompt in prompts], chat)
-    rounds = _run(decoder, texts, each, chat)
+    rows = decoder.rows(texts, each, chat=chat)
+    _run(decoder, rows)
     results: list[dict[str, Any]] = []
-    for i, own in enumerate(rounds):
+    for i, row in enumerate(rows):
         (number, k), seed = divmod(i, params.n), {"seed": each[i].seed} if params.n > 1 else {}
         name = f"{number + 1}.{k + 1}, seed {each[i].seed}" if seed else f"{number + 1}"
         out.print(f"[bold]--- {name}: {prompts[number].category}[/]")
-        report = _report(decoder, own, params, debug) | seed
+        report = _report(decoder, row, params, debug) | seed
         if k:
             results[-1]["alternatives"].append(report)
         else:
             results.append(report | ({"alternatives": []} if seed else {}))
-    _print_stats(decoder, Stats.of([done for own in rounds for done in own]), f"{len(rounds)} texts")
+    stats = Stats.of((done for row in rows for done in row.rounds), lossless=decoder.lossless)
+    _print_stats(decoder, stats, f"{len(rows)} texts")
     return results
 
 
-def _report(
-    decoder: SpeculativeDecoder, rounds: Sequence[Round], params: SamplingParams, debug: bool
-) -> dict[str, Any]:
-    """Print a text, whole or not."""
+def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug: bool) -> dict[str, Any]:
+    """Print a text, whole or not, and why it failed if it did."""
     from slipstream.text.detokenizer import visible_text
     from slipstream.text.stats import Stats
 
     assert decoder.tokenizer is not None
-    ids = [token for done in rounds for token in done.tokens]
+    ids = [token for done in row.rounds for token in done.tokens]
     text = visible_text(decoder.tokenizer, params, ids)
     out.print(text, markup=False, soft_wrap=True)
-    _show_rounds(decoder, rounds, debug)
-    reason = rounds[-1].finish_reason if rounds and rounds[-1].finish_reason else "interrupted"
-    told = _told_logprobs(decoder, rounds)
-    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": Stats.of(rounds).to_dict()} | told
+    _show_rounds(decoder, row.rounds, debug)
+    told = _told_logprobs(decoder, row.rounds)
+    if row.error is not None:
+        told["error"] = first_line(row.error)
+        err.print(f"error: {told['error']}", markup=False, soft_wrap=True)
+    stats = Stats.of(row.rounds, lossless=decoder.lossless)
+    reason = row.finish_reason or "interrupted"
+    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | told
 
 
 def _n_times(
@@ -154,23 +162,18 @@ def _seeds(row: Row, n: int) -> list[int]:
     return [row.seed, *further_seeds(row.seed, n)]
 
 
-def _run(
-    decoder: SpeculativeDecoder, prompts: list[Prompt], params: list[SamplingParams], chat: bool
-) -> list[list[Round]]:
-    """The rounds of every text, with a progress bar over the texts; Ctrl-C ends the run."""
+def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
+    """Decode, with a progress bar over the texts; Ctrl-C ends the run."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    rounds: list[list[Round]] = [[] for _ in prompts]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        task = progress.add_task("texts", total=len(prompts))
+        task = progress.add_task("texts", total=len(rows))
         try:
-            for done in decoder.rounds(prompts, params, chat=chat):
-                rounds[done.row].append(done)
+            for done in decoder.run(rows):
                 progress.update(task, advance=done.finish_reason is not None)
         except KeyboardInterrupt:
             progress.update(task, description="interrupted")
-    return rounds
 
 
 def _told_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:

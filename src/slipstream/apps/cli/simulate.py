@@ -136,6 +136,8 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
         raise UsageError("--draft-params, --bandwidth and --flops belong to --target-params; allowed: together with it")
     if measured.target is None and (measured.draft is not None or config != DecoderConfig()):
         raise UsageError("--draft and the decoder's flags belong to --target; allowed: together with it")
+    if measured.target is None and measured.seconds != Measured().seconds:
+        raise UsageError("--seconds is the time for measuring a --target; allowed: together with it")
     for name in ("num_draft_tokens", "acceptance"):
         if getattr(config, name) != "auto":
             raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', costs are measured for all --length")

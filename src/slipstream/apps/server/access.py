@@ -92,7 +92,10 @@ class Access:
         try:
             scope.setdefault("state", {})["owner"] = self._check(scope)
         except ApiError as error:
-            await error.response()(scope, receive, self._finished(scope, send))
+            response = error.response()
+            for origin in filter(self._is_listed, _headers(scope, b"origin")):  # or a page there would not see why
+                response.headers.update({"access-control-allow-origin": origin, "vary": "Origin"})
+            await response(scope, receive, self._finished(scope, send))
             return
         scope[DIRECT] = send
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))

@@ -10,6 +10,8 @@ from typing import Any
 
 from slipstream.apps.server.choice_state import ChoiceState, Piece
 from slipstream.core.rounds import Round
+from slipstream.errors import UsageError
+from slipstream.models.byte_tokens import ReadableAsBytes
 from slipstream.sampling.batch_processor import params_of
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.stats import Stats
@@ -22,19 +24,35 @@ class ModelFacts:
     """What does not change while a server runs.
 
     reproducible: whether a seed gives the same text whatever runs beside it. source: which drafter a round's own draft
-    is of. tokenizer: the event loop's own.
+    is of. lossless: whether all texts keep the target's distribution. tokenizer: the event loop's own.
     """
 
     name: str
     fingerprint: str
     reproducible: bool
     source: Callable[[Round], str]
+    lossless: bool
     tokenizer: Tokenizer | None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What one token stands for, perhaps a part of a character; None if that is no text, or not known."""
+        if not isinstance(self.tokenizer, ReadableAsBytes):
+            return None
+        try:
+            return self.tokenizer.bytes_of(token)
+        except UsageError:  # not every tokenizer tells
+            return None
+
+    def added_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, as far as that is known."""
+        known = self.token_bytes(token)
+        if known is None and self.tokenizer is not None:
+            known = self.tokenizer.decode([token]).encode()
+        return known or b""
 
     def token_text(self, token: int) -> str:
         """One token as text; those that stand for none by their number."""
-        text = "" if self.tokenizer is None else self.tokenizer.decode([token])
-        return text or f"token_id:{token}"
+        return self.added_bytes(token).decode(errors="replace") or f"token_id:{token}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class AnswerWriter(ABC):
 
     def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
         self.live, self.facts = live, facts
-        self.choices = [ChoiceState(job, facts.tokenizer) for job in live.jobs]
+        self.choices = [ChoiceState(job, facts.tokenizer, facts.lossless) for job in live.jobs]
         self._n = fields.n or 1
         self._options = fields.stream_options or StreamOptions()
         self._rounds = fields.slipstream is not None and fields.slipstream.rounds
@@ -108,7 +108,8 @@ class AnswerWriter(ABC):
         answer["usage"] = usage(self.choices, self._n)
         answer |= self._report()
         if self._rounds:
-            answer["slipstream"] = {"receipt": receipt(self.choices[0], self.facts)}
+            receipts = [receipt(choice, self.facts) for choice in self.choices]
+            answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
         return answer
 
     def _report(self) -> dict[str, Any]:

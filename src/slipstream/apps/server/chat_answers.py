@@ -86,5 +86,5 @@ class ChatWriter(AnswerWriter):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self.token_name(token)
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+        own = self.facts.token_bytes(token)
+        return {"token": self.token_name(token), "logprob": logprob, "bytes": None if own is None else list(own)}

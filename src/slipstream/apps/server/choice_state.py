@@ -31,6 +31,7 @@ class ChoiceState:
 
     job: Job
     tokenizer: Tokenizer | None
+    lossless: bool
     rounds: list[Round] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -39,9 +40,9 @@ class ChoiceState:
     first: float | None = None
     last: float | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    _stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
+        self._stats = Stats(lossless=self.lossless)
         self._visible = None if self.tokenizer is None else VisibleText(self.tokenizer, params_of(self.job.row))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,17 @@ from slipstream.apps.server.choice_state import ChoiceState, Piece
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_fields import CompletionFields
 from slipstream.core.rounds import TokenLogprobs
+
+
+class _Place:
+    """How many characters of a text are there, token by token; a character counts with its last byte."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text: bytes) -> None:
+        self.characters += len(self._decoder.decode(text))
 
 
 class CompletionWriter(AnswerWriter):
@@ -23,7 +35,7 @@ class CompletionWriter(AnswerWriter):
         super().__init__(live, fields, facts)
         self._echo, self._logprobs_wanted = bool(fields.echo), fields.logprobs is not None
         self.prompts: list[str] = [""] * len(live.jobs)
-        self._offsets = [0] * len(live.jobs)
+        self._places = [_Place() for _ in live.jobs]
         self._opened: set[int] = set()
 
     def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
@@ -52,7 +64,7 @@ class CompletionWriter(AnswerWriter):
         found = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
         if self._logprobs_wanted:
             told = [one for done in choice.rounds for one in done.logprobs or ()]
-            self._offsets[index] = 0
+            self._places[index] = _Place()
             found["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], told)
         if self.return_ids:
             found |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
@@ -74,13 +86,14 @@ class CompletionWriter(AnswerWriter):
         self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], told: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        place = self._places[choice.job.choice]
         for one in (*prompt, *told):
-            name = self.token_name(one if isinstance(one, int) else one.token_id)
-            found["tokens"].append(name)
+            token = one if isinstance(one, int) else one.token_id
+            found["tokens"].append(self.token_name(token))
             found["token_logprobs"].append(None if isinstance(one, int) else one.logprob)
             found["top_logprobs"].append(None if isinstance(one, int) else self._top(one))
-            found["text_offset"].append(self._offsets[choice.job.choice])
-            self._offsets[choice.job.choice] += len(name)
+            found["text_offset"].append(place.characters)
+            place.add(self.facts.added_bytes(token))
         return found
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:

@@ -19,6 +19,7 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         fingerprint_of(decoder),
         decoder.reproducible and decoder.coupled,
         partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
+        decoder.lossless,
         copy.deepcopy(decoder.tokenizer),
     )
 

@@ -76,6 +76,9 @@ def _check_plain(fields: ChatFields) -> None:
     for name, given in (
         ("tools", fields.tool_choice != "none" and fields.tools),
         ("chat_template_kwargs", fields.chat_template_kwargs),
+        ("reasoning_effort", fields.reasoning_effort),
+        ("continue_final_message", fields.continue_final_message),
+        ("add_generation_prompt", fields.add_generation_prompt is not None),
         *((f"messages.{number}.tool_calls", one.tool_calls) for number, one in enumerate(fields.messages)),
     ):
         if given:

@@ -49,11 +49,22 @@ class ServerSettings:
             ("max_file_bytes", 1024, 1 << 40),
         ):
             value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"{name}={value}; allowed: a whole number from {low} to {high}")
+            if type(value) is not int or not low <= value <= high:
+                raise UsageError(f"{name}={value!r}; allowed: a whole number from {low} to {high}")
         for name in ("queue_timeout", "request_timeout", "drain_timeout"):
-            if not 0 < getattr(self, name) <= 1e6:
-                raise UsageError(f"{name}={getattr(self, name)}; allowed: seconds above 0, up to 1e6")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= 1e6:
+                raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
+        for name in ("insecure", "share_learning"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
+        for name in ("host", "api_key_file", "served_model_name", "batch_folder"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a text")
+        for name in ("allowed_host", "allowed_origin"):
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+                raise UsageError(f"{name}={value!r}; allowed: a list of texts")
         for name in self.allowed_host:
             if not (NAME.fullmatch(name) or is_address(name)):
                 raise UsageError(f"allowed_host={name!r}; allowed: a name without scheme and port, like box.lan")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from slipstream.apps.server.choice_state import ChoiceState, Piece
@@ -21,8 +20,8 @@ class ToolWatch:
         self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]], *, several: bool = True
     ) -> None:
         self._parser = tokenizer if tools and isinstance(tokenizer, ToolCallParser) else None
-        opening = None if self._parser is None else self._parser.call_opening()
-        self._before = None if opening is None else StopStrings((opening,))
+        self._opening = None if self._parser is None else self._parser.call_opening()
+        self._before = None if self._opening is None else StopStrings((self._opening,))
         self._tools, self._several, self._passed = tools, several, 0
 
     def passed(self, piece: Piece) -> str:
@@ -34,11 +33,15 @@ class ToolWatch:
         return text
 
     def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
-        """What a finished choice calls."""
-        if self._before is None or self._parser is None:
+        """What a finished choice calls, and what it says before: of tags that are no text only the parser knows."""
+        if self._opening is None or self._parser is None:
             return None
         parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
-        return parsed if parsed is None or self._several else replace(parsed, calls=parsed.calls[:1])
+        if parsed is None:
+            return None
+        before, opening, _ = choice.text.partition(self._opening)
+        said = before.strip() if opening else parsed.content
+        return ParsedAnswer(said, parsed.calls if self._several else parsed.calls[:1])
 
     def held_back(self, choice: ChoiceState) -> str:
         """Text of a finished choice without calls that was not passed on."""

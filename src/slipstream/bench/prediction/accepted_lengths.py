@@ -98,18 +98,19 @@ class Acceptance:
         rounds = stat(stats, "num_rounds")
         if not rounds:
             raise UsageError("stats: num_rounds=0; allowed: at least one round")
-        accepted, proposed = stat(stats, "accepted_per_position"), stat(stats, "drafted_per_position")
+        accepted, proposed = counts_of(stats, "accepted_per_position"), counts_of(stats, "drafted_per_position")
         chances = tuple(n / rounds for n in accepted), tuple(n / rounds for n in proposed)
         if (drafted := stat(stats, "num_draft_tokens")) <= sum(proposed):
             return cls(*chances)
-        if len(stats.get("nodes_per_position", ())) != len(proposed):
+        told = counts_of(stats, "nodes_per_position") if "nodes_per_position" in stats else ()
+        if len(told) != len(proposed):
             raise UsageError(
                 f"stats: {drafted} draft tokens in {sum(proposed)} places, which were trees, and no counts of their "
                 "branches; allowed: statistics of chains, trees with their rounds beside the statistics, or --alpha "
                 "with --sibling-alpha"
             )
-        nodes = tuple(n / levels for n, levels in zip(stats["nodes_per_position"], proposed, strict=True))
-        return cls(*chances, nodes, tuple(n / rounds for n in stats["branched_per_position"]))
+        nodes = tuple(n / levels for n, levels in zip(told, proposed, strict=True))
+        return cls(*chances, nodes, tuple(n / rounds for n in counts_of(stats, "branched_per_position")))
 
     @property
     def main_chain(self) -> Acceptance:
@@ -144,10 +145,29 @@ class Acceptance:
 
 
 def stat(stats: Mapping[str, Any], name: str) -> Any:
-    """A figure of `Stats.to_dict()`."""
+    """A total of `Stats.to_dict()`."""
+    value = _told(stats, name)
+    if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
+        raise UsageError(f"stats: {name}={value!r:.60}; allowed: a number >= 0")
+    return value
+
+
+def counts_of(stats: Mapping[str, Any], name: str) -> Sequence[int]:
+    """The totals by position of `Stats.to_dict()`."""
+    value = _told(stats, name)
+    if not isinstance(value, list | tuple) or not all(map(_is_count, value)):
+        raise UsageError(f"stats: {name}={value!r:.60}; allowed: a list of whole numbers >= 0")
+    return value
+
+
+def _told(stats: Mapping[str, Any], name: str) -> Any:
     if name not in stats:
         raise UsageError(f"stats: {name} is missing; allowed: what Stats.to_dict() gives")
     return stats[name]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_probability(value: object) -> bool:

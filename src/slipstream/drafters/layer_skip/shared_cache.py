@@ -94,6 +94,9 @@ def parse_layers(text: str, backend: Backend) -> tuple[int, ...]:
         return tuple(range(int(text)))
     spans = [part.partition("-") for part in text.split(",")]
     layers = tuple(i for first, _, last in spans for i in range(int(first), int(last or first) + 1))
+    reversed_spans = any(last and int(last) < int(first) for first, _, last in spans)
+    if reversed_spans or not set(layers) <= set(range(count)):
+        raise UsageError(f"drafter='layer_skip:{text}'; allowed: layers from 0 to {count - 1}, lower numbers first")
     check_layers(layers, count)
     return layers
 

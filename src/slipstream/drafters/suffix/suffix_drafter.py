@@ -43,7 +43,7 @@ class SuffixDrafter:
     It is looked for in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
     `shortest` tokens do not count. A draft follows the most frequent continuation, of equals the latest of the output,
     then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
-    outputs: how many tokens of past outputs are saved, with the last 16 tokens of their prompts; 0 for none.
+    outputs: how many tokens of past outputs are saved of each group of rows, with the last 16 tokens of their prompts; 0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
     acceptance_model: given instead of a threshold; a draft is then as long as it can be and has acceptance
     probabilities, by how often such tokens were accepted before. Whatever is drafted is compared with what the text
@@ -100,6 +100,7 @@ class SuffixDrafter:
         text = self._texts.get(row)
         if text is None or self.acceptance_model is None:
             return [], []
+        text.read(row.tokens, self._stores.of(row.group).automata)  # no draft of its own may have been asked for
         match = text.own.followed(text.own.find(tokens, text.own.end))
         if match.length < self.shortest:
             return [], []
@@ -132,14 +133,16 @@ class SuffixDrafter:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens of past outputs that are saved now."""
+        """Tokens of past outputs that are saved now, of all groups."""
         self._keep_outputs()
-        return self._store.num_tokens
+        return sum(store.num_tokens for store in self._stores)
 
     def memory_bytes(self) -> int:
         """Bytes taken for unfinished rows and past outputs; an upper bound, counted in full."""
         self._keep_outputs()
-        return self._store.memory_bytes() + sum(text.own.memory_bytes() for text in list(self._texts.values()))
+        return sum(store.memory_bytes() for store in self._stores) + sum(
+            text.own.memory_bytes() for text in list(self._texts.values())
+        )
 
     def _draft(self, row: Row, length: int, branches: int, least: float) -> list[Node]:
         """The row's tokens, with an acceptance model as far as they are likely by it."""
@@ -193,20 +196,23 @@ USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
 TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
 
 
-def build(setup: Setup, argument: str) -> SuffixDrafter:
+def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:
     """ "suffix", "suffix:MIN"; p=PERCENT, outputs=TOKENS and store=FILE may follow in this order, joined by "+".
 
-    The file is loaded if it exists. Saving is up to the caller: `SuffixDrafter.save()`.
+    The file is loaded if it exists. Saving is up to the caller: `SuffixDrafter.save()`. before: what stands before the
+    argument where the user wrote it, for messages.
     """
     given = ARGUMENT.fullmatch(f"+{argument}" if argument else "")
     if given is None:
         raise UsageError(
-            f"drafter='suffix:{argument}'; allowed: suffix, suffix:MIN, and p=PERCENT, outputs=TOKENS, store=FILE "
+            f"drafter='{before}{argument}'; allowed: suffix, suffix:MIN, and p=PERCENT, outputs=TOKENS, store=FILE "
             "in this order, joined by +"
         )
     shortest, percent, outputs, file = given.groups()
+    if percent is not None and int(percent) > 100:
+        raise UsageError(f"drafter='{before}{argument}': p={percent}; allowed: p=0 to p=100")
     if percent is not None and setup.shaped:
-        raise UsageError(f"drafter='suffix:{argument}' with a tree; allowed: arguments but p=PERCENT")
+        raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments but p=PERCENT")
     path = Path(file).expanduser() if file else None
     judges = percent is None and (setup.acceptance_probs or setup.shaped)
     branches = setup.siblings if setup.shaped or not setup.siblings else BRANCHES
@@ -223,7 +229,7 @@ def build(setup: Setup, argument: str) -> SuffixDrafter:
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):
         wrong = "outputs=0 keeps nothing" if not drafter.outputs else f"{str(path.parent)!r} is not a folder"
-        raise UsageError(f"drafter='suffix:{argument}': {wrong}; allowed: store=FILE in an existing folder")
+        raise UsageError(f"drafter='{before}{argument}': {wrong}; allowed: store=FILE in an existing folder")
     if path is not None and path.exists():
         drafter.load(path)
     return drafter

@@ -10,7 +10,6 @@ several times as long.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.processor import memory_bytes
 
 WIDTH = 4  # tokens for whose number the layout is chosen
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
@@ -56,11 +56,6 @@ def _has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # there is no public way to ask
 
 
-def _memory() -> int:
-    """Bytes of memory this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def unsupported(model: Any) -> str | None:
     """Why a model cannot be packed, or None if it can."""
     own = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
@@ -77,8 +72,8 @@ def unsupported(model: Any) -> str | None:
         return "the model has no nn.Linear"
     if needs_float32(model.dtype) and not own:
         copies = 4 * sum(linear.weight.numel() for linear in linears)
-        memory = _memory()
-        if copies > SHARE * memory:
+        memory = memory_bytes()
+        if memory is not None and copies > SHARE * memory:
             return (
                 "this processor has no bfloat16 instructions, and float32 copies of the weights would take "
                 f"{copies / 1e9:.0f} of {memory / 1e9:.0f} GB of memory"

@@ -6,6 +6,7 @@ Linux tells in /proc/cpuinfo, macOS by sysctl. On Windows a function of the preb
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used where the system gives its re
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
 DETECTION = Path(__file__).with_name("prebuilt")  # of csrc/detection/, where a wheel has it
-OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_BF16": "bf16"}
+OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ def processor(file: Path = CPU_INFO) -> Processor:
     if AMX[0] in found.flags and not gives_tiles():
         return Processor(found.model_name, found.flags.difference(AMX))
     return found
+
+
+def memory_bytes() -> int | None:
+    """The memory of this machine; None where the system does not tell."""
+    names = getattr(os, "sysconf_names", {})
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in names else None
 
 
 def gives_tiles() -> bool:

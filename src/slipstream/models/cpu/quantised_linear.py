@@ -11,8 +11,6 @@ integers where the processor has instructions for them (VNNI), else packed weigh
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +18,7 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import GROUP
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, pack
+from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear
 from slipstream.models.cpu.processor import processor
 
 BITS = ("int4", "int8")
@@ -153,16 +151,13 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many weights `quantise` would round."""
+    """How many weights of a model would be rounded."""
     return sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and fits(m))
 
 
-def quantise(model: Any, bits: str) -> None:
-    """Replace every `nn.Linear` of a model in place: quantised where the kernels take its shape, else packed."""
-    memory = HugePages()
-    pack(model, lambda linear: rounded(linear, bits, memory))
-
-
 def rounded(linear: nn.Linear, bits: str, memory: HugePages | None = None) -> nn.Module:
-    """What `quantise` puts in a layer's place. memory: for its weights, best shared by the layers of a model."""
+    """What stands in a layer's place: quantised where the kernels take its shape, else packed.
+
+    memory: for its weights, best shared by the layers of a model.
+    """
     return QuantisedLinear(linear, bits, memory) if fits(linear) else PackedLinear(linear, WIDTH)

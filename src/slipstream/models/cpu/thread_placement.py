@@ -66,13 +66,16 @@ def separate_threads(cores: set[int] | None = None) -> bool:
         return False
     if not _TASKS.is_dir() or step_seconds() < SLOW:
         return False
-    workers = _workers()
-    if not _share_a_core([os.getpid(), *workers]):
-        return False  # slow because the machine is busy
-    free = sorted(cores - {_processor(os.getpid())})
-    for worker, core in zip(workers, free, strict=False):
-        os.sched_setaffinity(worker, {core})
-        os.sched_setaffinity(worker, cores)
+    try:
+        workers = _workers()
+        if not _share_a_core([os.getpid(), *workers]):
+            return False  # slow because the machine is busy
+        free = sorted(cores - {_processor(os.getpid())})
+        for worker, core in zip(workers, free, strict=False):
+            os.sched_setaffinity(worker, {core})
+            os.sched_setaffinity(worker, cores)
+    except OSError:  # a thread ended while it was looked at, or nobody may look
+        return False
     log.info("computing threads shared a core and were moved apart; OMP_PROC_BIND=true at the start keeps them apart")
     return True
 

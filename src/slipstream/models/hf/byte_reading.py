@@ -23,27 +23,40 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 EXACT_DECODERS = {"Fuse", "Strip", "Replace", "ByteFallback", "Metaspace", "ByteLevel"}
 
 
+class TokenNames:
+    """What the names of a tokenizer's tokens stand for; UsageError says why they cannot be read."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        parts = _parts(backend.decoder)
+        self._signs = _space_signs(backend.model, parts)
+        self._byte_level = any(part["type"] == "ByteLevel" for part in parts)
+        self._byte_fallback = any(part["type"] == "ByteFallback" for part in parts)
+        added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special = {token.content: number for number, token in added.items() if token.special}
+        self._unknown = None if isinstance(backend.model, models.Unigram) else backend.model.unk_token
+
+    def is_fallback(self, name: str, number: int) -> bool:
+        """Whether a token is one of those for single bytes."""
+        return self._byte_fallback and number not in self._added and BYTE.fullmatch(name) is not None
+
+    def text(self, name: str, number: int) -> bytes | None:
+        """The bytes of a token; None if it stands for no text."""
+        if name in self.special or name == self._unknown:
+            return None
+        if self.is_fallback(name, number):
+            return bytes.fromhex(name[3:-1])
+        if self._byte_level and number not in self._added:
+            return _byte_level(name)
+        return _spaced(name, self._signs).encode()
+
+
 def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens:
     """The tokens of a tokenizer; UsageError says why they cannot be read. opening: see `ByteTokens`."""
-    parts = _parts(backend.decoder)
-    signs = _space_signs(backend.model, parts)
-    byte_level = any(part["type"] == "ByteLevel" for part in parts)
-    byte_fallback = any(part["type"] == "ByteFallback" for part in parts)
-    added = backend.get_added_tokens_decoder()
-    special = {token.content: number for number, token in added.items() if token.special}
-    unknown = None if isinstance(backend.model, models.Unigram) else backend.model.unk_token
-    texts: dict[int, bytes] = {}
-    fallback = set()
-    for token, number in backend.get_vocab(with_added_tokens=True).items():
-        if token in special or token == unknown:
-            continue
-        if byte_fallback and number not in added and (found := BYTE.fullmatch(token)):
-            texts[number] = bytes([int(found[1], 16)])
-            fallback.add(number)
-        elif byte_level and number not in added:
-            texts[number] = _byte_level(token)
-        else:
-            texts[number] = _spaced(token, signs).encode()
+    names, vocabulary = TokenNames(backend), backend.get_vocab(with_added_tokens=True)
+    read = {number: names.text(name, number) for name, number in vocabulary.items()}
+    texts = {number: text for number, text in read.items() if text is not None}
+    fallback = {number for name, number in vocabulary.items() if number in texts and names.is_fallback(name, number)}
     inside = _plain(backend, inside=True)
     beginning = _plain(backend, inside=False) if _adds_space(backend) else inside
 
@@ -52,7 +65,7 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
 
     first = encode("a", True).ids[:1]
     adds_space = bool(first) and texts.get(first[0], b"")[:1] == b" "
-    return ByteTokens(texts, special, encode, frozenset(fallback), opening, adds_space)
+    return ByteTokens(texts, names.special, encode, frozenset(fallback), opening, adds_space)
 
 
 def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:

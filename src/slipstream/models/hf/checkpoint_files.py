@@ -12,7 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.weights import READER_ERRORS
+from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.weights import READER_ERRORS, extra_bias, warn_of_unused
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,17 +29,22 @@ def file_of(source: str, name: str) -> Path | None:
 
 
 class CheckpointFiles:
-    """The tensors of a model's safetensors files. metadata: of all files; shapes: by tensor."""
+    """The tensors of a model's safetensors files. metadata: of all files; shapes: by tensor; used: names, as noted."""
 
     def __init__(self, source: str, folder: str) -> None:
         """source: as the user named the model; folder: it resolved, a folder or hub id."""
         self.source, self.metadata = source, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.used = set[str]()
         self._files: dict[str, Any] = {}
         for file in _paths(source, folder):
             header = self._header(file)
             self.metadata |= header.pop("__metadata__", {})
-            opened = safe_open(file, framework="pt")
+            try:
+                opened = safe_open(file, framework="pt")
+            except READER_ERRORS as error:
+                reason = one_line(error)
+                raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
             for name, entry in header.items():
                 self.shapes[name], self._files[name] = tuple(entry["shape"]), opened
 
@@ -71,6 +77,15 @@ class CheckpointFiles:
         if found.is_floating_point() and not bool(torch.isfinite(found).all()):
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
         return found
+
+    def check_unused(self) -> None:
+        """Refuse biases that the model would leave out; biases of zeros, which some quantisers add, are nothing."""
+        left = [name for name in self.shapes if name not in self.used]
+        for name in [name for name in left if name.endswith(".bias")]:
+            if bool(self.tensor(name, None, FLOATS).any()):
+                raise extra_bias(self.source, name)
+            left.remove(name)
+        warn_of_unused(self.source, left)
 
     def wrong(self, name: str, found: str, allowed: str) -> SlipstreamError:
         """What to raise about a tensor."""

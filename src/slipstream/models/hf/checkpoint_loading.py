@@ -15,9 +15,16 @@ from slipstream.models.hf.checkpoint_files import CheckpointFiles, file_of
 from slipstream.models.hf.model_files import not_loaded, resolve
 from slipstream.models.hf.packed_matrices import PackedMatrices
 from slipstream.models.hf.quantisation_schemes import Scheme, scheme_of
-from slipstream.models.hf.quantised_checkpoint import CheckpointTensors, extra_bias, unpacked_weights
+from slipstream.models.hf.quantised_checkpoint import CheckpointTensors, unpacked_weights
 from slipstream.models.hf.rounded_weights import RoundedTensors
-from slipstream.models.hf.weights import DTYPES, READER_ERRORS, check_weights, device_named, quietly
+from slipstream.models.hf.weights import (
+    DTYPES,
+    READER_ERRORS,
+    check_weights,
+    device_named,
+    extra_bias,
+    quietly,
+)
 from slipstream.models.loaded import LoadOptions
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -91,8 +98,11 @@ class _Checkpoint:
         """The model with what the checkpoint says of generation, such as the tokens that end a text."""
         from transformers import GenerationConfig
 
-        if file_of(self.folder, GENERATION) is not None:
-            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        try:
+            if file_of(self.folder, GENERATION) is not None:
+                model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        except READER_ERRORS as error:
+            raise not_loaded(self.source, self.folder, error) from error
         return model
 
     def _leave_out_biases(self, weights: dict[str, Tensor], parameters: set[str]) -> None:
@@ -137,9 +147,9 @@ class QuantisedCheckpoint(_Checkpoint):
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         """See `Quantised.in_blocks`."""
         check_kernels()
-        tensors = CheckpointTensors(self._matrices())
-        model = fill(self._empty(), tensors, activations)
-        tensors.check_unused()
+        matrices = self._matrices()
+        model = fill(self._empty(), CheckpointTensors(matrices), activations)
+        matrices.files.check_unused()
         return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
@@ -162,8 +172,11 @@ class RoundedCheckpoint(_Checkpoint):
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         """See `Quantised.in_blocks`."""
         check_kernels()
-        model = self._empty()
-        return self.folder, fill(model, self._tensors(model)[0], activations)
+        empty = self._empty()
+        tensors, files = self._tensors(empty)
+        model = fill(empty, tensors, activations)
+        files.check_unused()
+        return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
         """See `Quantised.unpacked`: what the quantised weights mean."""

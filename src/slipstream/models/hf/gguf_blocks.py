@@ -12,6 +12,7 @@ from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader
 from slipstream.models.hf.gguf_packing import PackedAhead
+from slipstream.models.hf.gguf_rope import scale_positions
 from slipstream.models.hf.gguf_tensors import GGUFTensors, check_kind
 
 
@@ -34,7 +35,11 @@ def model_of_blocks(header: GGUFHeader, folder: Path, activations: str, ahead: P
 
         made = AutoConfig.from_pretrained(folder)
         made.tie_word_embeddings = "output.weight" not in header.tensors
+        scale_positions(made, header)
         return made
 
     model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
-    return fill(model, GGUFTensors(header, model, ahead), activations)
+    tensors = GGUFTensors(header, model, ahead)
+    filled = fill(model, tensors, activations)
+    tensors.check_unused()
+    return filled

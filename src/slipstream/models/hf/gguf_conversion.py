@@ -22,6 +22,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
+from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.gguf_rope import scale_positions
 from slipstream.models.hf.model_files import one_line
 from slipstream.models.hf.weights import READER_ERRORS, check_weights, quietly
 
@@ -83,13 +85,17 @@ def dequantised(file: Path, dtype: torch.dtype) -> Any:
 
 def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]:
     """The dequantised model and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    header = read_header(file)
     try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        scale_positions(config, header)
         with _tensors_shown_by(progress):
             model, report = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
+                config=config,
                 dtype=dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

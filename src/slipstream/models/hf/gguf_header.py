@@ -53,13 +53,17 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """architecture: as the file has it; digest, size: of all that stands before the tensors' data, in bytes."""
+    """architecture: as the file has it; digest, size: of all that stands before the tensors' data, in bytes.
+
+    scaling: the metadata `rope.scaling.*` of the architecture.
+    """
 
     file: Path
     architecture: str
     tensors: dict[str, TensorEntry]
     digest: str
     size: int
+    scaling: dict[str, Any]
 
     def check(self) -> None:
         """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
@@ -148,6 +152,8 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         if inner in SCALARS:
             self.at += count * struct.calcsize(f"<{SCALARS[inner]}")
+            if self.at > len(self.data):
+                raise EOFError(f"an array of {count} numbers")
         elif inner == STRING:
             self._skip_strings(count)
         else:
@@ -205,4 +211,12 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     data = -(-reader.at // alignment) * alignment
     digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
     tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, (kind, shape, offset) in found.items()}
-    return GGUFHeader(file, str(values.get("general.architecture", "")), tensors, digest, reader.at)
+    architecture = str(values.get("general.architecture", ""))
+    scaling = {name: value for key, value in values.items() if (name := _after(key, f"{architecture}.rope.scaling."))}
+    if (linear := values.get(f"{architecture}.rope.scale_linear")) is not None:  # as it was written once
+        scaling = {"factor": linear} | scaling
+    return GGUFHeader(file, architecture, tensors, digest, reader.at, scaling)
+
+
+def _after(text: str, beginning: str) -> str:
+    return text.removeprefix(beginning) if text.startswith(beginning) else ""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 
+from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.block_structs import FilePieceStruct
 from slipstream.models.cpu.huge_pages import HugePages
@@ -54,8 +56,12 @@ class PackedAhead:
         with self._header.file.open("rb", buffering=0) as stream:
             count = ctypes.c_int64(len(self._pieces))
             failed = pack(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
-        if failed >= 0:
-            raise ends_within(self._header.file, self._of[failed])
+        if failed < 0:
+            return
+        entry = self._of[failed]
+        if self._header.file.stat().st_size < entry.start + prod(entry.shape[:-1]) * (entry.row_bytes or 0):
+            raise ends_within(self._header.file, entry)
+        raise SlipstreamError(f"model {str(self._header.file)!r}: tensor {entry.name!r} could not be read into memory")
 
     def part(self, name: str) -> BlockPart | None:
         """The matrix of this name, once all are packed; None if it is not among those packed here."""
@@ -74,7 +80,8 @@ class PackedAhead:
 
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
-    return len(entry.shape) == 2 and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+    whole = len(entry.shape) == 2 and 0 not in entry.shape
+    return whole and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:

@@ -16,7 +16,9 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
 from slipstream.models.hf.gguf_packing import PackedAhead, stays_in_file
+from slipstream.models.hf.gguf_rope import FACTORS
 from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile
+from slipstream.models.hf.weights import extra_bias, warn_of_unused
 
 SUPPORTED = ", ".join(block.name for block in FORMATS)
 
@@ -55,6 +57,7 @@ class GGUFTensors:
         except NotImplementedError as error:
             raise NotInBlocksError(str(error)) from error
         self._ahead, self._reader, self._memory = ahead, RowReader(header.file), HugePages()
+        self._used = {FACTORS}
 
     def of(self, parameter: str) -> NamedTensor | None:
         """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
@@ -62,20 +65,24 @@ class GGUFTensors:
         entry = self.header.tensors.get(self._names.get(parameter, ""))
         if entry is None:
             return None
+        self._used.add(entry.name)
         shape = (entry.shape[0], 2) if len(entry.shape) == 2 else (entry.shape[0],)
         if len(entry.shape) > 2:
-            raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions")
+            raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions; computed with: 1 and 2")
         numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
         changed = self._processed(entry, numbers.copy())
         if changed.shape != shape:
-            raise NotInBlocksError(f"tensor {entry.name!r} has another shape in the model")
+            raise NotInBlocksError(
+                f"tensor {entry.name!r} is {list(shape)} in the file and {list(changed.shape)} in the model; "
+                "computed with: the same shape"
+            )
         if (changed == numbers).all():
             return NamedTensor(entry)
         if len(shape) == 1:
             return NamedTensor(entry)  # `values` processes what it reads
         order = (changed[:, 0] / 2).astype(numpy.int64)
         if sorted(order) != list(range(shape[0])) or (changed != numbers[order]).any():
-            raise NotInBlocksError(f"tensor {entry.name!r} has other numbers in the model")
+            raise NotInBlocksError(f"tensor {entry.name!r} has other numbers in the model; computed with: the file's")
         return NamedTensor(entry, order)
 
     def _processed(self, entry: TensorEntry, numbers: Any) -> Any:
@@ -83,18 +90,21 @@ class GGUFTensors:
         given = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
         result = self._processor.process(weights=numbers, name=entry.name, **given)
         if result.name != entry.name or result.weights is None:
-            raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's")
+            raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's; computed with: one each")
         return result.weights
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter [shape] in float32, from a tensor of floating point numbers or of blocks."""
         named = self.of(parameter)
         if named is None:
-            raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
+            raise self._missing(parameter)
         entry = named.entry
         self.check_shape(entry, shape)
         if entry.kind not in FLOATS:
-            raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}, a vector or a table")
+            raise NotInBlocksError(
+                f"tensor {entry.name!r} is of type {entry.kind_name}, a vector or a table; "
+                "computed with: F32, F16, BF16"
+            )
         count = int(numpy.prod(entry.shape))
         with self.header.file.open("rb") as stream:
             stream.seek(entry.start)
@@ -103,6 +113,11 @@ class GGUFTensors:
         numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
         return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
 
+    def _missing(self, parameter: str) -> SlipstreamError:
+        name = self._names.get(parameter)
+        sought = f"{name!r}, which is {parameter!r}" if name else f"for {parameter!r}"
+        return SlipstreamError(f"model {str(self.header.file)!r} has no tensor {sought} of the architecture")
+
     def check_shape(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
         """Refuse a tensor of another shape than the configuration says."""
         if entry.shape != shape:
@@ -110,6 +125,14 @@ class GGUFTensors:
                 f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(entry.shape)}; "
                 f"allowed: {list(shape)}, by the file's own configuration"
             )
+
+    def check_unused(self) -> None:
+        """Refuse a file with biases that the model would leave out; other tensors are named in the log."""
+        left = sorted(self.header.tensors.keys() - self._used)
+        for name in left:
+            if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._used:
+                raise extra_bias(str(self.header.file), name)
+        warn_of_unused(str(self.header.file), left)
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
@@ -127,7 +150,7 @@ class GGUFTensors:
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:
         named = self.of(parameter)
         if named is None:
-            raise SlipstreamError(f"model {str(self.header.file)!r} has no tensor for {parameter!r}")
+            raise self._missing(parameter)
         self.check_shape(named.entry, shape)
         check_kind(named.entry)
         return named

@@ -12,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
+from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
 from slipstream.models.hf.model_files import one_line
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 from slipstream.text.prompts import check_text
@@ -27,6 +28,7 @@ class HFTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
         self._backend_decodes = _backend_alone_decodes(type(tokenizer))
+        self._names: TokenNames | None = None
 
     @property
     def has_chat_template(self) -> bool:
@@ -112,13 +114,22 @@ class HFTokenizer:
 
     def byte_tokens(self) -> ByteTokens:
         """See `ReadableAsBytes.byte_tokens`."""
-        from slipstream.models.hf.byte_reading import read_byte_tokens
-
-        if not getattr(self.inner, "is_fast", False):
-            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
+        backend = self._telling_backend()
         whole, bare = self.encode("a"), self.bare("a")
         opened = bool(bare) and whole[-len(bare) :] == bare
-        return read_byte_tokens(self.inner.backend_tokenizer, tuple(whole[: -len(bare)]) if opened else ())
+        return read_byte_tokens(backend, tuple(whole[: -len(bare)]) if opened else ())
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """See `ReadableAsBytes.bytes_of`."""
+        backend = self._telling_backend()
+        self._names = self._names or TokenNames(backend)
+        name = backend.id_to_token(token)
+        return None if name is None else self._names.text(name, token)
+
+    def _telling_backend(self) -> Any:
+        if not getattr(self.inner, "is_fast", False):
+            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
+        return self.inner.backend_tokenizer
 
 
 def _backend_alone_decodes(kind: Any) -> bool:

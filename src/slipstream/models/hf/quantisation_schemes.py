@@ -79,6 +79,9 @@ def _check_packed(read: _Reader, quantisation: Mapping[str, Any]) -> None:
     if not isinstance(groups, Mapping):
         raise read.wrong("config_groups", groups, "a mapping")
     read.one_of("format", (PACKED, "mixed-precision"))
+    for name in ("transform_config", "kv_cache_scheme"):
+        if quantisation.get(name):
+            raise read.wrong(name, quantisation[name], "none: only weights are quantised, and not rotated on the way")
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or weights.get("type", "int") != "int":
@@ -87,5 +90,6 @@ def _check_packed(read: _Reader, quantisation: Mapping[str, Any]) -> None:
             raise read.wrong(f"config_groups.{name}.format", group["format"], PACKED)
         if weights.get("num_bits") not in BITS:
             raise read.wrong(f"config_groups.{name}.weights.num_bits", weights.get("num_bits"), "2, 4, 8")
-        if (activations := group.get("input_activations")) is not None:
-            raise read.wrong(f"config_groups.{name}.input_activations", activations, "null: only weights are quantised")
+        for which in ("input_activations", "output_activations"):
+            if group.get(which) is not None:
+                raise read.wrong(f"config_groups.{name}.{which}", group[which], "null: only weights are quantised")

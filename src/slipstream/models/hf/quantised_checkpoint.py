@@ -6,7 +6,6 @@ floating point (norms, embeddings, mostly the output layer) stays as it is.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError, number_format
 from slipstream.models.hf.checkpoint_files import FLOATS
 from slipstream.models.hf.packed_matrices import PackedMatrices
 
-log = logging.getLogger("slipstream")
-
 WEIGHT = ".weight"
 
 
@@ -28,11 +25,10 @@ class CheckpointTensors:
 
     def __init__(self, matrices: PackedMatrices) -> None:
         self._matrices, self._files = matrices, matrices.files
-        self._used = set[str]()
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """See `TensorSource.values`."""
-        self._used.add(parameter)
+        self._files.used.add(parameter)
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
@@ -41,7 +37,7 @@ class CheckpointTensors:
         matrix = self._matrices.of(module, shape)
         if matrix is None:
             return self._numbers(parameter, shape, library)
-        self._used.update(self._matrices.tensors_of(module))
+        self._files.used.update(self._matrices.tensors_of(module))
         try:
             block, rows = matrix.in_blocks()
         except NotInBlocksError as error:
@@ -54,7 +50,7 @@ class CheckpointTensors:
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix that was not quantised."""
-        self._used.add(parameter)
+        self._files.used.add(parameter)
         dtype = self._files.rows(parameter, shape, FLOATS, 0, 1).dtype
         try:
             block = number_format(dtype, shape[1])
@@ -65,25 +61,6 @@ class CheckpointTensors:
             return self._files.rows(parameter, shape, FLOATS, first, last).contiguous().view(torch.uint8).numpy()
 
         return BlockPart(block, shape, rows, library)
-
-    def check_unused(self) -> None:
-        """Refuse biases that the model would leave out; biases of zeros, which some quantisers add, are nothing."""
-        left = [name for name in self._files.shapes if name not in self._used]
-        for name in [name for name in left if name.endswith(".bias")]:
-            if bool(self._files.tensor(name, None, FLOATS).any()):
-                raise extra_bias(self._files.source, name)
-            left.remove(name)
-        if left:
-            log.warning(
-                "model %s: %d weights of the file are not used, first %s", self._files.source, len(left), min(left)
-            )
-
-
-def extra_bias(source: str, name: str) -> SlipstreamError:
-    """What to raise about a bias that the model has not."""
-    return SlipstreamError(
-        f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
-    )
 
 
 def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, Tensor]:

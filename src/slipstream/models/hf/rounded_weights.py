@@ -75,10 +75,12 @@ class RoundedTensors:
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
         """See `TensorSource.values`."""
+        self._files.used.add(parameter)
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """See `TensorSource.part`."""
+        self._files.used.add(parameter)
         block, bits = self._block(parameter)
         if shape[1] % INPUTS:
             raise NotInBlocksError(f"tensor {parameter!r} has {shape[1]} inputs; allowed: multiples of {INPUTS}")

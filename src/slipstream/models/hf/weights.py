@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,20 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
     ]
     if other and not allow_mismatches:
         raise SlipstreamError(f"model {source!r}: {len(other)} weights have another shape, first {_some(other, '; ')}")
-    if unexpected := sorted(report["unexpected_keys"]):
-        log.warning("model %s: %d weights of the file are not used, first %s", source, len(unexpected), unexpected[0])
+    warn_of_unused(source, report["unexpected_keys"])
+
+
+def warn_of_unused(source: str, names: Iterable[str]) -> None:
+    """Say in the log which weights a model leaves out, if any."""
+    if left := sorted(names):
+        log.warning("model %s: %d weights of the file are not used, first %s", source, len(left), left[0])
+
+
+def extra_bias(source: str, name: str) -> SlipstreamError:
+    """What to raise about a bias that the model has not."""
+    return SlipstreamError(
+        f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
+    )
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:

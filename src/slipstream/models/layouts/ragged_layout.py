@@ -121,7 +121,7 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
         answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
         for segment in segments:
-            table.has_read(segment.slot, segment.count)
+            table.note_read(segment.slot, segment.count)
 
 
 def forward_segments(

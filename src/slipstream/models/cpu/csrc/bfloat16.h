@@ -1,8 +1,8 @@
 /* bfloat16 numbers over the vectors of blocks/simd.h, by the instructions that the compiler was told of.
  *
  * AVX-512 with bfloat16 multiplies pairs of numbers and rounds as its instruction does; all others widen numbers to
- * float32, or multiply 4-bit codes as integers (int4_dots.h). So bits differ between them, and each has the same ones at
- * every width.
+ * float32, or multiply 4-bit codes as integers (int4_dots.h). So bits differ between them. 12-bit weights have the same
+ * ones at every width, those of 4-bit drafts may differ (int4_pairs.h).
  */
 #pragma once
 

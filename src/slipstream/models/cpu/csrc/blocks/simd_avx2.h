@@ -80,9 +80,6 @@ ALWAYS __m256 eight_powers(__m256 n) {
 ALWAYS floats power_of_two(floats n) { return FLOATS(eight_powers(n.a), eight_powers(n.b)); }
 
 ALWAYS ints all_ints(int32_t x) { return INTS(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
-ALWAYS void store_ints(int32_t *to, ints x) {
-    _mm256_storeu_si256((void *)to, x.a), _mm256_storeu_si256((void *)(to + 8), x.b);
-}
 ALWAYS ints to_ints(floats x) { return INTS(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); }
 ALWAYS floats to_floats(ints x) { return FLOATS(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
 ALWAYS ints add_ints(ints x, ints y) { return INTS(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)); }

@@ -47,7 +47,6 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
-ALWAYS void store_ints(int32_t *to, ints x) { _mm512_storeu_si512(to, x); }
 ALWAYS ints to_ints(floats x) { return _mm512_cvtps_epi32(x); }
 ALWAYS floats to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 ALWAYS ints add_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }

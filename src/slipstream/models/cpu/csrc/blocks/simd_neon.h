@@ -83,7 +83,6 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { ints y; EACH y.val[i] = vdupq_n_s32(x); return y; }
-ALWAYS void store_ints(int32_t *to, ints x) { EACH vst1q_s32(to + 4 * i, x.val[i]); }
 /* What is no number or too large becomes INT32_MIN, as by x86's instructions. */
 ALWAYS ints to_ints(floats x) {
     ints y;

@@ -59,7 +59,6 @@ ALWAYS floats power_of_two(floats n) {
 }
 
 ALWAYS ints all_ints(int32_t x) { ints y; EACH y.v[i] = x; return y; }
-ALWAYS void store_ints(int32_t *to, ints x) { memcpy(to, x.v, sizeof x.v); }
 /* What is no number or too large becomes INT32_MIN, as by the instructions. */
 ALWAYS ints to_ints(floats x) {
     ints y;
