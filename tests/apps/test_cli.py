@@ -186,7 +186,7 @@ def test_settings_come_from_a_config_file_and_unknown_keys_are_refused(capsys, m
 def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -> None:
     from slipstream.decoder import SpeculativeDecoder
 
-    whole, file = SpeculativeDecoder.rounds, tmp_path / "out.json"
+    whole, file = SpeculativeDecoder.run, tmp_path / "out.json"
 
     def interrupted(self, *args, **kwargs):
         for number, done in enumerate(whole(self, *args, **kwargs)):
@@ -194,12 +194,12 @@ def test_ctrl_c_prints_what_was_generated(capsys, monkeypatch, tmp_path: Path) -
                 raise KeyboardInterrupt
             yield done
 
-    monkeypatch.setattr(SpeculativeDecoder, "rounds", interrupted)
+    monkeypatch.setattr(SpeculativeDecoder, "run", interrupted)
     flags = ("--drafter", "none", "--json", str(file))
     code, out, _ = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "-p", "A sparrow", *flags)
     results = json.loads(file.read_text())["results"]
     assert code == 0 and [r["finish_reason"] for r in results] == ["interrupted"] * 2
-    assert all(len(r["token_ids"]) == 3 and r["text"] in out for r in results)
+    assert all(len(r["token_ids"]) == 4 and r["text"] in out for r in results)
 
 
 def test_the_installed_command_starts_and_names_its_version() -> None:
@@ -254,3 +254,21 @@ def test_debug_shows_every_round(capsys, monkeypatch, more: tuple[str, ...], tmp
 def test_compare_and_demo_take_debug(capsys, monkeypatch) -> None:
     _, _, err = run(capsys, monkeypatch, "compare", *TOY, "--draft", "toy:2", *LENGTH, *PROMPT, "--debug")
     assert "-rejected-" in err
+
+
+def test_a_text_that_fails_among_others_is_told_with_exit_code_1(capsys, monkeypatch, tmp_path: Path) -> None:
+    """A constraint and a biased-away token leave nothing to choose from."""
+    file = tmp_path / "out.json"
+    flags = ("--regex", "ab", "--logit-bias", "97=-inf", "--max-tokens", "4", "--json", str(file))
+    code, _, err = run(capsys, monkeypatch, "generate", *TOY, *PROMPT, "-p", "A sparrow", *flags)
+    results = json.loads(file.read_text())["results"]
+    assert code == 1 and len(results) == 2 and "Traceback" not in err
+    assert all(one["finish_reason"] == "error" and "no token" in one["error"] for one in results)
+
+
+def test_statistics_of_a_batch_say_that_a_rule_is_lossy(capsys, monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    lossy = ("--draft", "toy:3", "--acceptance", "typical", "--max-tokens", "4", "--json", str(file))
+    for more in ((), ("-p", "A sparrow")):
+        assert run(capsys, monkeypatch, "generate", *TOY, *PROMPT, *more, *lossy)[0] == 0
+        assert not json.loads(file.read_text())["results"][0]["stats"]["lossless"]

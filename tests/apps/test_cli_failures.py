@@ -62,6 +62,7 @@ def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, 
         (("verify", "--category", "stories"), "category 'stories' is not in the demonstration's prompts"),
         (("generate", "-p", "A", "--category", "x"), "--category and --limit choose from a --prompt-file"),
         (("generate", "-p", "A", "--limit", "2"), "--category and --limit choose from a --prompt-file"),
+        (("generate", "-p", "A", "--num-draft-tokens=--5"), "num_draft_tokens='--5'"),
     ],
 )
 def test_what_would_do_nothing_is_refused(capsys, monkeypatch, arguments: tuple[str, ...], message: str) -> None:

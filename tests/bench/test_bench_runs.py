@@ -210,3 +210,15 @@ def test_arms_that_cannot_be_are_refused_before_anything_runs(arms: str, params:
         Lineup(toy(), parse_arms(arms), params)
     with pytest.raises(UsageError, match="needs a draft model"):
         Lineup(SpeculativeDecoder("toy"), parse_arms("none,model"), GREEDY)
+
+
+def test_a_run_with_a_failed_arm_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    spy, runner = spied(tmp_path, "none,ngram")
+    spy.broken["ngram"] = RuntimeError("out of memory")
+    made = runner.run([])
+    first = [next(made), next(made)]
+    assert [run.error is None for run in first] == [True, False]
+    again = Runner(Spy(toy(), spy.arms, GREEDY), runner.plan, tmp_path)
+    rest = list(again.run(read_records(tmp_path)[1]))
+    assert [run.key for run in (*first, *rest)] == [one.key for one in runner.plan]
+    assert all(run.error is None for run in rest)

@@ -189,6 +189,11 @@ def test_expected_tokens_are_those_of_the_run() -> None:
         (lambda: Acceptance.by_position([0.5, 0.5], [1.0]), "the same number"),
         (lambda: Acceptance.from_stats(Stats().to_dict()), "num_rounds=0"),
         (lambda: Acceptance.from_stats({}), "num_rounds is missing"),
+        (lambda: Acceptance.from_stats(Stats().to_dict() | {"num_rounds": "9"}), "num_rounds='9'; allowed: a number"),
+        (
+            lambda: Acceptance.from_stats(Stats(num_rounds=1).to_dict() | {"accepted_per_position": None}),
+            "accepted_per_position=None; allowed: a list of whole numbers",
+        ),
         (lambda: expected_tokens(0.5, -1), "num_draft_tokens=-1"),
         (lambda: expected_tokens(RAGGED, 5), "num_draft_tokens=5; allowed: at most 4"),
         (lambda: expected_tokens(0.5, 65), "at most 64"),

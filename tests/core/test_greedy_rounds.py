@@ -15,6 +15,8 @@ from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import GreedyRounds
+from slipstream.core.rng import Race
+from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
@@ -24,6 +26,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf import pretrained as loading
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import LoadOptions
+from slipstream.sampling.sampler import Sampler
 
 GREEDY = SamplingParams(max_tokens=30)
 
@@ -151,3 +154,22 @@ def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: 
         decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), num_draft_tokens=3, reproducible=False)
         texts.append([result.token_ids for result in decoder.generate(prompts((4, 20, 9)), GREEDY)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("cache_audit")
+def test_rows_that_others_draft_for_keep_no_draft_of_the_models_own() -> None:
+    backend = Counting(perturbed("llama"))
+    session, size = Session(backend), backend.vocab_size
+    session.reserve(2, 64)
+    rows = [Row(i, ids, GREEDY, i) for i, ids in enumerate(prompts((5, 9)))]
+    sampler = Sampler(rows, Race(size, torch.device("cpu")), size, torch.device("cpu"))
+    drafter = ModelDrafter(session, size)
+    with torch.inference_mode():
+        first = drafter.propose(rows, [4, 0], sampler)
+        others = (first.tokens[1, :3] + 1) % size  # what retrieval drafted, and the target accepted
+        for row, accepted in zip(rows, (first.tokens[0, :2], others), strict=True):
+            tokens = tuple(accepted.tolist())
+            row.rounds.append(Round(row.index, 0, 2, len(row.tokens), tokens, tokens, len(tokens), False))
+            row.tokens += tokens
+        drafter.propose(rows, [4, 4], sampler)  # the audit compares what the slots hold
+    assert backend.calls["drafted"] == 2

@@ -255,3 +255,14 @@ def test_an_interrupted_row_goes_on_where_it_was() -> None:
 def test_the_decoder_names_a_token_outside_the_vocabulary() -> None:
     with pytest.raises(UsageError, match=f"token id {VOCAB}; allowed: 0 to {VOCAB - 1}"):
         tiny_decoder("none").generate([[1, VOCAB]], GREEDY)
+
+
+@pytest.mark.parametrize("more", [1, 90])
+def test_a_draft_longer_than_asked_for_is_refused(more: int) -> None:
+    class Greedy:
+        def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+            return Draft.from_lists([[1] * (length + more) for length in lengths], sampler.device)
+
+    decoder = SpeculativeDecoder("toy", drafter=Greedy(), num_draft_tokens=3)
+    with pytest.raises(UsageError, match=rf"Greedy returned {3 + more} tokens for row 0; allowed: 0 to the 3 "):
+        decoder.generate("The heron", SamplingParams(max_tokens=20))

@@ -310,10 +310,10 @@ def test_it_stops_as_the_draft_model_does(llama: Any) -> None:
     [
         ("0", "from 1 to 4 layers"),
         ("5", "from 1 to 4 layers"),
-        ("2-9", "at least one of 0 to 3"),
+        ("2-9", "'layer_skip:2-9'; allowed: layers from 0 to 3"),
         ("3,1", "each once, ascending"),
         ("1,1", "each once, ascending"),
-        ("3-1", "at least one of 0 to 3"),
+        ("3-1", "'layer_skip:3-1'; allowed: layers from 0 to 3, lower numbers first"),
         ("2+p=100", "PERCENT from 0 to 99"),
         ("+p=30", "or layer_skip:p=PERCENT"),
         ("-1", "a list like layer_skip:0-7,12"),

@@ -378,7 +378,7 @@ def test_arguments_are_read() -> None:
     [
         ("0", "shortest=0 .* allowed: 1 to 32"),
         ("33", "shortest=33"),
-        ("2+p=101", "threshold=1.01 .* allowed: 0 to 1"),
+        ("2+p=101", r"'suffix:2\+p=101': p=101; allowed: p=0 to p=100"),
         ("outputs=63", "outputs=63 .* allowed: 0, or 64 to"),
         ("outputs=99999999", "outputs=99999999"),
         ("p=0.5", "allowed: suffix, suffix:MIN"),
@@ -421,3 +421,20 @@ def test_chains_end_where_a_token_pays_no_more_but_for_rows_that_ask_for_a_lengt
     least = 1.0  # of the first row nothing can be useful; 0.9 of the other one counts no more than before
     draft = drafter.propose(rows, [8, 8], Sampler(rows, Race(SIZE, CPU), SIZE, CPU))
     assert draft.lengths == (0, 8)
+
+
+def test_a_row_that_was_asked_for_nothing_is_gone_on_with_from_its_newest_text() -> None:
+    setup = Setup(torch.device("cpu"), 256, acceptance_probs=True)
+    row = Row(0, list(b"abcdef12 abcdef12 uvwxyf34 uvwxyf34 abcde"), SamplingParams(max_tokens=90), 0)
+
+    def extended(drafter: SuffixDrafter) -> list[int]:
+        found: list[int] = drafter.extend(row, list(b"f"), 6, 1.0)[0]
+        return found
+
+    used, new = (suffix.build(setup, "") for _ in range(2))
+    sampler = Sampler([row], Race(256, torch.device("cpu")), 256, torch.device("cpu"))
+    used.propose([row], [4], sampler)
+    row.tokens += list(b" uvwxy")
+    used.propose([row], [0], sampler)
+    new.propose([row], [4], sampler)
+    assert extended(used) == extended(new) and bytes(extended(new)).startswith(b"34 ")

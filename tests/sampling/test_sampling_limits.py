@@ -13,6 +13,7 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
+from slipstream.drafters.model import ModelDrafter
 from slipstream.sampling.request_processors import check_stateless
 from slipstream.sampling.sampler import Sampler
 
@@ -65,6 +66,15 @@ def test_processor_with_a_state_of_its_own_is_refused_by_name(processor: Any) ->
     message = str(error)
     assert position == 0 and isinstance(error, UsageError)
     assert message.startswith(f"logits_processors: {type(processor).__name__} keeps state") and "\n" not in message
+
+
+def test_what_is_refused_while_drafting_is_refused_again_when_it_counts() -> None:
+    sampler = sampler_of(temperature=1.0, logits_processors=[Remembers()])
+    for _ in range(2):
+        sampler.scores(logits_of(1), NO_DRAFT)
+        assert "keeps state" in str(sampler.failures[0][1])
+        sampler.drafted()
+        assert not sampler.failures
 
 
 def test_processor_without_state_is_called_like_generate_calls_it() -> None:
@@ -257,3 +267,21 @@ def test_processor_with_another_answer_is_named_and_told_what_is_expected(
     with pytest.raises(SlipstreamError, match=f"logits_processors: {name} returned {found}; {expected}") as refusal:
         SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
     assert "\n" not in str(refusal.value)
+
+
+def centred(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Has no numbers to give where a token is impossible, as in what a draft model with fewer tokens says."""
+    return scores - scores.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_that_fails_on_the_draft_models_logits_fails_no_text(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ModelDrafter._fit
+    lacking = torch.tensor([ord("Q")])
+    monkeypatch.setattr(ModelDrafter, "_fit", lambda self, logits: whole(self, logits).index_fill(-1, lacking, NEVER))
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=2, logits_processors=[centred])
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
+    drafted = SpeculativeDecoder("toy", "toy:3", drafter="model", num_draft_tokens=4).generate("The heron", params)
+    assert drafted.token_ids == plain.token_ids and drafted.stats.num_draft_tokens > 0

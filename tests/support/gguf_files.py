@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,16 @@ def dequantised(block: BlockFormat, raw: Any) -> Tensor:
         return torch.from_numpy(dequantize(raw, GGMLQuantizationType(block.number)).astype(numpy.float32))
 
 
-def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str = "Q8_0", **changes: Any) -> Any:
+def write_model(
+    path: Path,
+    name: str = "llama",
+    kinds: Mapping[str, str] | str = "Q8_0",
+    more: Callable[[Any], None] = lambda writer: None,
+    **changes: Any,
+) -> Any:
     """Write a tiny random model; returns it, with the numbers of the file where no rows are reordered.
 
+    more: adds further values and tensors to the file.
     kinds: the type of matrices whose name holds a key; "" is that of the others. Types that the gguf package cannot
     make of numbers (Q4_K and the like) get random blocks.
     """
@@ -82,6 +89,7 @@ def write_model(path: Path, name: str = "llama", kinds: Mapping[str, str] | str 
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer)
+    more(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:

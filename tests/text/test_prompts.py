@@ -72,6 +72,7 @@ def test_a_users_own_files_read_the_same_way(tmp_path: Path) -> None:
         ('{"prompt": "x"}\n{"turns": []}', 'line 2: no text; allowed: {"prompt": text}'),
         ('{"turns": [7]}', "line 1: no text"),
         ("[1]", "line 1: no text"),
+        ("[" * 100_000, "line 1: .*allowed: one JSON object per line"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_one_clear_line(tmp_path: Path, content: str, message: str) -> None:
@@ -89,3 +90,10 @@ def test_an_empty_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         read_prompts(empty)
     with pytest.raises(UsageError, match="cannot be read"):
         read_prompts(tmp_path / "missing.txt")
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    """JSON may hold the other characters that Python ends lines at."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c\x85d"}\n', newline="")
+    assert [one.prompt for one in read_prompts(file)] == ["a\u2028b", "c\x85d"]

@@ -228,7 +228,7 @@ class RowSegment:
 
 @runtime_checkable
 class RaggedForwards(Protocol):
-    """Optional capability of a backend: a forward takes a different number of tokens of each row; `ragged` if it can."""
+    """Optional capability of a backend: forwards that take different numbers of tokens of each row; `ragged` if so."""
 
     ragged: bool
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from slipstream.apps.server.answer_parts import usage
+import pytest
+from vocabularies import vocabulary
+
+from slipstream.apps.server.answer_parts import ModelFacts, usage
 from slipstream.apps.server.choice_state import ChoiceState
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
+from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.stats import Stats
 
@@ -41,3 +46,29 @@ def test_running_statistics_are_those_of_all_rounds() -> None:
     for done in rounds:
         choice.take(Committed(0, done, 0.0))
     assert choice.stats == Stats.of(rounds, lossless=False)
+
+
+def test_statistics_say_whether_the_rule_keeps_the_distribution() -> None:
+    job = Job(LiveRequest("/"), 0, Row(0, [1, 2, 3], SamplingParams(), 0))
+    for lossless in (True, False):
+        assert ChoiceState(job, None, lossless).stats.to_dict()["lossless"] is lossless
+
+
+def facts_of(tokenizer: Any) -> ModelFacts:
+    return ModelFacts("m", "f", True, lambda done: "none", True, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_tokens_are_told_as_the_bytes_that_they_add(kind: str) -> None:
+    tokenizer = vocabulary(kind).tokenizer
+    facts, text = facts_of(tokenizer), "h\u00e9 heron \U0001f426"
+    ids = tokenizer.bare(text)
+    assert b"".join(facts.added_bytes(token) for token in ids).decode().strip() == text
+    assert any(b" " in facts.added_bytes(token) for token in ids)  # spaces are not lost
+    assert any("\ufffd" in facts.token_text(token) for token in ids)  # a character of several tokens is there as well
+
+
+def test_tokens_without_text_are_told_by_number() -> None:
+    assert facts_of(ToyTokenizer()).token_bytes(256) is None
+    assert facts_of(ToyTokenizer()).token_text(256) == "token_id:256"
+    assert facts_of(None).token_text(7) == "token_id:7" and facts_of(None).added_bytes(7) == b""

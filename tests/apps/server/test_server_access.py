@@ -213,7 +213,10 @@ def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) 
         for origin, status in (("https://pages.example", 200), ("https://evil.example", 403)):
             answer = one.http.options("/v1/completions", headers=asking | {"origin": origin})
             assert answer.status_code == status
-        assert one.http.options("/v1/models", headers={"origin": "https://pages.example"}).status_code == 401
+        refused = one.http.options("/v1/models", headers={"origin": "https://pages.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://pages.example"
+        assert "access-control-allow-origin" not in one.http.get("/v1/models").headers
         listed = one.http.get("/v1/models", headers=bearer(KEY) | {"origin": "https://pages.example"})
         assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"
 
@@ -241,3 +244,21 @@ def test_names_and_sites_are_taken_as_browsers_send_them() -> None:
         "http://a.example:8080",
     )
     ServerSettings(allowed_origin=sites)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"port": "8000"},
+        {"port": True},
+        {"drain_timeout": "1"},
+        {"insecure": 1},
+        {"host": 0},
+        {"allowed_host": "box"},
+        {"allowed_origin": (1,)},
+    ],
+)
+def test_settings_of_another_type_are_refused_by_name(settings: dict[str, object]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}; allowed: ")):
+        ServerSettings(**settings)  # type: ignore[arg-type]

@@ -148,6 +148,9 @@ CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments"
     [
         ({"tools": TOOLS}, "tools"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "messages.0.tool_calls"),
     ],
 )
@@ -209,3 +212,11 @@ def test_what_utf8_cannot_write_is_refused_by_name(fields: dict[str, Any], place
 def test_a_conversation_that_no_tokenizer_can_read_is_refused() -> None:
     with pytest.raises(UsageError, match="valid Unicode"):
         HFTokenizer(tokenizer()).chat([{"role": "user", "content": HALF}])
+
+
+@pytest.mark.parametrize("behind", ["", "\n", f" and {CALL}", " or so"])
+def test_a_whole_answer_says_what_stands_before_its_first_call(behind: str) -> None:
+    chunks, whole = written(f"let me see {CALL}{behind}", 4)
+    streamed = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert whole["message"]["content"] == "let me see" == streamed.strip()
+    assert written(CALL, 4)[1]["message"]["content"] is None

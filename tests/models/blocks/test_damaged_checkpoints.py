@@ -16,6 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
+from slipstream.models.hf.quantisation_schemes import scheme_of
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 
@@ -84,6 +85,38 @@ def test_a_truncated_file_is_refused_with_the_tensor_that_it_lacks(own: Made) ->
             load(str(own.folder), LoadOptions())
     file.unlink()
     with pytest.raises(SlipstreamError, match=r"has no model.safetensors"):
+        load(str(own.folder), LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "quantization_config.transform_config"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "quantization_config.kv_cache_scheme"),
+        (
+            {"config_groups": {"all": {"weights": {"num_bits": 4}, "output_activations": {"num_bits": 8}}}},
+            "quantization_config.config_groups.all.output_activations",
+        ),
+    ],
+)
+def test_what_changes_more_than_weights_is_refused(change: dict[str, object], message: str) -> None:
+    known = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    plain = known | {"config_groups": {"all": {"weights": {"num_bits": 4}}}, "transform_config": None}
+    assert scheme_of("m", {"quantization_config": plain}) is not None
+    with pytest.raises(SlipstreamError, match=rf"model 'm': {message} of config.json is .*; allowed: "):
+        scheme_of("m", {"quantization_config": plain | change})
+
+
+def test_files_that_the_safetensors_package_refuses_are_one_line(own: Made) -> None:
+    file = own.folder / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    with pytest.raises(SlipstreamError, match=r"model\.safetensors could not be read: "):
+        load(str(own.folder), LoadOptions())
+
+
+def test_a_damaged_generation_config_is_one_line(own: Made) -> None:
+    (own.folder / "generation_config.json").write_text("{")
+    with pytest.raises(SlipstreamError, match=r"generation_config\.json"):
         load(str(own.folder), LoadOptions())
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import shutil
+import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
-from gguf_files import write_model
+from gguf_files import TOKENS, write_model
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
@@ -25,7 +31,7 @@ from slipstream.models.hf.weights import load_model
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
@@ -241,3 +247,93 @@ def test_two_tensors_of_one_name_are_refused(files: dict[tuple[str, bool], Path]
         SlipstreamError, match=r"two tensors are called 'blk.1.ffn_up.weight'; allowed: a name for each"
     ):
         load(str(tmp_path / "two.gguf"), LoadOptions())
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 8192
+}
+SCALED = {
+    "llama3": LLAMA3,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+def add_scaling(kind: str) -> Callable[[Any], None]:
+    """Writes the scaling as llama.cpp's converter does."""
+
+    def add(writer: Any) -> None:
+        if kind == "llama3":
+            config = LlamaConfig(head_dim=64, rope_parameters={"rope_theta": 10000.0} | LLAMA3)
+            plain = 1 / 10000.0 ** (torch.arange(32) / 32)
+            writer.add_tensor("rope_freqs.weight", (plain / LlamaRotaryEmbedding(config).inv_freq).numpy())
+            return
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(SCALED[kind]["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(128)
+
+    return add
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_positions_are_the_files_on_every_way(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{kind}.gguf"
+    model = write_model(file, more=add_scaling(kind))
+    settings = {"rope_theta": 10000.0} | SCALED[kind]
+    shape = {"head_dim": 64, "max_position_embeddings": model.config.max_position_embeddings}
+    expected = LlamaRotaryEmbedding(LlamaConfig(rope_parameters=settings, **shape))
+    own = LlamaRotaryEmbedding(LlamaConfig(**shape))
+    assert not torch.allclose(own.inv_freq, expected.inv_freq)  # a control
+    for options in (LoadOptions("float32"), LoadOptions("bfloat16"), LoadOptions()):
+        rope = load(str(file), options).model.model.rotary_emb
+        assert torch.allclose(rope.inv_freq, expected.inv_freq, rtol=1e-5)
+        assert rope.attention_scaling == expected.attention_scaling
+
+
+def test_positions_scaled_in_ways_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    def factors(name: str, *numbers: float) -> Callable[[Any], None]:
+        return lambda writer: writer.add_tensor(name, numpy.array(numbers, numpy.float32))
+
+    for number, (more, message) in enumerate(
+        [
+            (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "allowed: types none, linear"),
+            (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), r"rope.scaling.factor is None"),
+            (factors("rope_factors_long.weight", 1, 2), "has tensor 'rope_factors_long.weight'; allowed: rope_freqs"),
+            (factors("rope_freqs.weight", *range(1, 33)), "holds other factors than Llama 3's"),
+            (factors("rope_freqs.weight", *[0.5] * 32), r"holds numbers from 0.5; allowed: finite numbers from 1"),
+        ]
+    ):
+        file = tmp_path / f"{number}.gguf"
+        write_model(file, more=more)
+        for options in (LoadOptions(), LoadOptions("float32")):
+            with pytest.raises(SlipstreamError, match=message):
+                load(str(file), options)
+    write_model(tmp_path / "ones.gguf", more=factors("rope_freqs.weight", *[1.0] * 32))
+    load(str(tmp_path / "ones.gguf"), LoadOptions())
+
+
+def test_tensors_that_the_model_leaves_out_are_told_and_biases_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def vector(name: str, size: int) -> Callable[[Any], None]:
+        return lambda writer: writer.add_tensor(name, numpy.ones(size, numpy.float32))
+
+    write_model(tmp_path / "more.gguf", more=vector("blk.0.other.weight", 4))
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        load(str(tmp_path / "more.gguf"), LoadOptions())
+    assert any("1 weights of the file are not used, first blk.0.other.weight" in one.message for one in caplog.records)
+    write_model(tmp_path / "bias.gguf", more=vector("blk.0.ffn_up.bias", 512))
+    with pytest.raises(SlipstreamError, match=r"'blk.0.ffn_up.bias' is a bias that this architecture has not"):
+        load(str(tmp_path / "bias.gguf"), LoadOptions())
+
+
+def test_a_header_that_counts_more_than_a_file_can_hold_is_truncated(
+    files: dict[tuple[str, bool], Path], tmp_path: Path
+) -> None:
+    whole = files["llama", False].read_bytes()
+    types = struct.pack("<IIQ", 9, 5, TOKENS)  # an array of int32: the kinds of the tokens
+    assert whole.count(types) == 1
+    (tmp_path / "huge.gguf").write_bytes(whole.replace(types, struct.pack("<IIQ", 9, 12, 1 << 62)))
+    with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
+        read_header(tmp_path / "huge.gguf")

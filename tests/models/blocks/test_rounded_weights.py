@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantised_files import SHAPE, write_checkpoint
+from safetensors.torch import load_file, save_file
 from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
@@ -140,3 +141,16 @@ def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> Non
         load(str(made.folder), LoadOptions(rounding="int4"))
     with pytest.raises(UsageError, match=r"quantize='int4' with load_options device_map; allowed: on the CPU"):
         load(folder, LoadOptions(rounding="int4", extra={"device_map": "cpu"}))
+
+
+@kernels
+def test_biases_that_the_model_has_not_are_refused_when_weights_are_rounded(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "more")
+    tensors, name = load_file(tmp_path / "more" / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    for value in (0.0, 1.0):
+        bias = {f"{name}.bias": torch.full_like(tensors[f"{name}.weight"][:, 0], value)}
+        save_file(tensors | bias, tmp_path / "more" / "model.safetensors", {"format": "pt"})
+        if not value:
+            load(str(tmp_path / "more"), LoadOptions(rounding="int8"))
+    with pytest.raises(SlipstreamError, match=rf"'{name}\.bias' is a bias that this architecture has not"):
+        load(str(tmp_path / "more"), LoadOptions(rounding="int8"))

@@ -43,7 +43,8 @@ class SuffixDrafter:
     It is looked for in the row's prompt and output, and in past outputs of the same drafter; suffixes of fewer than
     `shortest` tokens do not count. A draft follows the most frequent continuation, of equals the latest of the output,
     then the first of the prompt, and ends where its estimated probability falls below `threshold`. Drafts are one-hot.
-    outputs: how many tokens of past outputs are saved of each group of rows, with the last 16 tokens of their prompts; 0 for none.
+    outputs: how many tokens of past outputs are kept of each group of rows, with the last 16 tokens of their prompts;
+    0 for none.
     tokenizer: a name that saved outputs carry. path: the file `save` writes where it is given none.
     acceptance_model: given instead of a threshold; a draft is then as long as it can be and has acceptance
     probabilities, by how often such tokens were accepted before. Whatever is drafted is compared with what the text
@@ -133,9 +134,9 @@ class SuffixDrafter:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens of past outputs that are saved now, of all groups."""
+        """Tokens of past outputs that `save` would write now: those of the default group."""
         self._keep_outputs()
-        return sum(store.num_tokens for store in self._stores)
+        return self._store.num_tokens
 
     def memory_bytes(self) -> int:
         """Bytes taken for unfinished rows and past outputs; an upper bound, counted in full."""
