@@ -83,13 +83,13 @@ def test_a_seed_repeats_a_sampled_answer_and_none_draws_another() -> None:
 
 def test_cache_shows_clears_and_switches_the_memory() -> None:
     chat = toy(draft="toy:2")
-    assert type_in(chat, "/cache") == "cache: on; the memory holds 0 tokens, the draft model's 0"
+    assert type_in(chat, "/cache") == "cache: on; 0 tokens cached, the draft model's 0"
     type_in(chat, "The heron")
     length = len(chat.last.prompt_ids) + len(chat.last.token_ids)
-    assert f"holds {length - 1} tokens" in type_in(chat, "/cache")
+    assert f"{length - 1} tokens cached" in type_in(chat, "/cache")
     type_in(chat, "The sparrow")
     assert chat.last.prefilled < length
-    assert "holds 0 tokens" in type_in(chat, "/cache clear") and chat.cache
+    assert "; 0 tokens cached" in type_in(chat, "/cache clear") and chat.cache
     assert type_in(chat, "/cache off").startswith("cache: off")
     type_in(chat, "A fish", "A stone")
     assert all(turn.prefilled == len(turn.prompt_ids) - 1 for turn in chat.turns[2:])

@@ -98,7 +98,7 @@ COMMAND_LINES = [
     ("/debug off", "debug: off"),
     ("/compare", "text identical"),
     ("/speculative off", "speculative: off, drafter: none"),
-    ("/cache", "cache: on; the memory holds"),
+    ("/cache", "cache: on; "),
     ("/stats", "2 turns, 0 interrupted"),
     ("/target toy:4", "target: toy:4"),
     ("/save talk.json", "2 turns written to talk.json"),

@@ -4,10 +4,11 @@ import pytest
 import torch
 from tiny import perturbed, prompts, shared
 
-from slipstream import SamplingParams, SpeculativeDecoder, UsageError, drafters
+from slipstream import Constraint, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.core.rng import Race, Stream, key
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
+from slipstream.drafters.model import ModelDrafter
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
 
@@ -113,3 +114,20 @@ def test_bad_arguments_are_refused() -> None:
     for argument in ("x", "p=", "p=100", "p=-1", "4"):
         with pytest.raises(UsageError, match=f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT'"):
             SpeculativeDecoder("toy", "toy:2", drafter=f"model:{argument}")
+
+
+@pytest.mark.usefixtures("cache_audit")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_ends_where_a_constraint_leaves_no_token_of_the_draft_model(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, lacking = ModelDrafter._fit, torch.tensor([ord("Q")])
+    monkeypatch.setattr(
+        ModelDrafter, "_fit", lambda self, logits: whole(self, logits).index_fill(-1, lacking, float("-inf"))
+    )
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=1, constraint=Constraint(regex="([a-z]{2}Q)+"))
+    plain = SpeculativeDecoder("toy", drafter="none").generate("The heron", params)
+    drafted = SpeculativeDecoder("toy", "toy:3", drafter="model", num_draft_tokens=5).generate("The heron", params)
+    assert drafted.token_ids == plain.token_ids and ord("Q") in plain.token_ids[:3]
+    assert drafted.stats.num_accepted_tokens > 0
+    assert all(own.draft[2:3] != (0,) for own in drafted.rounds)

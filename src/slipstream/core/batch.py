@@ -52,9 +52,9 @@ class Batch:
 
     def commit(self, draft: Draft, verdict: Verdict, clock: Clock, step: int) -> list[Round]:
         """Append what was accepted and the next token to each row, cut at its end. Waits for the device, once."""
-        columns = [verdict.accepted[:, None], verdict.next_token[:, None], draft.tokens]
-        columns += [] if verdict.path is None else [verdict.path]
-        table: list[list[int]] = torch.cat(columns, dim=1).tolist()  # the one transfer of the round
+        parts = verdict.accepted[:, None], verdict.next_token[:, None], draft.tokens, verdict.path
+        # the one transfer of the round
+        table: list[list[int]] = torch.cat([part for part in parts if part is not None], dim=1).tolist()
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
         paths = [None if verdict.path is None else line[2 + draft.width :][: line[0]] for line in table]

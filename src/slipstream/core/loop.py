@@ -118,9 +118,8 @@ class Engine:
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         drafting = [row for row in rows if row.rounds or not self.target.answers]  # the policy hears of no other
-        lengths = draft_lengths(self.policy, drafting, self.target.table.longest_draft(rows)) if drafting else []
-        chosen = {id(row): length for row, length in zip(drafting, lengths, strict=True)}
-        return [chosen.get(id(row), 0) for row in rows]
+        lengths = iter(draft_lengths(self.policy, drafting, self.target.table.longest_draft(rows)) if drafting else [])
+        return [next(lengths) if row.rounds or not self.target.answers else 0 for row in rows]
 
     def _verifiable(self, batch: Batch, draft: Draft) -> Draft:
         """A tree with its nodes in order; its main chain where the target or a request's options take no branches."""

@@ -53,15 +53,13 @@ class Scheduler:
     def cancel(self, row: Row) -> None:
         """End a row before its next round, wherever it is; what it has committed stays. Ended rows stay as they are."""
         with self._turn():
-            if row.finish_reason is None:
-                row.finish_reason = "cancelled"
+            row.finish_reason = row.finish_reason or "cancelled"
 
     @property
     def unfinished(self) -> bool:
         """Whether a row is waiting or under way."""
         with self._turn():
-            places = (self._waiting, self._reading, self._running)
-            return any(row.finish_reason is None for rows in places for row in rows)
+            return any(row.finish_reason is None for row in (*self._waiting, *self._reading, *self._running))
 
     def step(self) -> list[Round]:
         """One round of every running row, in the order of their places; nothing if no row is left."""

@@ -61,9 +61,11 @@ class SamplingParams:
     stop: str | Sequence[str] = setting((), "strings that end the text, which is cut before them")
     stop_token_ids: Sequence[int] = setting((), "token ids that end the text like end-of-sequence")
     ignore_eos: bool = setting(False, "go on after end-of-sequence")
-    seed: int | None = setting(None, "of this request's random numbers; none draws one and reports it")
+    seed: int | None = setting(
+        None, "of the random numbers; if left out a new one, `Result.seed` (measuring commands: 0)"
+    )
     logprobs: int | None = setting(
-        None, "report each token's log-probability and the K highest, of the target's raw logits; none reports nothing"
+        None, "report each token's log-probability and the K highest, of the target's raw logits; nothing if left out"
     )
     n: int = setting(1, "texts per prompt, each with a seed of its own")
     num_draft_tokens: int | None = setting(

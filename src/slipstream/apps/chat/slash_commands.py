@@ -171,15 +171,15 @@ def _assign(chat: Chat, name: str, text: str) -> None:
     chat.face.say(f"{name}: {getattr(chat.params, name)!r}")
 
 
-@_command("/cache on|off|clear", "what the memory holds; off empties it before every answer", (*SWITCH, "clear"))
+@_command("/cache on|off|clear", "how many tokens are cached; off empties it before every answer", (*SWITCH, "clear"))
 def _cache(chat: Chat, text: str) -> None:
     if text and _only("cache", text, (*SWITCH, "clear")) != "clear":
         chat.cache = text == "on"
     if text in ("off", "clear"):
         chat.decoder.forget()
     target, draft = chat.decoder.tokens_in_memory()
-    both = f"{target} tokens" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
-    chat.face.say(f"cache: {_word(chat.cache)}; the memory holds {both}")
+    both = f"{target} tokens cached" + (f", the draft model's {draft}" if chat.decoder.draft is not None else "")
+    chat.face.say(f"cache: {_word(chat.cache)}; {both}")
 
 
 @_command("/debug on|off", "after each answer what was accepted and rejected, round by round", SWITCH)
