@@ -9,14 +9,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the threads of large models wait without spinning: spinning beside other tests takes their cores for nothing
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from slipstream.models.cache_folder import cache_folder
 from slipstream.reproducibility.draft_times import DraftTimes
+from slipstream.wiring import model_pair
+
+OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
+USERS_CACHE, REMEMBERED = os.environ.get("SLIPSTREAM_MODELS"), model_pair.remembered_draft_times
+
+# the same examples in every run, however busy the machine is
+settings.register_profile("steady", deadline=None, derandomize=True, database=None)
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
@@ -27,31 +39,33 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def models_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of all processes of a run, so that each model is calibrated once; kernels are the user's, compiled once."""
-    own, kernels = tmp_path_factory.getbasetemp(), cache_folder() / "kernels"
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models"
-    folder.mkdir(exist_ok=True)
-    with suppress(OSError):  # another process was first, or the folder cannot be written
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the cache folder of this run, for all its processes: each model is calibrated once."""
+    if OWN_CACHE in os.environ:
+        return  # the process that started this one made it
+    folder, kernels = Path(tempfile.mkdtemp(prefix="slipstream-tests-")), cache_folder() / "kernels"
+    os.environ[OWN_CACHE] = str(folder)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    with suppress(OSError):  # then kernels are compiled once more
         kernels.mkdir(parents=True, exist_ok=True)
         (folder / "kernels").symlink_to(kernels, target_is_directory=True)
-    return str(folder)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, models_folder: str) -> None:
-    """Calibrations of small models are not left in the user's cache; real models are looked for there."""
-    if all(request.node.get_closest_marker(name) is None for name in ("models", "smollm2")):
-        monkeypatch.setenv("SLIPSTREAM_MODELS", models_folder)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture: the cache folder, and what is known of the times of draft models.
 
-
-@pytest.fixture(autouse=True)
-def no_draft_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tiny draft model takes is as much as its target, or luck: drafting is decided as if it were not known."""
-    real = any(request.node.get_closest_marker(name) for name in ("models", "smollm2", "draft_times"))
-    if not real:
-        monkeypatch.setattr("slipstream.wiring.model_pair.remembered_draft_times", lambda *given: DraftTimes())
+    Calibrations of small models are not left in the user's cache; real models are looked for there. What a tiny draft
+    model takes is as much as its target, or luck: drafting is decided as if it were not known.
+    """
+    marks = {mark.name for mark in item.iter_markers()}
+    os.environ.pop("SLIPSTREAM_MODELS", None)
+    if marks.isdisjoint(("models", "smollm2")):
+        os.environ["SLIPSTREAM_MODELS"] = os.environ[OWN_CACHE]
+    elif USERS_CACHE is not None:
+        os.environ["SLIPSTREAM_MODELS"] = USERS_CACHE
+    real = not marks.isdisjoint(("models", "smollm2", "draft_times"))
+    model_pair.remembered_draft_times = REMEMBERED if real else lambda *given: DraftTimes()
 
 
 @pytest.fixture(autouse=True)

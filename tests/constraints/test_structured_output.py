@@ -72,9 +72,9 @@ def test_every_finished_text_is_what_was_demanded(plain: list[Result]) -> None:
     assert len({result.text for result in plain}) > len(CONSTRAINTS)  # sampled texts are their own
 
 
-def test_without_a_constraint_the_same_prompts_give_something_else(plain: list[Result]) -> None:
+def test_without_a_constraint_the_same_prompt_gives_something_else() -> None:
     free = texts("none", given=[SamplingParams(max_tokens=8)])
-    assert not any(is_valid(free[0], Constraint(choice=["red", "reddish"])) for _ in plain[:1])
+    assert not is_valid(free[0], Constraint(choice=["red", "reddish"]))
 
 
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))

@@ -146,3 +146,13 @@ def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
 def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
     with pytest.raises(drafters.UsageError, match=", ".join(["auto", *drafters.names()])):
         drafters.load("nonsense", drafters.Setup(CPU, 7))
+
+
+FROM_ROUNDS = {"none", "ngram_table", "token_recycling"}  # draft nothing, or only what rounds have taught them
+
+
+@pytest.mark.parametrize("name", sorted(set(drafters.names()) - FROM_ROUNDS))
+def test_a_drafter_drafts(name: str) -> None:
+    """Empty drafts keep every other promise."""
+    draft = propose(make(name, coupled=True), make_rows(PARAMS[0]), [4] * 4)
+    assert sum(draft.lengths) > 0

@@ -33,9 +33,7 @@ TEXT = list(FABLE.replace("\n", " ").encode())
 SPACE, LETTER_E = 32, 101
 # narrow widths and short chunks, so that short prompts already take several forwards
 SHAPES = Calibration(widths=(4, 8, 16), attended_unit=16, milliseconds={4: 1.0, 8: 1.0})
-STEADY = settings(
-    deadline=None, derandomize=True, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck)
-)
+STEADY = settings(report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,9 +27,7 @@ from slipstream.models.toy import FABLE, ToyBackend
 TEXT = list(FABLE.replace("\n", " ").encode())
 CHUNK = 16
 SHAPES = Shapes((), CHUNK)
-EVERY_ORDER = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+EVERY_ORDER = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 class Fails:

@@ -148,7 +148,7 @@ EDITS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(EDITS), min_size=1, max_size=14), st.sampled_from(SHAPES), st.integers(0, 1 << 20))
 def test_score_after_any_history_equals_score_from_scratch(edits: list[str], shapes: Shapes, seed: int) -> None:
     history = BatchProcessor(HashBackend, shapes, seed)
@@ -158,7 +158,7 @@ def test_score_after_any_history_equals_score_from_scratch(edits: list[str], sha
     assert history.scored > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(EDITS), min_size=1, max_size=14),
     st.sampled_from([EXACT_FIT, RAGGED, AGREEING, Shapes((), 3)]),
@@ -175,7 +175,7 @@ def test_ragged_forwards_score_as_a_fresh_session_whatever_came_before(
     assert shapes == AGREEING or history.backend.together
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.sampled_from(EDITS), min_size=1, max_size=8), st.integers(0, 1 << 20))
 def test_the_toy_model_scores_as_a_fresh_session_whatever_came_before(edits: list[str], seed: int) -> None:
     history = BatchProcessor(ToyBackend, EXACT_FIT, seed)

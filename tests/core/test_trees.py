@@ -93,13 +93,13 @@ def test_in_reproducible_mode_as_well(name: str, options: str) -> None:
     assert with_trees(name, options, reproducible=True) == plain_texts(name, options, True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), count=st.integers(2, 16), options=st.sampled_from(sorted(OPTIONS)))
 def test_any_tree_of_the_toy(seed: int, count: int, options: str) -> None:
     assert with_trees("toy", options, seed, count) == plain_texts("toy", options)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30), orders=st.lists(st.sampled_from(["add", "cancel", "step"]), max_size=30))
 def test_rows_come_and_are_cancelled(seed: int, orders: list[str]) -> None:
     told = {tuple(prompt): text for prompt, text in zip(QUEUE, plain_texts("toy", "sampled"), strict=True)}

@@ -12,7 +12,7 @@ from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.draft_length.best_first import UNLIKELY, Alternatives, Follower, Node, grown, learn
 
-STEADY = settings(deadline=None, derandomize=True, database=None, max_examples=100)
+STEADY = settings(max_examples=100)
 DEPTH = 4  # paths end there
 Path = tuple[int, ...]
 shares = st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3)

@@ -55,7 +55,7 @@ def fresh(pair: VocabularyBridge, ragged: bool = False) -> BridgedSession:
 
 
 @pytest.mark.usefixtures("cache_audit")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_scoring_after_any_rounds_equals_scoring_from_scratch(ragged: bool, data: st.DataObject) -> None:

@@ -66,7 +66,7 @@ def specification(tokens: Sequence[int], length: int, longest: int, shortest: in
     return out
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.tuples(st.integers(2, 6), st.integers(2, 6)).map(sorted),

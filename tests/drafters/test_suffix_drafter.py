@@ -28,7 +28,7 @@ from slipstream.sampling.sampler import Sampler
 CPU = torch.device("cpu")
 SIZE = 50
 PARAMS = SamplingParams(max_tokens=1000)
-STEADY = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+STEADY = settings(max_examples=200)
 SMALL = 3  # tokens of context in tests where matches should be longer than the limit
 
 token_lists = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=1, max_size=40))

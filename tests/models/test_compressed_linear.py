@@ -67,7 +67,7 @@ def test_weights_far_from_the_others_are_exceptions_and_stored_exactly_too() -> 
 
 
 @needs_kernels
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 260), st.booleans())
 def test_products_are_those_of_the_layer(outputs: int, quads: int, count: int, bias: bool) -> None:
     linear, x = layer(outputs, 4 * quads, bias=bias), tokens(count, 4 * quads)

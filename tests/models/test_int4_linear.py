@@ -22,7 +22,7 @@ def parts(outputs: int, groups: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return codes, steps, weight.flatten(1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 70), st.booleans())
 def test_products_are_those_of_the_rounded_weights(outputs: int, groups: int, count: int, biased: bool) -> None:
     codes, steps, weight = parts(outputs, groups, outputs)

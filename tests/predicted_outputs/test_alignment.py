@@ -110,7 +110,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edits, st.integers(0, 2**32))
 def test_behind_any_edit_the_place_is_found_within_two_tokens(
     changes: list[tuple[int, int, list[int]]], _: int

@@ -43,7 +43,7 @@ def scores_of(vocab: int, seed: int, scale: float, rounding: float, impossible: 
     return scores
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     vocab=SIZES,
     seed=st.integers(0, 1 << 20),
@@ -102,7 +102,7 @@ def test_a_wrong_selection_is_caught() -> None:
     assert not torch.equal(keep_top_p_selected(scores, top_p, shifted), keep_top_p_sorted(scores, top_p))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(0, 1 << 20), st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]))
 def test_noise_for_the_possible_tokens_alone_draws_what_noise_for_all_draws(
     vocab: int, seed: int, impossible: float

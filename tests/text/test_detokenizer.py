@@ -11,7 +11,7 @@ from slipstream.models.toy import END, ToyTokenizer
 from slipstream.text.detokenizer import BROKEN, StopStrings, TextStream, VisibleText, visible_text
 
 TOKENIZER = ToyTokenizer()  # one byte per token, so that most characters are split
-modest = settings(deadline=None, max_examples=150)
+modest = settings(max_examples=150)
 texts = st.text(st.sampled_from("abAB \né€😀ß中"), max_size=30)
 stops = st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=4), min_size=1, max_size=3)
 

@@ -32,7 +32,7 @@ def inputs_of(block: BlockFormat) -> int:
 
 
 @over_formats
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 40), scale=st.sampled_from([1e-7, 0.01, 900.0]))
 def test_weights_are_the_files_to_the_bit(block: BlockFormat, seed: int, rows: int, scale: float) -> None:
     raw = random_blocks(block, rows, inputs_of(block), seed, scale)

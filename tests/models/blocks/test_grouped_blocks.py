@@ -59,7 +59,7 @@ def part_of(matrix: GroupedMatrix, library: object = LIBRARY) -> BlockPart:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 1 << 30),
     rows=st.integers(1, 35),

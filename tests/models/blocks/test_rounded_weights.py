@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30), size=st.sampled_from([0.0, 1e-9, 0.02, 3.0, 1e5]), shift=st.sampled_from([0, 1, -5])
 )
