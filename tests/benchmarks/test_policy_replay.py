@@ -9,21 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import policy_change
+import policy_replay as replay
 import pytest
 
+from slipstream.bench.prediction.formula import Costs
+from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.early_stop import WhilePays
+from slipstream.draft_length.policies import Auto, Fixed
+from slipstream.drafters import Setup, load
+from slipstream.errors import UsageError
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import policy_change  # noqa: E402
-import policy_replay as replay  # noqa: E402
-
-from slipstream.bench.prediction.formula import Costs  # noqa: E402
-from slipstream.draft_length.controller import DraftController  # noqa: E402
-from slipstream.draft_length.early_stop import WhilePays  # noqa: E402
-from slipstream.draft_length.policies import Auto, Fixed  # noqa: E402
-from slipstream.drafters import Setup, load  # noqa: E402
-from slipstream.errors import UsageError  # noqa: E402
-
 pytestmark = pytest.mark.slow
 
 STEPS = 6

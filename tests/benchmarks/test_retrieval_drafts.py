@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
+import policy_change
 import pytest
+import retrieval_drafts
+from tiny import shared, tokenizer
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import policy_change  # noqa: E402
-import retrieval_drafts  # noqa: E402
-from tiny import shared, tokenizer  # noqa: E402
-
-from slipstream import SamplingParams, SpeculativeDecoder  # noqa: E402
-from slipstream.core.rounds import Round, Seconds  # noqa: E402
-from slipstream.text.prompts import read_prompts  # noqa: E402
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.rounds import Round, Seconds
+from slipstream.text.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
 

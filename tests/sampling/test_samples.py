@@ -26,7 +26,7 @@ def test_every_sample_is_repeated_by_its_own_seed(decoder: SpeculativeDecoder) -
     for sample in samples:
         again = decoder.generate("The heron", replace(ALONE, seed=sample.seed))
         assert (again.text, again.token_ids, again.seed) == (sample.text, sample.token_ids, sample.seed)
-        assert not again.alternatives and not sample.alternatives[3:]
+        assert not again.alternatives
 
 
 def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: SpeculativeDecoder) -> None:

@@ -141,6 +141,7 @@ def test_a_cached_prompt_is_told(ask: Any) -> None:
         {"top_logprobs": 21, "logprobs": True},
         {"top_logprobs": 2},
         {"functions": [{}]},
+        {"stream_options": {"include_usage": True}},
         {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
         {"extra_body": {"chat_template_kwargs": {"messages": []}}},
         {"extra_body": {"chat_template": "{{ messages }}"}},
@@ -226,3 +227,14 @@ def test_a_request_may_ask_for_plain_decoding_beside_others(server: Served) -> N
 def test_an_answer_is_one_line_of_json(server: Served) -> None:
     text = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3}).text
     assert json.loads(text) and "\n" not in text
+
+
+def test_every_text_of_a_whole_answer_has_its_receipt(server: Served) -> None:
+    body = {"messages": ASKED, "max_tokens": 6, "seed": 5, "temperature": 1, "n": 3, "slipstream": {"rounds": True}}
+    asked = body | {"return_token_ids": True}
+    answer = server.http.post("/v1/chat/completions", json=asked).json()
+    receipts = answer["slipstream"]["receipts"]
+    assert [one["token_ids"] for one in receipts] == [choice["token_ids"] for choice in answer["choices"]]
+    for one in receipts:  # each seed repeats its text
+        again = server.http.post("/v1/chat/completions", json=body | {"n": 1, "seed": one["seed"]}).json()
+        assert again["slipstream"]["receipt"]["token_ids"] == one["token_ids"]

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from slipstream.apps.server.answer_making import check_model, writer_of
 from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
-from slipstream.apps.server.error_objects import ApiError, as_api_error
+from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.service import Service
@@ -28,6 +28,8 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
     """Answer a chat or completions request."""
     service.check_ready()
     check_model(service.facts.name, fields)
+    if fields.stream_options is not None and not fields.stream:
+        raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
     count_unknown(service, fields)
     owner: str = http.state.owner
     live = service.enter(http.scope["path"], owner, fields.cache_salt)
