@@ -59,7 +59,7 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether a row is waiting or under way."""
         with self._turn():
-            return any(row.finish_reason is None for row in (*self._waiting, *self._reading, *self._running))
+            return any(row.finish_reason is None for rows in (self._running, self._reading, self._waiting) for row in rows)
 
     def step(self) -> list[Round]:
         """One round of every running row, in the order of their places; nothing if no row is left."""

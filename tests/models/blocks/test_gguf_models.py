@@ -27,6 +27,7 @@ from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 from slipstream.models.hf import gguf_loading
 from slipstream.models.hf.fused_layer import FusedLayer
 from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.gguf_rope import scale_positions
 from slipstream.models.hf.weights import load_model
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
@@ -337,3 +338,14 @@ def test_a_header_that_counts_more_than_a_file_can_hold_is_truncated(
     (tmp_path / "huge.gguf").write_bytes(whole.replace(types, struct.pack("<IIQ", 9, 12, 1 << 62)))
     with pytest.raises(SlipstreamError, match=r"is truncated: .* it ends in its header"):
         read_header(tmp_path / "huge.gguf")
+
+
+def test_scaling_is_not_lost_where_a_configuration_has_no_place_for_it(tmp_path: Path) -> None:
+    config = LlamaConfig()
+    config.rope_parameters = None
+    write_model(tmp_path / "plain.gguf")
+    scale_positions(config, read_header(tmp_path / "plain.gguf"))
+    for kind in SCALED:
+        write_model(tmp_path / f"{kind}.gguf", more=add_scaling(kind))
+        with pytest.raises(SlipstreamError, match="scales rotary positions; allowed: no scaling"):
+            scale_positions(config, read_header(tmp_path / f"{kind}.gguf"))

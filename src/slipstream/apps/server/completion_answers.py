@@ -22,6 +22,7 @@ class _Place:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, text: bytes) -> None:
+        """Go on behind a token."""
         self.characters += len(self._decoder.decode(text))
 
 

@@ -26,14 +26,13 @@ def scale_positions(config: Any, header: GGUFHeader) -> None:
     """Write the scaling of a file into the configuration that transformers read from it."""
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
-        settings = {}
+        if _by_metadata(header) or not header.tensors.keys().isdisjoint((FACTORS, *OTHERS)):
+            raise _wrong(header, "scales rotary positions", f"no scaling, {header.architecture} has no settings for it")
+        return
     settings = settings.get("full_attention", settings)  # where layers differ, those of windows are not scaled
     if settings.get("rope_type", "default") != "default":
         return  # transformers read it
-    found = _by_metadata(header) | _by_factors(header, float(settings.get("rope_theta") or 10000.0))
-    if found and getattr(config, "rope_parameters", None) is None:
-        raise _wrong(header, f"rope.scaling is {found}", f"none: {header.architecture} has no rotary positions")
-    settings |= found
+    settings |= _by_metadata(header) | _by_factors(header, float(settings.get("rope_theta") or 10000.0))
 
 
 def _by_metadata(header: GGUFHeader) -> dict[str, Any]:

@@ -46,7 +46,8 @@ ALWAYS float half_to_float(uint16_t half) {
 #define SETTLED(x) ((void)0) /* where registers suffice */
 #endif
 
-/* e to the x, for x from -87 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place; at -88 it is 0. */
+/* e to the x, for x from -87 to 88: 2^n times a polynomial of degree 6, within 2 units of the last place. At -88 it is
+ * 0. */
 ALWAYS floats exponential(floats x) {
     floats n = nearest(multiply_floats(x, all_floats(1.44269504f)));
     floats r = add_product(x, n, all_floats(-0.693359375f));
