@@ -59,7 +59,8 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether a row is waiting or under way."""
         with self._turn():
-            return any(row.finish_reason is None for rows in (self._running, self._reading, self._waiting) for row in rows)
+            places = (self._running, self._reading, self._waiting)
+            return any(row.finish_reason is None for rows in places for row in rows)
 
     def step(self) -> list[Round]:
         """One round of every running row, in the order of their places; nothing if no row is left."""
@@ -69,7 +70,6 @@ class Scheduler:
     def _step(self) -> list[Round]:
         self._admit()
         if not self._running:
-            self._batch, self._reserved = None, []
             return []
         if self._reserved != self._running + self._reading:
             self._reserve()
