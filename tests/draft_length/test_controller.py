@@ -159,6 +159,12 @@ def test_a_draft_model_goes_on_while_another_step_pays() -> None:
     )
 
 
+def test_a_step_for_some_rows_has_to_pay_for_the_others_that_wait() -> None:
+    one, of = controller(column=0.0, step=0.05), row()
+    assert one.another_step([of], [[0.5]], 1) and not one.another_step([of], [[0.5]], 8)
+    assert one.another_step([of], [[0.9]], 8)
+
+
 def test_the_model_is_preferred_for_the_rows_it_serves_better() -> None:
     of = [row(i) for i in range(3)]
     assert controller().prefer_model(of, [[0.9, 0.85, 0.8], [], [0.2]], [7, 7, 7]).lengths == [0, 7, 7]

@@ -169,7 +169,7 @@ class DraftController:
         return Decision(wanted, [replace(note, better=model) for note, model in zip(notes, better, strict=True)])
 
     def another_step(self, rows: Sequence[Row], chances: Sequence[Sequence[float]], batch: int) -> bool:
-        """Whether a draft model should go on, for these rows of a batch.
+        """Whether a draft model should go on, for these rows of a batch, all of which wait meanwhile.
 
         chances[i]: how sure it is of each token of row i so far.
         """
@@ -184,7 +184,7 @@ class DraftController:
         verify = partial(self.cost_model.verify, batch)
         longer = verify(drafted + 1, (drafted + 1) * len(rows)) - verify(drafted, drafted * len(rows))
         more = self.cost_model.step(batch) + longer
-        return brought > more * self.cost_model.rate([self.draft_yields.of(row) for row in rows], len(rows), [])
+        return brought > more * self.cost_model.rate([self.draft_yields.of(row) for row in rows], batch, [])
 
     def pays_for(self, row: Row) -> bool:
         """Whether a draft model promises to save a row, by itself, more time than it takes to read its text."""
