@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.bench.prediction.formula import Costs
 from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.early_stop import WhilePays
 from slipstream.draft_length.policies import Auto, Fixed
 from slipstream.drafters import Setup, load
@@ -45,9 +46,16 @@ def texts(accepted: float, count: int = 12, length: int = 80, seed: int = 0) -> 
     return made
 
 
-def seconds(records: list[dict[str, Any]], table: Costs, drafter: str, length: int | None, batch: int = 1) -> float:
-    """Of one setting over all texts; length None is what pays."""
-    controller = DraftController(replay.cost_model_of(table)) if length is None else None
+def seconds(
+    records: list[dict[str, Any]],
+    table: Costs,
+    drafter: str,
+    length: int | None,
+    batch: int = 1,
+    cost_model: CostModel | None = None,
+) -> float:
+    """Of one setting over all texts; length None is what pays, by what `cost_model` knows, by default the costs."""
+    controller = DraftController(cost_model or replay.cost_model_of(table)) if length is None else None
     stop = None if controller is None else WhilePays(controller)
     made = replay.Recorded(records, stop)
     if drafter != "model":
@@ -55,6 +63,14 @@ def seconds(records: list[dict[str, Any]], table: Costs, drafter: str, length: i
     policy = Fixed(length or 0) if controller is None else Auto(controller, 6, stepwise=drafter == "model")
     one = replay.Replay(records, table, made, policy)
     return sum(one.seconds(range(at, at + batch)) for at in range(0, len(records), batch))
+
+
+@pytest.mark.parametrize(("step", "tokens", "off"), [(2.0, 4, 1.1), (2.0, 3, 1.15), (4.0, 4, 1.15)])
+def test_a_draft_that_was_measured_too_dear_is_tried_all_the_same(step: float, tokens: int, off: float) -> None:
+    records, table = texts(0.9), costs(step=step)
+    known = seconds(records, table, "model", None)
+    wrong = CostModel(table.pad, measured={**table.target[1], tokens: off * table.target[1][tokens]})
+    assert seconds(records, table, "model", None, cost_model=wrong) < 1.03 * known
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6, 0.9])
