@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "policy_replay.py"), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "batch 1, 3 texts" in done.stdout and done.stdout.count("1.00") >= 3
+
+
+def test_what_is_measured_can_be_off() -> None:
+    table = costs()
+    assert replay.cost_model_of(table).measured == table.target[1]
+    off = [taken / table.target[1][width] for width, taken in replay.cost_model_of(table, 0.1).measured.items()]
+    assert 0.05 < statistics.stdev(off) < 0.2
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"category": "a", "prompt": "x"}', ""])
