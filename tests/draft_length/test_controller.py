@@ -34,7 +34,7 @@ def controller(column: float = 0.05, step: float = 0.25) -> DraftController:
     """A forward costs 1 and `column` for every further token of the batch; a step of the draft model costs `step`."""
     cost_model = CostModel()
     cost_model.verify = lambda rows, longest, drafted=None: 1 + column * (rows * (longest + 1) - 1)  # type: ignore[method-assign]
-    cost_model.hoped = cost_model.verify  # type: ignore[method-assign]
+    cost_model.optimistic = cost_model.verify  # type: ignore[method-assign]
     cost_model.step = lambda rows: step  # type: ignore[method-assign]
     return DraftController(cost_model)
 

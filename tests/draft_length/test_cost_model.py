@@ -114,17 +114,21 @@ def test_without_a_calibration_tokens_cost_little() -> None:
 def test_a_forward_that_was_not_made_lately_may_take_less_than_expected() -> None:
     cost_model, of = CostModel(measured={1: 10.0, 16: 25.0}), rows()
 
-    def hope(drafted: int) -> float:
-        return cost_model.hoped(1, drafted) / cost_model.verify(1, drafted)
+    def share(drafted: int) -> float:
+        return cost_model.optimistic(1, drafted, drafted) / cost_model.verify(1, drafted)
 
-    assert hope(0) == 1 and hope(3) == hope(7) == pytest.approx(0.9, abs=0.01)
-    assert cost_model.hoped(4, 3) == cost_model.verify(4, 3)  # of several rows nothing is hoped
+    assert share(0) == 1 and share(3) == share(7) == pytest.approx(0.9, abs=0.01)
+    assert cost_model.optimistic(4, 3, 12) == cost_model.verify(4, 3)
     for _ in range(20):
         happen(cost_model, of, 3, 0.013)
-    assert hope(3) > 0.99 and hope(7) == pytest.approx(0.9, abs=0.01)
+    assert share(3) > 0.99 and share(7) == pytest.approx(0.9, abs=0.01)
+    together = rows(4)
+    for _ in range(1000):
+        happen(cost_model, together, 3, 0.020)
+    assert share(3) > 0.99  # batches say nothing about one row
     for _ in range(1000):
         happen(cost_model, of, 0, 0.010)
-    assert hope(3) < 0.92
+    assert share(3) < 0.92
 
 
 def test_widths_that_are_padded_alike_cost_the_same() -> None:

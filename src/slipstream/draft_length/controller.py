@@ -123,7 +123,7 @@ class DraftController:
                 [by.of(max(0.0, n - together)) * prob for n, prob in enumerate(known or ())]
                 for by, known in zip(self._worth(rows), probs, strict=True)
             ],
-            lambda longest, drafted: self.cost_model.hoped(len(rows), max(longest, least), drafted + beside),
+            lambda longest, drafted: self.cost_model.optimistic(len(rows), max(longest, least), drafted + beside),
             len(rows) + sure,
             even=self.cost_model.even,
         )
@@ -181,8 +181,8 @@ class DraftController:
             by.of(0) * self.confidence.acceptance_probs(row, own)[-1] * self.draft_yields.at(row, drafted)
             for by, row, own in zip(worth, rows, chances, strict=True)
         )
-        verify = partial(self.cost_model.hoped, batch)
-        longer = verify(drafted + 1, (drafted + 1) * len(rows)) - verify(drafted, drafted * len(rows))
+        seconds = partial(self.cost_model.optimistic, batch)
+        longer = seconds(drafted + 1, (drafted + 1) * len(rows)) - seconds(drafted, drafted * len(rows))
         more = self.cost_model.step(batch) + longer
         return brought > more * self.cost_model.rate([self.draft_yields.of(row) for row in rows], batch, [])
 

@@ -21,8 +21,9 @@ SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logari
 STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
 ROW = 0.5  # how much longer it takes for each further row, as a share of one row's, until that was seen
 FURTHER = (1, 2, 4, 8, 16, 32)  # tokens of a round's drafts whose cost shows what one costs at least
-UNTRIED = 0.1  # how much less than expected a forward may take that was not made lately, likewise
-TRIES, KEPT = 2.0, 0.995  # forwards of a shape that halve this; what a forward counts still, a round later
+UNTRIED = 0.1  # how much less than expected a forward may take that was not made lately, in natural logarithms
+TRIES = 2.0  # forwards of a shape that halve this
+KEPT = 0.995  # what a forward counts still a round later
 DOUBT = 0.9  # what the time of a reading or a step counts after it has kept a text unread
 
 
@@ -49,7 +50,7 @@ class CostModel:
     token: float | None = None
     timed: bool = True
     _shown: dict[tuple[int, int], float] = field(default_factory=dict)  # of shapes, as logarithms
-    _tried: dict[tuple[int, int], float] = field(default_factory=dict)  # forwards made lately, by shape
+    _tried: dict[tuple[int, int], float] = field(default_factory=dict)  # forwards of one row made lately, by shape
     _learned: LearnedCosts = field(default_factory=LearnedCosts)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
     _each: float | None = None  # seconds in which the draft model reads a token
@@ -97,8 +98,9 @@ class CostModel:
         shown = self._shown.get(forward.shape, 0.0)
         surprise = self._learned.take_in(forward.plain, forward.whole, seconds, shown)
         self._shown[forward.shape] = shown + SHAPE * surprise
-        self._tried = {shape: KEPT * count for shape, count in self._tried.items()}
-        self._tried[forward.shape] = self._tried.get(forward.shape, 0.0) + 1
+        if forward.shape[0] == 1:
+            self._tried = {shape: KEPT * count for shape, count in self._tried.items()}
+            self._tried[forward.shape] = self._tried.get(forward.shape, 0.0) + 1
         self._known.clear()
 
     def verify(self, rows: int, longest: int, drafted: int | None = None) -> float:
@@ -109,16 +111,17 @@ class CostModel:
             self._known[asked] = self._learned.seconds(plain, whole) * exp(self._shown.get(shape, 0.0))
         return self._known[asked]
 
-    def hoped(self, rows: int, longest: int, drafted: int | None = None) -> float:
-        """The same for deciding how many tokens to try: a forward that was not made lately may take less.
+    def optimistic(self, rows: int, longest: int, drafted: int) -> float:
+        """The same for choosing lengths: of one row alone, a forward that was not made lately may take less.
 
         What was measured of a shape may be wrong or out of date, and a draft that looks too dear would never be tried
-        again. Of one row alone: batches have more shapes than could be tried.
+        again. Optimism in the face of uncertainty (Auer et al., "Finite-time Analysis of the Multiarmed Bandit
+        Problem", 2002) tries it. Batches have more shapes than could be tried.
         """
         seconds = self.verify(rows, longest, drafted)
         if rows > 1 or not longest:
             return seconds
-        shape = self._forwards.forward(rows, longest, longest if drafted is None else drafted).shape
+        shape = self._forwards.forward(rows, longest, drafted).shape
         return seconds * exp(-UNTRIED * TRIES / (TRIES + self._tried.get(shape, 0.0)))
 
     def further(self, rows: int) -> float:
