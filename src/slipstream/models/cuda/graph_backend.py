@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.core.trees import TreeSegment
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -26,8 +27,10 @@ from slipstream.models.cuda.graph_store import (
     Rerun,
     unsupported,
 )
-from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, Bucket, IndexedCache
+from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, WIDTHS, Bucket, IndexedCache
 from slipstream.models.cuda.prefix_match import matching_prefix
+from slipstream.models.cuda.tree_table import tree_table
+from slipstream.models.hf.attention_masks import Masks
 from slipstream.models.hf.backend import HFBackend
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
@@ -36,8 +39,10 @@ MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a f
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `TreeForwards`. branching, flat: see there.
     """
+
+    branching, flat = True, False
 
     def __init__(
         self,
@@ -66,6 +71,9 @@ class GraphedBackend:
         # per row: first position, number of real columns, length of its draft
         self._row_table = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
         self._offsets = torch.arange(MAX_TOKENS, device=self.device)
+        # of a forward over trees, per token: how far its position is behind its row's first, and which it may see
+        self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
+        self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=self.device)
 
     @property
     def attended_unit(self) -> int:
@@ -111,6 +119,35 @@ class GraphedBackend:
             if out is not None:
                 return out[:rows, :width].clone()
         return self.eager.forward(tokens, starts, first_slot=first_slot, logits=logits)
+
+    @torch.inference_mode()
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """See `TreeForwards.forward_tree`; captured if it is narrow, from slot 0 on.
+
+        A row's tokens stand in its slot as they are numbered, and a mask says which of them each one follows; so a
+        branch attends to its path among others that are masked, and rounds as that does.
+        """
+        table = tree_table(segments)
+        starts, counts = table.starts, table.counts
+        whole = len(tokens) == sum(counts) and table.slots == list(range(len(starts)))
+        width = max(counts)
+        bucket = self._bucket(starts, width, max(starts) + width) if whole else None
+        if bucket is not None:
+            rows, columns = (part.to(self.device, non_blocking=True) for part in table.cells())
+            laid_out = tokens.new_zeros(len(starts), width)
+            laid_out[rows, columns] = tokens
+            self._fill(bucket, laid_out, starts, counts, [0] * len(starts))
+            depths, visible = table.padded(bucket.rows, bucket.width)
+            self._depths_of(bucket).copy_(self._pinned(depths), non_blocking=True)
+            self._visible_of(bucket).copy_(self._pinned(visible), non_blocking=True)
+            out = self._run(self._tree, bucket)
+            if out is not None:
+                return out[rows, columns]
+        return self.eager.forward_tree(self._known(tokens), segments, widths=widths)
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """See `TreeForwards.move`."""
+        self.eager.move(slot, places, start)
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
         """See `PromptLogits.answer`; never captured."""
@@ -174,12 +211,21 @@ class GraphedBackend:
         self._tokens_of(bucket)[:rows, :width].copy_(tokens)
 
     def _table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        return self._pinned(torch.tensor(list(zip(starts, counts, lengths, strict=True)), dtype=torch.int64))
+
+    def _pinned(self, values: Tensor) -> Tensor:
         # pinned memory is what lets the host go on while it is copied; the allocator keeps it until then
-        rows = list(zip(starts, counts, lengths, strict=True))
-        return torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return values.pin_memory() if self.device.type == "cuda" else values
 
     def _tokens_of(self, bucket: Bucket) -> Tensor:
         return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+
+    def _depths_of(self, bucket: Bucket) -> Tensor:
+        return self._depths[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+
+    def _visible_of(self, bucket: Bucket) -> Tensor:
+        shape = (bucket.rows, bucket.width, bucket.width)
+        return self._visible[: bucket.rows * bucket.width * bucket.width].view(shape)
 
     # Bodies: what is captured. They take everything that changes from the buffers, and only shapes as arguments.
 
@@ -207,20 +253,44 @@ class GraphedBackend:
             self._tokens_of(bucket), self._logits(bucket).argmax(-1), table[:, 1], table[:, 2], width
         )
 
+    def _tree(self, bucket: Bucket) -> Tensor:
+        """[R, C, V] logits of trees; `_depths` and `_visible` say where tokens stand and which they follow."""
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
+        depths, keys = self._depths_of(bucket), self.eager.key_positions()[: bucket.attended]
+        positions, behind = starts[:, None] + depths, keys - starts[:, None]  # [R, C], [R, S]
+        at = behind.clamp(0, bucket.width - 1)
+        own = (behind >= 0) & (behind < bucket.width)
+        visible = self._visible_of(bucket).gather(2, at[:, None].expand(-1, bucket.width, -1))
+        visible = torch.where(own[:, None], visible, behind[:, None] < 0)
+        stands = torch.where(own, starts[:, None] + depths.gather(1, at), keys)
+        masks = self.eager.masks.build(positions, stands[:, None, None], visible[:, None])
+        return self._masked_forward(self._tokens_of(bucket), starts, counts, positions, masks, bucket.attended)
+
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
 
-        Padding stands at its row's last position and is written to the spare positions at the end of its slot, which
-        nothing ever attends to: beyond the attended length a sliding window might leave it no key, and NaN spreads.
+        Padding stands at its row's last position: beyond the attended length a sliding window might leave it no key.
+        """
+        positions = starts[:, None] + torch.minimum(
+            self._offsets[: tokens.shape[1]], (counts[:, None] - 1).clamp(min=0)
+        )
+        masks = self.eager.masks.build(positions, self.eager.key_positions()[:attended])
+        return self._masked_forward(tokens, starts, counts, positions, masks, attended)
+
+    def _masked_forward(
+        self, tokens: Tensor, starts: Tensor, counts: Tensor, positions: Tensor, masks: Masks, attended: int
+    ) -> Tensor:
+        """The same at these positions [R, C].
+
+        Padding is written to the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
         """
         rows, width = tokens.shape
         offsets = self._offsets[:width]
-        positions = starts[:, None] + torch.minimum(offsets, (counts[:, None] - 1).clamp(min=0))
-        columns = torch.where(offsets < counts[:, None], positions, self.cache.spare + offsets)
+        columns = torch.where(offsets < counts[:, None], starts[:, None] + offsets, self.cache.spare + offsets)
         self.cache.index(self._offsets[:rows, None], columns, attended)
         out = self.model(
             input_ids=self._known(tokens),
-            attention_mask=self.eager.masks.build(positions, self.eager.key_positions()[:attended]),
+            attention_mask=masks,
             position_ids=positions.clamp(max=self.max_length - 1),
             use_cache=True,
             logits_to_keep=0,

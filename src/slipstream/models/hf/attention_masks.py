@@ -31,13 +31,14 @@ class MaskBuilder:
         self._is_eager = config._attn_implementation == "eager"
         self.repeats = grouped.repeats_of(config) if config._attn_implementation == grouped.NAME else None
 
-    def build(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
-        """What queries at positions [B, W] may see of keys at positions [S].
+    def build(self, queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """What queries at positions [B, W] may see of keys at positions [S], or [B, 1, 1, S] where rows differ.
 
-        Returns [B, 1, W, S] (grouped: see `group_mask`), or one per kind of attention if the layers differ.
+        visible: [B, 1, W, S], which of the keys before a query it follows; None for all. Returns [B, 1, W, S] (grouped:
+        see `group_mask`), or one per kind of attention if the layers differ.
         """
         last = queries[:, None, :, None]
-        causal = keys <= last
+        causal = keys <= last if visible is None else (keys <= last) & visible
         masks = {"full_attention": self._form(causal)}
         if "sliding_attention" in self._kinds and self._window is not None:
             masks["sliding_attention"] = self._form(causal & (keys > last - self._window))

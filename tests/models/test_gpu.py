@@ -1,0 +1,171 @@
+"""Whole decoders on a GPU: the text with drafts is the text without, forward by forward and in captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, perturbed, prompts, shared, tokenizer
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.certificate.tie_judge import TieJudge
+from slipstream.models.cuda.graph_backend import GraphedBackend
+
+DEVICE = "cuda"
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.slow, NEEDS_GPU]
+
+COUNT = 24
+PROMPTS = prompts([1, 5, 14, 40])
+LONG = prompts([300, 530, 90], seed=3)
+DRAFTERS: list[tuple[str, int | str]] = [
+    ("suffix", 4),
+    ("ngram", 3),
+    ("ngram_table:3+fill", "4x2"),
+    ("token_recycling", "3x3"),
+    ("retrieval", "auto"),
+    ("layer_skip:1", 3),
+    ("model", 1),
+    ("model", 5),
+    ("model", "4x2"),
+    ("hybrid", "chain"),
+    ("auto", "auto"),
+]
+GREEDY = [SamplingParams(max_tokens=COUNT)] * len(PROMPTS)
+SEEDED = [
+    SamplingParams(temperature=0.8, top_k=20, seed=11, max_tokens=COUNT),
+    SamplingParams(temperature=1.3, top_p=0.9, seed=12, max_tokens=COUNT, repetition_penalty=1.2),
+    SamplingParams(max_tokens=COUNT - 3, presence_penalty=0.5, logit_bias={5: 0.5}, bad_words=["ab"]),
+    SamplingParams(temperature=0.6, min_p=0.02, seed=14, max_tokens=COUNT, min_tokens=5, stop=["zq"]),
+]
+
+
+@cache
+def on_gpu(name: str, dtype: torch.dtype, close: bool = False) -> Any:
+    """The tiny model, or one close to it, on the GPU."""
+    return deepcopy(perturbed(name) if close else shared(name)).to(DEVICE, dtype)
+
+
+def plain_decoder(name: str, dtype: torch.dtype, fast: bool, **options: Any) -> SpeculativeDecoder:
+    target, draft = on_gpu(name, dtype), on_gpu(name, dtype, close=True)
+    return SpeculativeDecoder(target, draft, drafter="none", tokenizer=tokenizer(), fast=fast, **options)
+
+
+def texts(decoder: SpeculativeDecoder, asked: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [result.token_ids for result in decoder.generate(list(asked), list(params))]
+
+
+def one_by_one(decoder: SpeculativeDecoder, asked: Sequence[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
+    return [decoder.generate(prompt, one).token_ids for prompt, one in zip(asked, params, strict=True)]
+
+
+def drafters(decoder: SpeculativeDecoder) -> list[tuple[str, int | str]]:
+    """All of them; where shapes are kept to, PyTorch's kernels take no trees."""
+    return [(name, length) for name, length in DRAFTERS if not decoder.reproducible or "x" not in str(length)]
+
+
+@pytest.mark.parametrize("reproducible", ["auto", False])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_drafter_changes_a_text(name: str, fast: bool, reproducible: bool | str) -> None:
+    plain = plain_decoder(name, torch.float32, fast, max_batch_size=4, reproducible=reproducible)
+    assert isinstance(plain.target.backend, GraphedBackend) == fast
+    for params in (GREEDY, SEEDED):
+        expected = one_by_one(plain, PROMPTS, params)
+        assert texts(plain, PROMPTS, params) == expected
+        for drafter, length in drafters(plain):
+            drafting = plain.using(drafter, num_draft_tokens=length)
+            assert one_by_one(drafting, PROMPTS, params) == expected, (drafter, length)
+            assert texts(drafting, PROMPTS, params) == expected, (drafter, length, "in a batch")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen2"])
+def test_greedy_text_is_that_of_hugging_face(name: str) -> None:
+    model = on_gpu(name, torch.float32)
+    for fast in (False, True):
+        decoder = plain_decoder(name, torch.float32, fast).using("model", num_draft_tokens=4)
+        for prompt, got in zip(PROMPTS, texts(decoder, PROMPTS, GREEDY), strict=True):
+            ids = torch.tensor([prompt], device=DEVICE)
+            mask = torch.ones_like(ids)
+            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)
+            assert got == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("reproducible", ["auto", False])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])
+def test_in_half_precision_texts_are_the_same_or_part_at_a_tie(name: str, fast: bool, reproducible: bool | str) -> None:
+    plain = plain_decoder(name, torch.bfloat16, fast, max_batch_size=4, reproducible=reproducible)
+    judge = TieJudge(plain)
+    expected = one_by_one(plain, PROMPTS, GREEDY)
+    for drafter, length in drafters(plain):
+        drafting = plain.using(drafter, num_draft_tokens=length)
+        for found in (one_by_one(drafting, PROMPTS, GREEDY), texts(drafting, PROMPTS, GREEDY)):
+            for prompt, want, got in zip(PROMPTS, expected, found, strict=True):
+                found_difference = judge.judge(prompt, want, got, GREEDY[0], same_bits=plain.reproducible)
+                assert found_difference is None or found_difference.tie, (drafter, length)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_long_prompts_and_a_growing_cache(fast: bool) -> None:
+    plain = plain_decoder("gemma3", torch.float32, fast, max_batch_size=2, reproducible=False)
+    expected = one_by_one(plain, LONG, GREEDY[:3])
+    for drafter, length in (("model", 4), ("auto", "auto"), ("suffix", "3x2")):
+        drafting = plain.using(drafter, num_draft_tokens=length)
+        assert texts(drafting, LONG, GREEDY[:3]) == expected
+    assert texts(plain, [*LONG, *PROMPTS], GREEDY[:1] * 7)[:3] == expected
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_streams_end_early_and_leave_the_other_rows_alone(fast: bool) -> None:
+    plain = plain_decoder("qwen2", torch.float32, fast)
+    expected = one_by_one(plain, PROMPTS, GREEDY)
+    drafting = plain.using("model", num_draft_tokens=3)
+    for _ in zip(range(3), drafting.stream(PROMPTS[2], GREEDY[0]), strict=False):
+        continue  # then the stream is closed
+    assert texts(drafting, PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_logprobs_are_the_targets(fast: bool) -> None:
+    params = SamplingParams(max_tokens=8, logprobs=3)
+    plain = plain_decoder("llama", torch.float32, fast)
+    want, got = (d.generate(PROMPTS[2], params) for d in (plain, plain.using("model", num_draft_tokens=4)))
+    assert want.token_ids == got.token_ids
+    for one, other in zip(want.logprobs, got.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_blocks_and_rejection_run_there(seeds: int = 40) -> None:
+    plain = plain_decoder("llama", torch.float32, fast=True)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=6) for seed in range(seeds)]
+    for rule in ("block", "rejection"):
+        found = texts(plain.using("model", num_draft_tokens=3, acceptance=rule), [PROMPTS[1]] * seeds, params)
+        assert len({tuple(text) for text in found}) > seeds // 2
+
+
+def test_a_draft_model_of_another_vocabulary() -> None:
+    target = on_gpu("llama", torch.float32)
+    plain = SpeculativeDecoder(target, "toy", drafter="none", tokenizer=tokenizer(), device="auto")
+    expected = texts(plain, PROMPTS, GREEDY)
+    assert texts(plain.using("auto", num_draft_tokens="auto"), PROMPTS, GREEDY) == expected
+    assert texts(plain.using("model", num_draft_tokens=3), PROMPTS, SEEDED) == texts(plain, PROMPTS, SEEDED)
+
+
+@pytest.mark.parametrize("fast", [False, True, "auto"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_folder_is_loaded_to_the_gpu(fast: bool | str, dtype: str, tmp_path: Path) -> None:
+    shared("qwen2").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with SpeculativeDecoder(str(tmp_path), str(tmp_path), device="cuda", dtype=dtype, fast=fast) as decoder:
+        assert decoder.target.backend.device.type == "cuda"
+        found = decoder.generate("abc abc abc", SamplingParams(max_tokens=COUNT))
+        assert (
+            found.token_ids == decoder.using("none").generate("abc abc abc", SamplingParams(max_tokens=COUNT)).token_ids
+        )
+        assert found.stats.num_accepted_tokens > 0
