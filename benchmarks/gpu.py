@@ -43,8 +43,11 @@ from gpu_arms import (
 
 from slipstream.certificate.full_precision import last_logits
 from slipstream.certificate.parity import first_difference
+from slipstream.models.cuda.faster_graphs import make_graphs_faster
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import OwnLogits
+from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.model_files import quiet
 
 TIE = 0.02  # of the largest logit
@@ -60,6 +63,7 @@ def main(
         float, typer.Option(min=0.0, max=1.0, help="probability that a draft token is the target's")
     ] = 0.8,
     repeats: int = 3,
+    batches: Annotated[str, typer.Option(help="rows decoded together, with commas between")] = "1,8",
     json_file: Annotated[Path | None, typer.Option("--json", help="write the JSON line to this file as well")] = None,
 ) -> None:
     """Interleaved arms, medians, milliseconds by stage against the roofline, parity; ends in one JSON line."""
@@ -69,19 +73,25 @@ def main(
         raise typer.BadParameter("there is no GPU; allowed: --small")
     device = torch.device("cpu" if small else "cuda")
     if small:
-        prompt_tokens, max_tokens, repeats = 8, 12, 1
+        prompt_tokens, max_tokens, repeats, batches = 8, 12, 1, "1,2"
     setting = prepare(small, device, prompt_tokens, max_tokens, num_draft_tokens, acceptance)
     result = describe(setting, bandwidth(device, 1 << 22 if small else 1 << 31))
-    backends = {
+    backends: dict[str, Any] = {
         kind: (make(setting.target), make(setting.draft))
         for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
     }
-    result["batches"] = {rows: measure(setting, backends, rows, repeats, result) for rows in (1, 2 if small else 8)}
-    result["graphs"] = {"target": str(backends["graphed"][0].graph_memory())}
-    result["graphs"]["draft"] = str(backends["graphed"][1].graph_memory())
+    backends["fused"] = fused(setting.faster_target), fused(setting.faster_draft)
+    result["batches"] = {
+        rows: measure(setting, backends, rows, repeats, result) for rows in map(int, batches.split(","))
+    }
+    result["graphs"] = {
+        f"{kind} {which}": str(backend.graph_memory())
+        for kind in ("graphed", "fused")
+        for which, backend in zip(("target", "draft"), backends[kind], strict=True)
+    }
     result["logits"] = compare_logits(setting, backends)
     print(f"graphs: {result['graphs']}")
-    print(f"logits of random tokens, graphed against eager: {result['logits']}")
+    print(f"logits of random tokens against eager: {result['logits']}")
     line = json.dumps(result)
     if json_file is not None:
         json_file.write_text(line + "\n")
@@ -92,12 +102,26 @@ def main(
 
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
     """Models, prompts of random tokens, and where the draft will be wrong."""
-    target = build((TINY_TARGET | TINY) if small else (TARGET | SHARED), device)
-    draft = build((TINY_DRAFT | TINY) if small else (DRAFT | SHARED), device)
+    models = {
+        name: build(shape, device)
+        for name, shape in {
+            "target": (TINY_TARGET | TINY) if small else (TARGET | SHARED),
+            "draft": (TINY_DRAFT | TINY) if small else (DRAFT | SHARED),
+        }.items()
+        for name in (name, f"faster_{name}")
+    }
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, target.config.vocab_size, (8, length), generator=generator).tolist()
+    prompts = torch.randint(0, models["target"].config.vocab_size, (8, length), generator=generator).tolist()
     wrong = torch.rand(8, length + tokens + 64, generator=generator) >= acceptance
-    return Setting(target, draft, prompts, wrong.to(device), tokens, count)
+    return Setting(**models, prompts=prompts, wrong=wrong.to(device), max_tokens=tokens, num_draft_tokens=count)
+
+
+def fused(model: Any) -> GraphedBackend:
+    """Captured, with joint products and, where there is a GPU, Triton kernels."""
+    fuse(model)
+    backend = GraphedBackend(model)
+    make_graphs_faster(backend, OwnLogits(backend.eager))
+    return backend
 
 
 def bandwidth(device: torch.device, size: int) -> float:

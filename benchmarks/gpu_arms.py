@@ -35,10 +35,15 @@ TINY_DRAFT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1
 
 @dataclass(frozen=True)
 class Setting:
-    """What every arm shares. wrong: [rows, positions], where the draft is replaced by a wrong token."""
+    """What every arm shares. wrong: [rows, positions], where the draft is replaced by a wrong token.
+
+    faster_target, faster_draft: the same models once more, whose layers are replaced.
+    """
 
     target: Any
     draft: Any
+    faster_target: Any
+    faster_draft: Any
     prompts: list[list[int]]
     wrong: Tensor
     max_tokens: int
@@ -194,18 +199,21 @@ def _shapes() -> Iterator[tuple[int, int]]:
     yield from ((rows, width) for rows in (1, 2, 3, 8) for width in (1, 5, 8, 12))
 
 
-def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, float]:
-    """Graphed against eager after the same ragged random contexts.
+def compare_logits(setting: Setting, backends: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Graphed and fused against eager after the same ragged random contexts.
 
     of_other_contexts: the difference that another row's prompt makes, which a mistake in the KV cache would resemble.
     """
-    embedding = setting.target.get_input_embeddings().weight
+    embeddings = [model.get_input_embeddings().weight for model in (setting.target, setting.faster_target)]
     with torch.no_grad():
-        embedding.mul_(FAINT)
+        for embedding in embeddings:
+            embedding.mul_(FAINT)
         try:
-            return _compare(setting, (backends["eager"][0], backends["graphed"][0]))
+            kinds = [kind for kind in backends if kind != "eager"]
+            return {kind: _compare(setting, (backends["eager"][0], backends[kind][0])) for kind in kinds}
         finally:
-            embedding.div_(FAINT)
+            for embedding in embeddings:
+                embedding.div_(FAINT)
 
 
 def _compare(setting: Setting, pair: Sequence[Any]) -> dict[str, float]:

@@ -14,10 +14,11 @@ from slipstream.core.trees import depths, path_to, segments_of
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
-from slipstream.models.cpu.compiled_layer import GELU, SILU, CompiledOps, recognise
+from slipstream.models.cpu.compiled_layer import CompiledOps, recognise
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
+from slipstream.models.hf.activation import GELU, SILU
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
@@ -16,11 +14,8 @@ from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.layer_calls import MANY, LayerCalls, LayerFunctions
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.hf.activation import Activation, recognise_activation
 from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, Rope
-
-Activation = tuple[float, float]  # slope and cubic term, see `struct layer`
-SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
-CLOSE = 0.01  # relative difference from one of these activations; its outputs are bfloat16
 
 
 class CompiledOps(LayerCalls):
@@ -96,13 +91,7 @@ def recognise(ops: LayerOps) -> Activation | str:
         return f"{sizes[odd[0]]} numbers in {odd[0]}, no multiple of {LANES}"
     if ops.size % (2 * LANES):
         return f"{ops.size} numbers in a head, no multiple of {2 * LANES}"
-    x = torch.linspace(-9, 9, 1001).to(torch.bfloat16)
-    expected, exact = ops.act(x.clone()).float(), x.float()
-    for slope, cubic in (SILU, GELU):
-        computed = exact * torch.sigmoid(slope * exact + cubic * exact**3)
-        if torch.allclose(computed, expected, rtol=CLOSE, atol=1e-4):
-            return slope, cubic
-    return f"the activation {type(ops.act).__name__} is neither SiLU nor GELU by its tanh formula"
+    return recognise_activation(ops.act)
 
 
 def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:

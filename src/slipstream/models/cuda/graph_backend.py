@@ -27,7 +27,7 @@ from slipstream.models.cuda.graph_store import (
     Rerun,
     unsupported,
 )
-from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, WIDTHS, Bucket, IndexedCache
+from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, WIDTHS, Bucket, IndexedCache, IndexedForward
 from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.cuda.tree_table import tree_table
 from slipstream.models.hf.attention_masks import Masks
@@ -71,6 +71,8 @@ class GraphedBackend:
         # per row: first position, number of real columns, length of its draft
         self._row_table = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
         self._offsets = torch.arange(MAX_TOKENS, device=self.device)
+        self.attends_itself = False  # whether all layers read the cache by `IndexedForward`, without masks
+        self._no_masks = self.eager.masks.nothing(self.device)
         # of a forward over trees, per token: how far its position is behind its row's first, and which it may see
         self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
         self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=self.device)
@@ -91,6 +93,7 @@ class GraphedBackend:
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """See `LayerSubsets.layer_subset`; with graphs of its own."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
+        subset.attends_itself = self.attends_itself
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
         return subset
@@ -263,8 +266,9 @@ class GraphedBackend:
         visible = self._visible_of(bucket).gather(2, at[:, None].expand(-1, bucket.width, -1))
         visible = torch.where(own[:, None], visible, behind[:, None] < 0)
         stands = torch.where(own, starts[:, None] + depths.gather(1, at), keys)
-        masks = self.eager.masks.build(positions, stands[:, None, None], visible[:, None])
-        return self._masked_forward(self._tokens_of(bucket), starts, counts, positions, masks, bucket.attended)
+        masks = partial(self.eager.masks.build, positions, stands[:, None, None], visible[:, None])
+        tree = depths, self._visible_of(bucket)
+        return self._masked_forward(self._tokens_of(bucket), (starts, counts, positions), bucket.attended, masks, tree)
 
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
@@ -274,23 +278,30 @@ class GraphedBackend:
         positions = starts[:, None] + torch.minimum(
             self._offsets[: tokens.shape[1]], (counts[:, None] - 1).clamp(min=0)
         )
-        masks = self.eager.masks.build(positions, self.eager.key_positions()[:attended])
-        return self._masked_forward(tokens, starts, counts, positions, masks, attended)
+        masks = partial(self.eager.masks.build, positions, self.eager.key_positions()[:attended])
+        return self._masked_forward(tokens, (starts, counts, positions), attended, masks)
 
     def _masked_forward(
-        self, tokens: Tensor, starts: Tensor, counts: Tensor, positions: Tensor, masks: Masks, attended: int
+        self,
+        tokens: Tensor,
+        where: tuple[Tensor, Tensor, Tensor],
+        attended: int,
+        masks: Callable[[], Masks],
+        tree: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> Tensor:
-        """The same at these positions [R, C].
+        """The same where rows start at [R], have so many real columns [R], and these stand at positions [R, C].
 
         Padding is written to the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
+        tree: depths and visible tokens, as in `IndexedForward`.
         """
+        starts, counts, positions = where
         rows, width = tokens.shape
         offsets = self._offsets[:width]
         columns = torch.where(offsets < counts[:, None], starts[:, None] + offsets, self.cache.spare + offsets)
-        self.cache.index(self._offsets[:rows, None], columns, attended)
+        self.cache.index(IndexedForward(self._offsets[:rows], starts.contiguous(), positions, columns, attended, *tree))
         out = self.model(
             input_ids=self._known(tokens),
-            attention_mask=masks,
+            attention_mask=self._no_masks if self.attends_itself else masks(),
             position_ids=positions.clamp(max=self.max_length - 1),
             use_cache=True,
             logits_to_keep=0,

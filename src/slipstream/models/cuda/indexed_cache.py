@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.hf.ragged_attention import RaggedCache
+from slipstream.models.hf.grouped_attention import Cut
+from slipstream.models.hf.ragged_attention import Layout, RaggedCache
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
@@ -27,17 +28,43 @@ class Bucket:
     attended: int
 
 
+@dataclass(frozen=True)
+class IndexedForward:
+    """A forward of R rows of C tokens whose places tensors say, int64 on the cache's device.
+
+    slots, starts: [R], where rows are cached and the position of each one's first token. positions, columns: [R, C], of
+    the tokens, and where in its slot each is written. attended: how many positions of a slot are read at most. depths:
+    [R, C] and visible: [R, C, C], of trees, as in `TreeTable.padded`; None for chains.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    positions: Tensor
+    columns: Tensor
+    attended: int
+    depths: Tensor | None = None
+    visible: Tensor | None = None
+
+
 class IndexedCache(RaggedCache):
-    """A slot cache that can also be indexed by tensors, so that a captured graph writes wherever they say by then."""
+    """A slot cache that can also be indexed by tensors, so that a captured graph writes wherever they say by then.
 
-    def index(self, rows: Tensor, columns: Tensor, attended: int) -> None:
-        """Write positions columns[i] of slot rows[i], read `attended` positions of the first R slots.
+    forward: what the next forward is, if it is indexed.
+    """
 
-        rows: [R, 1]; columns: [R, C]; both int64 on the cache's device.
-        """
-        self._slots, self._attended, self._span = slice(0, columns.shape[0]), attended, None
-        self._rows, self._columns = rows, columns
+    forward: IndexedForward | None = None
+
+    def index(self, forward: IndexedForward) -> None:
+        """Make the next forward write the columns of the first R slots and read what it attends to of them."""
+        self._slots, self._attended, self._span = slice(0, len(forward.slots)), forward.attended, None
+        self._rows, self._columns = forward.slots[:, None], forward.columns
+        self.tree = None
         self._cut([], None)
+        self.forward = forward
+
+    def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
+        super()._cut(cuts, layout)
+        self.forward = None
 
     @property
     def spare(self) -> int:

@@ -44,6 +44,11 @@ class MaskBuilder:
             masks["sliding_attention"] = self._form(causal & (keys > last - self._window))
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
 
+    def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:
+        """In place of masks, for layers that need none."""
+        empty = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
+
     def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
         """The same for a model with recurrent layers, which take none; None if it has no others."""
         if not self._kinds:

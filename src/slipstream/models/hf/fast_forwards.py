@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.core.interfaces import Backend
 from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is_of_blocks
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
@@ -35,7 +36,8 @@ ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded
 class Trial:
     """A layer's forward that also computes what other ops would give, and notes the largest difference."""
 
-    def __init__(self, forward: FusedLayer, ops: CompiledOps | BlockLayerOps) -> None:
+    def __init__(self, forward: FusedLayer, ops: Any) -> None:
+        """ops: see `fused_layer.Ops`."""
         self._forward, self.ops = forward, ops
         self.error = 0.0  # relative to the largest of the layer's outputs
 
@@ -118,16 +120,16 @@ def _try_grouped(backend: HFBackend, repeats: int, own: OwnLogits) -> str | None
     return reason
 
 
-def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> None:
-    """Give decoder layers a forward of fewer operators if it gives this model's own logits."""
+def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> list[tuple[nn.Module, FusedLayer]]:
+    """Give decoder layers a forward of fewer operators if it gives this model's own logits; those that have one now."""
     if backend.masks.repeats is None:
-        return  # said by `group_queries`
+        return []  # said by `group_queries`
     name, own = type(backend.model).__name__, own or OwnLogits(backend)
     try:
         layers = fused_layers(backend.model, backend.masks.windows)
     except UnknownLayerError as error:
         warn_slower(f"{name} keeps its layers' own forward: {error}")
-        return
+        return []
 
     def replace_forwards() -> None:
         for layer, forward in layers:
@@ -137,9 +139,11 @@ def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> None:
         for layer, _ in layers:
             del layer.forward
         warn_slower(f"{name} keeps its layers' own forward: the fused one gives other logits")
-        return
-    _compile(backend, layers, own)
-    backend.ragged = backend.device.type == "cpu"  # elsewhere forwards are captured as rectangles
+        return []
+    if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
+        _compile(backend, layers, own)
+        backend.ragged = True
+    return layers
 
 
 def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
@@ -149,7 +153,7 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]],
     if len(trials) < len(layers):
         return
     if "compiled layers" not in own.passed:
-        if _largest_error(backend, layers, trials) > tolerance(backend.model):
+        if largest_error(backend, layers, trials) > tolerance(backend.model):
             warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
             return
         own.passed.add("compiled layers")
@@ -161,9 +165,8 @@ def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]],
     backend.shape_independent = ALONE in own.passed and _multiplies_as_if_alone(backend.model)
 
 
-def _largest_error(
-    backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]
-) -> float:
+def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:
+    """The largest relative difference of any layer's outputs in a few forwards of the backend."""
     for (layer, _), trial in zip(layers, trials, strict=True):
         layer.forward = trial
     try:
@@ -212,7 +215,7 @@ def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
     return torch.randint(0, vocab_size, (1, 9), generator=torch.Generator().manual_seed(11)).to(device)
 
 
-def a_few_logits(backend: HFBackend) -> Tensor:
+def a_few_logits(backend: Backend) -> Tensor:
     """Logits of a few tokens, float32: some at the start, and some that attend to them."""
     backend.reserve(1, 2 * backend.attended_unit)
     tokens = a_few_tokens(backend.vocab_size, backend.device)

@@ -21,6 +21,7 @@ from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
+from slipstream.models.cuda.faster_graphs import make_graphs_faster, uses_triton
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.draft_vocabulary.restriction import Restriction
@@ -66,7 +67,7 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
             "allowed: 'auto' or 'full', or draft_dtype='int4' or 'int8', which replaces its layers"
         )
     restriction = Restriction(model, options.vocabulary, convert)
-    backend = _backend(model, options.fast, convert)
+    backend = _backend(model, options.fast is True, convert)
     name, packed = model.config._name_or_path or type(model).__name__, convert is not None
     ends, made_of = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
@@ -76,8 +77,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None) -> AnyBackend:
     """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
 
-    With fast=True on CUDA its forwards are captured as graphs, which leave the model as it is. A model whose state
-    cannot be written by position runs on caches of its own.
+    With `fast` on CUDA its forwards are captured as graphs. A model whose state cannot be written by position runs on
+    caches of its own.
     """
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
@@ -85,20 +86,26 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
         check_causal(HFBackend(model), model)
     if convert is not None:
         _convert(model, convert)
+    elif captured:
+        fuse(model)
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
         if convert is None and model in _TRIED:
+            if graphed is not None:
+                graphed.attends_itself = uses_triton(model, backend.num_layers)
             return graphed or backend
         own = OwnLogits(backend, passed)
         if "slots of a cache" in own.passed or not differ(model, own.logits):
             own.passed.add("slots of a cache")
             _TRIED.add(model)
-            if faster:
+            if graphed is not None:
+                make_graphs_faster(graphed, own)
+            elif faster:
                 make_faster(backend, own)
             return graphed or backend
         reason = "its attention takes neither positions nor masks as they are given"
-    if captured:
+    if captured and fast is True:
         raise _cannot_be_captured(model, reason)
     log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
     return own_cache_backend(model)
@@ -106,14 +113,16 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
     """Whether forwards are to be captured as graphs; refused, with the reason, where that is asked and cannot be."""
-    if fast is not True or model.device.type != "cuda":
+    if fast is False or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or not_captured(model)
     if reason is None and recurrent_layers(model):
         reason = "it has recurrent layers"
-    if reason is not None:
+    if reason is not None and fast is True:
         raise _cannot_be_captured(model, reason)
-    return True
+    if reason is not None:
+        log.info("%s runs without CUDA graphs: %s", type(model).__name__, reason)
+    return reason is None
 
 
 def _cannot_be_captured(model: Any, reason: str) -> UsageError:

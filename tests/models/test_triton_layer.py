@@ -1,0 +1,120 @@
+"""Layers by Triton kernels give what the model's own operators give; on the CPU by Triton's interpreter, if it is on.
+
+TRITON_INTERPRET=1 python -m pytest tests/models/test_triton_layer.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, fresh
+from torch import Tensor
+
+from slipstream.core.trees import segments_of
+from slipstream.models.cuda.faster_graphs import make_graphs_faster, uses_triton
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_store import Rerun
+from slipstream.models.cuda.indexed_cache import IndexedForward
+from slipstream.models.cuda.triton_layer import load_kernels
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import OwnLogits
+from slipstream.models.hf.fused_linear import fuse
+
+ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and load_kernels() is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # the interpreter's
+    pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU, or Triton with TRITON_INTERPRET=1"),
+]
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+MODELS = ("llama", "qwen2", "qwen3", "gemma3")
+PROMPT = 24
+PARENTS = [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)]
+
+
+def models(name: str, dtype: torch.dtype = torch.float32) -> tuple[HFBackend, GraphedBackend]:
+    """The model as it is, and by the kernels."""
+    plain, fused = (fresh(name, dtype=dtype, **SIZES).to(DEVICE) for _ in range(2))
+    fuse(fused)
+    graphed = GraphedBackend(fused, Rerun())
+    make_graphs_faster(graphed, OwnLogits(graphed.eager))
+    assert uses_triton(fused, graphed.num_layers) and graphed.attends_itself
+    return HFBackend(plain), graphed
+
+
+def fill(backends: Sequence[Any], rows: int, length: int = 300) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for slot in range(rows):
+        prompt = torch.randint(3, VOCAB, (1, PROMPT), generator=generator).to(DEVICE)
+        for backend in backends:
+            backend.reserve(rows, length)
+            backend.forward(prompt, [0], first_slot=slot, logits=False)
+
+
+def tokens(rows: int, width: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, width), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_models_own(name: str) -> None:
+    plain, graphed = models(name)
+    fill((plain, graphed), 4)
+    for rows, width, starts in [
+        (1, 1, [24]),
+        (1, 5, [17]),
+        (3, 4, [24, 9, 20]),
+        (4, 8, [24, 24, 13, 1]),
+        (1, 20, [24]),
+    ]:
+        one, other = (b.forward(tokens(rows, width), starts, first_slot=0, logits=True) for b in (plain, graphed))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    segments = [
+        segment
+        for slot, (start, own) in enumerate(zip([24, 17, 22], PARENTS, strict=True))
+        for segment in segments_of(slot, start, start + 2, own)
+    ]
+    fed = tokens(1, sum(segment.count for segment in segments))[0]
+    one, other = (backend.forward_tree(fed, segments, widths=None) for backend in (plain, graphed))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_longer_cache_than_one_chunk() -> None:
+    plain, graphed = models("qwen3")
+    prompt = tokens(1, 700, 5)
+    for backend in (plain, graphed):
+        backend.reserve(1, 900)
+        for start in (0, 350):
+            backend.forward(prompt[:, start : start + 350], [start], first_slot=0, logits=False)
+    for start in (700, 300, 126, 128):
+        one, other = (b.forward(tokens(1, 3), [start], first_slot=0, logits=True) for b in (plain, graphed))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
+def test_attention_gives_the_same_bits_at_any_width_and_length(dtype: torch.dtype) -> None:
+    """What the kernels compute; the matrix products are PyTorch's, and calibrated."""
+    _, graphed = models("qwen3", dtype)
+    fill([graphed], 2)
+    fused = next(module.__dict__["forward"] for module in graphed.model.modules() if "forward" in module.__dict__)
+    ops, generator = fused.ops, torch.Generator().manual_seed(2)
+    sizes = (8, (ops.heads + 2 * ops.key_heads) * ops.size), (2, 8, ops.size)
+    qkv, rope = (torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes)
+
+    def attended(width: int, length: int) -> Tensor:
+        columns = PROMPT + torch.arange(width, device=DEVICE)[None]
+        zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        forward = IndexedForward(zero, zero + PROMPT, columns, columns, length)
+        given = (rope[0, :width], rope[1, :width])
+        return ops._attend(qkv[:width], given, graphed.cache, forward, fused.spec).clone()
+
+    whole = attended(8, 512)
+    for width, length in [(8, 256), (1, 256), (3, 512), (5, 256)]:
+        assert torch.equal(attended(width, length), whole[:width])
+    assert not torch.equal(whole[0], whole[1])
