@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -19,14 +20,14 @@ from slipstream.models.cuda.faster_graphs import make_graphs_faster, uses_triton
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import Rerun
 from slipstream.models.cuda.indexed_cache import IndexedForward
-from slipstream.models.cuda.triton_layer import load_kernels
+from slipstream.models.cuda.triton_layer import has_kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits
 from slipstream.models.hf.fused_linear import fuse
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and load_kernels() is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_kernels()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # the interpreter's
@@ -82,6 +83,13 @@ def test_logits_are_the_models_own(name: str) -> None:
     ]
     fed = tokens(1, sum(segment.count for segment in segments))[0]
     one, other = (backend.forward_tree(fed, segments, widths=None) for backend in (plain, graphed))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_kernels_can_be_copied() -> None:
+    plain, graphed = models("llama")
+    copied = deepcopy(graphed.model)
+    one, other = (model(input_ids=tokens(1, 7), use_cache=False).logits for model in (plain.model, copied))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

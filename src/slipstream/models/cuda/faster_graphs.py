@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import Rerun
-from slipstream.models.cuda.triton_layer import TritonOps, load_kernels, unsupported
+from slipstream.models.cuda.triton_layer import TritonOps, has_kernels, unsupported
 from slipstream.models.hf.fast_forwards import (
     OwnLogits,
     Trial,
@@ -47,13 +47,12 @@ def uses_triton(model: Any, num_layers: int) -> bool:
 
 def _use_triton(backend: GraphedBackend, layers: list[tuple[nn.Module, FusedLayer]]) -> str | None:
     """Turn the kernels on if they give the layers' own numbers; None, or the reason why they are off."""
-    kernels = load_kernels()
-    if kernels is None:
+    if not has_kernels():
         return "Triton is not installed"
     plain = [forward.plain for _, forward in layers]
     if (reason := next(filter(None, map(unsupported, plain)), None)) is not None:
         return reason
-    trials = [Trial(forward, TritonOps(forward.plain, kernels)) for _, forward in layers]
+    trials = [Trial(forward, TritonOps(forward.plain)) for _, forward in layers]
     rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
     try:
         error = largest_error(rerun, layers, trials)

@@ -5,6 +5,7 @@ The specification is `fused_layer.LayerOps`, operator by operator; every layer i
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ Norm = tuple[Tensor, float]  # factors, float32, and epsilon
 class TritonOps:
     """See `Ops`: whole layers of forwards whose places tensors say; of all others the plain operators' parts."""
 
-    def __init__(self, ops: LayerOps, kernels: Any) -> None:
-        """ops: such that `unsupported` finds nothing; kernels: the module."""
-        self._plain, self._kernels = ops, kernels
+    def __init__(self, ops: LayerOps) -> None:
+        """ops: such that `unsupported` finds nothing, on a machine that has the kernels."""
+        self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         activation = recognise_activation(ops.act)
         assert not isinstance(activation, str)
@@ -69,7 +70,7 @@ class TritonOps:
         out = x if following is None else torch.empty_like(x)
         after_weight, after_eps = (x, 0.0) if after is None else after
         next_weight, next_eps = (x, 0.0) if following is None else following
-        self._kernels.add_norm[(len(x),)](
+        _kernels().add_norm[(len(x),)](
             x,
             x if residual is None else residual,
             after_weight,
@@ -90,7 +91,7 @@ class TritonOps:
     def _gate(self, gate_up: Tensor) -> Tensor:
         tokens, inner = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, inner)
-        self._kernels.gate[(tokens, -(-inner // GATE_BLOCK))](gate_up, out, inner, *self._activation, block=GATE_BLOCK)
+        _kernels().gate[(tokens, -(-inner // GATE_BLOCK))](gate_up, out, inner, *self._activation, block=GATE_BLOCK)
         return out
 
     def _attend(
@@ -104,7 +105,7 @@ class TritonOps:
         queries = qkv.new_empty(tokens, self.heads, self.size)
         strides = keys.stride(0), keys.stride(1)
         norms, eps = (qkv, 0.0) if self._head_norms is None else self._head_norms
-        self._kernels.rotate_and_cache[(tokens, self.heads + 2 * self.key_heads)](
+        _kernels().rotate_and_cache[(tokens, self.heads + 2 * self.key_heads)](
             qkv,
             rope[0].contiguous(),
             rope[1].contiguous(),
@@ -127,7 +128,7 @@ class TritonOps:
         leading, totals = qkv.new_empty(2, tokens, self.heads, chunks, dtype=torch.float32)
         is_tree = forward.visible is not None
         grid = rows * self.key_heads, -(-width * (self.heads // self.key_heads) // ROWS), chunks
-        self._kernels.attend_chunk[grid](
+        _kernels().attend_chunk[grid](
             queries,
             keys,
             values,
@@ -153,7 +154,7 @@ class TritonOps:
             rows=ROWS,
             step=STEP,
         )
-        self._kernels.combine_chunks[(tokens, self.heads)](
+        _kernels().combine_chunks[(tokens, self.heads)](
             partial,
             leading,
             totals,
@@ -168,12 +169,15 @@ class TritonOps:
         return queries
 
 
-def load_kernels() -> Any | None:
-    """The kernels; None where there is no Triton, which comes with PyTorch for CUDA on Linux."""
-    try:
-        from slipstream.models.cuda import triton_kernels
-    except ImportError:
-        return None
+def has_kernels() -> bool:
+    """Whether there is Triton, which comes with PyTorch for CUDA on Linux."""
+    return find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    """Their module, which imports Triton. Not kept by layers, which can be copied with their model."""
+    from slipstream.models.cuda import triton_kernels
+
     return triton_kernels
 
 
