@@ -64,7 +64,9 @@ class DecoderConfig:
         "full | a number (from 128)",
     )
     device: str = setting("auto", "auto | cpu | cuda | cuda:N")
-    fast: bool | str = setting("auto", "auto | true | false: packed weights on CPU; true alone captures graphs on CUDA")
+    fast: bool | str = setting(
+        "auto", "auto | true | false: packed weights on CPU, graphs on CUDA; there true also replaces layers by kernels"
+    )
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")

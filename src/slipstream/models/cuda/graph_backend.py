@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
+from slipstream.models.cuda.captured_forwards import CapturedForwards
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -27,10 +28,9 @@ from slipstream.models.cuda.graph_store import (
     Rerun,
     unsupported,
 )
-from slipstream.models.cuda.indexed_cache import MAX_TOKENS, SPARE, WIDTHS, Bucket, IndexedCache, IndexedForward
+from slipstream.models.cuda.indexed_cache import SPARE, Bucket, IndexedCache
 from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.cuda.tree_table import tree_table
-from slipstream.models.hf.attention_masks import Masks
 from slipstream.models.hf.backend import HFBackend
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
@@ -67,15 +67,16 @@ class GraphedBackend:
         if reason is not None:
             self._graphs.disable(reason)
         self._captured_shape = self.cache.shape  # of the cache whose addresses the graphs have
-        self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
-        # per row: first position, number of real columns, length of its draft
-        self._row_table = torch.zeros(MAX_TOKENS, 3, dtype=torch.int64, device=self.device)
-        self._offsets = torch.arange(MAX_TOKENS, device=self.device)
-        self.attends_itself = False  # whether all layers read the cache by `IndexedForward`, without masks
-        self._no_masks = self.eager.masks.nothing(self.device)
-        # of a forward over trees, per token: how far its position is behind its row's first, and which it may see
-        self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self.device)
-        self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=self.device)
+        self._bodies = CapturedForwards(self.eager, self.cache)
+
+    @property
+    def attends_itself(self) -> bool:
+        """Whether all layers read the cache by `IndexedForward`, without masks."""
+        return self._bodies.attends_itself
+
+    @attends_itself.setter
+    def attends_itself(self, itself: bool) -> None:
+        self._bodies.attends_itself = itself
 
     @property
     def attended_unit(self) -> int:
@@ -117,8 +118,8 @@ class GraphedBackend:
         rows, width = tokens.shape
         bucket = self._bucket(starts, width, max(starts) + width) if logits and first_slot == 0 else None
         if bucket is not None:
-            self._fill(bucket, tokens, starts, [width] * rows, [0] * rows)
-            out = self._run(self._logits, bucket)
+            self._bodies.fill(bucket, tokens, starts, [width] * rows, [0] * rows)
+            out = self._run(self._bodies.logits, bucket)
             if out is not None:
                 return out[:rows, :width].clone()
         return self.eager.forward(tokens, starts, first_slot=first_slot, logits=logits)
@@ -139,14 +140,12 @@ class GraphedBackend:
             rows, columns = (part.to(self.device, non_blocking=True) for part in table.cells())
             laid_out = tokens.new_zeros(len(starts), width)
             laid_out[rows, columns] = tokens
-            self._fill(bucket, laid_out, starts, counts, [0] * len(starts))
-            depths, visible = table.padded(bucket.rows, bucket.width)
-            self._depths_of(bucket).copy_(self._pinned(depths), non_blocking=True)
-            self._visible_of(bucket).copy_(self._pinned(visible), non_blocking=True)
-            out = self._run(self._tree, bucket)
+            self._bodies.fill(bucket, laid_out, starts, counts, [0] * len(starts))
+            self._bodies.trees.fill(bucket, table)
+            out = self._run(self._bodies.tree, bucket)
             if out is not None:
                 return out[rows, columns]
-        return self.eager.forward_tree(self._known(tokens), segments, widths=widths)
+        return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
         """See `TreeForwards.move`."""
@@ -169,8 +168,8 @@ class GraphedBackend:
         bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
         limit = min(vocab_size, self.vocab_size)
         if bucket is not None and steps <= MAX_STEPS:
-            self._fill(bucket, tokens, starts, counts, [0] * len(starts))
-            out = self._run(self._draft, bucket, steps, limit)
+            self._bodies.fill(bucket, tokens, starts, counts, [0] * len(starts))
+            out = self._run(self._bodies.draft, bucket, steps, limit)
             if out is not None:
                 return out[: len(starts)].clone()
         return self._draft_by_forwards(tokens, starts, counts, steps, limit)
@@ -182,13 +181,13 @@ class GraphedBackend:
         """See `GreedyRounds.verify_greedy`: forward, choice and comparison in one replay."""
         bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
         if bucket is not None:
-            self._fill(bucket, tokens, starts, counts, lengths)
-            out = self._run(self._verify, bucket, width)
+            self._bodies.fill(bucket, tokens, starts, counts, lengths, width)
+            out = self._run(self._bodies.verify, bucket)
             if out is not None:
                 return out[: len(starts)].clone()
-        chosen = self.eager.forward(self._known(tokens), starts, first_slot=0, logits=True).argmax(-1)
-        table = self._table(starts, counts, lengths).to(self.device)
-        return matching_prefix(tokens, chosen, table[:, 1], table[:, 2], width)
+        chosen = self.eager.forward(self._bodies.known(tokens), starts, first_slot=0, logits=True).argmax(-1)
+        table = self._bodies.table(starts, counts, lengths, width).to(self.device)
+        return matching_prefix(tokens, chosen, *table[:, 1:].unbind(1))
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
         """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
@@ -203,123 +202,13 @@ class GraphedBackend:
         key = (body.__name__, bucket, *options, self.eager.masks.repeats)
         return self._graphs.run(key, partial(body, bucket, *options))
 
-    def _fill(
-        self, bucket: Bucket, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int]
-    ) -> None:
-        """Put a forward's input where the graphs read it; rows that only pad have no real column."""
-        rows, width = tokens.shape
-        padding = [0] * (bucket.rows - rows)
-        table = self._table([*starts, *padding], [*counts, *padding], [*lengths, *padding])
-        self._row_table[: bucket.rows].copy_(table, non_blocking=True)
-        self._tokens_of(bucket)[:rows, :width].copy_(tokens)
-
-    def _table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        return self._pinned(torch.tensor(list(zip(starts, counts, lengths, strict=True)), dtype=torch.int64))
-
-    def _pinned(self, values: Tensor) -> Tensor:
-        # pinned memory is what lets the host go on while it is copied; the allocator keeps it until then
-        return values.pin_memory() if self.device.type == "cuda" else values
-
-    def _tokens_of(self, bucket: Bucket) -> Tensor:
-        return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
-
-    def _depths_of(self, bucket: Bucket) -> Tensor:
-        return self._depths[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
-
-    def _visible_of(self, bucket: Bucket) -> Tensor:
-        shape = (bucket.rows, bucket.width, bucket.width)
-        return self._visible[: bucket.rows * bucket.width * bucket.width].view(shape)
-
-    # Bodies: what is captured. They take everything that changes from the buffers, and only shapes as arguments.
-
-    def _logits(self, bucket: Bucket) -> Tensor:
-        """[R, C, V] logits of the tokens in the buffer."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        return self._indexed_forward(self._tokens_of(bucket), starts, counts, bucket.attended)
-
-    def _draft(self, bucket: Bucket, steps: int, limit: int) -> Tensor:
-        """[R, steps] greedy tokens, each fed to the next step."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        logits = self._logits(bucket)
-        at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
-        drafted = [logits.gather(1, at)[:, 0, :limit].argmax(-1)]
-        position, real = starts + counts, counts.clamp(max=1)
-        for step in range(steps - 1):
-            logits = self._indexed_forward(drafted[-1][:, None], position + step, real, bucket.attended)
-            drafted.append(logits[:, 0, :limit].argmax(-1))
-        return torch.stack(drafted, dim=1)
-
-    def _verify(self, bucket: Bucket, width: int) -> Tensor:
-        """[R, 2] how many draft tokens are accepted and the next token."""
-        table = self._row_table[: bucket.rows]
-        return matching_prefix(
-            self._tokens_of(bucket), self._logits(bucket).argmax(-1), table[:, 1], table[:, 2], width
-        )
-
-    def _tree(self, bucket: Bucket) -> Tensor:
-        """[R, C, V] logits of trees; `_depths` and `_visible` say where tokens stand and which they follow."""
-        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
-        depths, keys = self._depths_of(bucket), self.eager.key_positions()[: bucket.attended]
-        positions, behind = starts[:, None] + depths, keys - starts[:, None]  # [R, C], [R, S]
-        at = behind.clamp(0, bucket.width - 1)
-        own = (behind >= 0) & (behind < bucket.width)
-        visible = self._visible_of(bucket).gather(2, at[:, None].expand(-1, bucket.width, -1))
-        visible = torch.where(own[:, None], visible, behind[:, None] < 0)
-        stands = torch.where(own, starts[:, None] + depths.gather(1, at), keys)
-        masks = partial(self.eager.masks.build, positions, stands[:, None, None], visible[:, None])
-        tree = depths, self._visible_of(bucket)
-        return self._masked_forward(self._tokens_of(bucket), (starts, counts, positions), bucket.attended, masks, tree)
-
-    def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
-        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
-
-        Padding stands at its row's last position: beyond the attended length a sliding window might leave it no key.
-        """
-        positions = starts[:, None] + torch.minimum(
-            self._offsets[: tokens.shape[1]], (counts[:, None] - 1).clamp(min=0)
-        )
-        masks = partial(self.eager.masks.build, positions, self.eager.key_positions()[:attended])
-        return self._masked_forward(tokens, (starts, counts, positions), attended, masks)
-
-    def _masked_forward(
-        self,
-        tokens: Tensor,
-        where: tuple[Tensor, Tensor, Tensor],
-        attended: int,
-        masks: Callable[[], Masks],
-        tree: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-    ) -> Tensor:
-        """The same where rows start at [R], have so many real columns [R], and these stand at positions [R, C].
-
-        Padding is written to the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
-        tree: depths and visible tokens, as in `IndexedForward`.
-        """
-        starts, counts, positions = where
-        rows, width = tokens.shape
-        offsets = self._offsets[:width]
-        columns = torch.where(offsets < counts[:, None], starts[:, None] + offsets, self.cache.spare + offsets)
-        self.cache.index(IndexedForward(self._offsets[:rows], starts.contiguous(), positions, columns, attended, *tree))
-        out = self.model(
-            input_ids=self._known(tokens),
-            attention_mask=self._no_masks if self.attends_itself else masks(),
-            position_ids=positions.clamp(max=self.max_length - 1),
-            use_cache=True,
-            logits_to_keep=0,
-            **{self.eager.cache_name: self.cache},
-        )
-        logits: Tensor = out.logits
-        return logits
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        return tokens.clamp(max=self.vocab_size - 1)
-
     def _draft_by_forwards(
         self, tokens: Tensor, starts: list[int], counts: list[int], steps: int, limit: int
     ) -> Tensor:
-        """The specification of `_draft`: one forward per step."""
-        logits = self.eager.forward(self._known(tokens), starts, first_slot=0, logits=True)
+        """The specification of `CapturedForwards.draft`: one forward per step."""
+        logits = self.eager.forward(self._bodies.known(tokens), starts, first_slot=0, logits=True)
         last = torch.tensor(counts, device=self.device) - 1
-        drafted = [logits[self._offsets[: len(starts)], last, :limit].argmax(-1)]
+        drafted = [logits[torch.arange(len(starts), device=self.device), last, :limit].argmax(-1)]
         at = [start + count for start, count in zip(starts, counts, strict=True)]
         for step in range(steps - 1):
             positions = [start + step for start in at]

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.models.hf.grouped_attention import Cut
 from slipstream.models.hf.ragged_attention import Layout, RaggedCache
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as a hundred replays, and these as long as each other
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches
 SPARE = WIDTHS[-1]  # positions at the end of every slot where padding is written
 

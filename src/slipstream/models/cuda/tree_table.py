@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
+from slipstream.models.cuda.indexed_cache import MAX_TOKENS, WIDTHS, Bucket
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,43 @@ class TreeTable:
             columns, others = zip(*at, strict=True)
             visible[row, columns, others] = True
         return depths, visible
+
+
+class TreeBuffers:
+    """What the graphs of forwards over trees read of a `TreeTable`, for R rows of C columns of a bucket."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._depths = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=device)
+        self._visible = torch.zeros(MAX_TOKENS * WIDTHS[-1], dtype=torch.bool, device=device)
+
+    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Depths [R, C], and which tokens each one sees [R, C, C]."""
+        rows, width = bucket.rows, bucket.width
+        visible = self._visible[: rows * width * width].view(rows, width, width)
+        return self._depths[: rows * width].view(rows, width), visible
+
+    def fill(self, bucket: Bucket, table: TreeTable) -> None:
+        """Put a forward's trees where the graphs read them."""
+        for buffer, values in zip(self.of(bucket), table.padded(bucket.rows, bucket.width), strict=True):
+            buffer.copy_(pinned(values, self._device), non_blocking=True)
+
+    def places(self, bucket: Bucket, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions of the tokens [R, C] and of what stands at the places `keys` [S], [R, S], and who sees what of it.
+
+        starts: [R], of the rows. The last is [R, C, S].
+        """
+        depths, own_visible = self.of(bucket)
+        behind = keys - starts[:, None]
+        at, own = behind.clamp(0, bucket.width - 1), (behind >= 0) & (behind < bucket.width)
+        visible = own_visible.gather(2, at[:, None].expand(-1, bucket.width, -1))
+        visible = torch.where(own[:, None], visible, behind[:, None] < 0)
+        return starts[:, None] + depths, torch.where(own, starts[:, None] + depths.gather(1, at), keys), visible
+
+
+def pinned(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host that a GPU can fetch while the host goes on; the allocator keeps them until then."""
+    return values.pin_memory() if device.type == "cuda" else values
 
 
 def tree_table(segments: Sequence[TreeSegment]) -> TreeTable:

@@ -76,8 +76,7 @@ class RootMeanSquare:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size]."""
         both = (x.unsqueeze(-2) * self._signs).flatten(-2)
-        if self._within is not None and x.device.type != "cpu":  # elsewhere the kernel takes one type only
-            both = both.to(self._within.dtype)
+        both = both.to(x.dtype if x.device.type == "cpu" or self._within is None else self._within.dtype)
         out = layer_norm(both, (2 * self._size,), self._within, None, self.eps).narrow(-1, 0, self._size).to(x.dtype)
         return out if self._after is None else out * self._after
 

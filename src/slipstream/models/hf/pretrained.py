@@ -77,8 +77,8 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None) -> AnyBackend:
     """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
 
-    With `fast` on CUDA its forwards are captured as graphs. A model whose state cannot be written by position runs on
-    caches of its own.
+    On CUDA its forwards are captured as graphs unless `fast` is False; True also replaces its layers. A model whose
+    state cannot be written by position runs on caches of its own.
     """
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
@@ -86,7 +86,7 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
         check_causal(HFBackend(model), model)
     if convert is not None:
         _convert(model, convert)
-    elif captured:
+    elif captured and fast is True:
         fuse(model)
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
@@ -99,7 +99,7 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
         if "slots of a cache" in own.passed or not differ(model, own.logits):
             own.passed.add("slots of a cache")
             _TRIED.add(model)
-            if graphed is not None:
+            if graphed is not None and fast is True:
                 make_graphs_faster(graphed, own)
             elif faster:
                 make_faster(backend, own)
