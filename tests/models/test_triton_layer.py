@@ -1,6 +1,8 @@
-"""Layers by Triton kernels give what the model's own operators give; on the CPU by Triton's interpreter, if it is on.
+"""Layers by Triton kernels give what the model's own operators give: on a GPU, or by Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m pytest tests/models/test_triton_layer.py
+Without a GPU, in an environment that also has triton 3.6.0 and numpy below 2.4:
+
+    TRITON_INTERPRET=1 python -m pytest tests/models/test_triton_layer.py
 """
 
 from __future__ import annotations
