@@ -140,7 +140,7 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
         if type(module) is nn.Linear
     ]
     try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # the model's own: it wants other inputs
         warn_slower(f"{type(model).__name__} keeps its layers apart: a forward of two tokens fails: {error}")
         return []
