@@ -218,10 +218,13 @@ def attend_chunk(
 def combine_chunks(
     partial, leading, totals, starts, out, heads, width, chunks, chunk: tl.constexpr, size: tl.constexpr
 ):
-    """The attention of a head of a token out of its chunks, which come in order. out: [T, heads, D]."""
+    """The attention of a head of a token out of its chunks, which come in order. out: [T, heads, D].
+
+    Padding may reach beyond the last chunk, and sees nothing there.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, size)
-    used = tl.cdiv(tl.load(starts + token // width) + width, chunk)
+    used = tl.minimum(tl.cdiv(tl.load(starts + token // width) + width, chunk), chunks)
     begin = (token.to(tl.int64) * heads + head) * chunks
     best = float("-inf")
     for number in range(0, used):
