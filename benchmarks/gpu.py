@@ -17,7 +17,6 @@ import logging
 import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
@@ -35,36 +34,38 @@ from gpu_arms import (
     Arm,
     Setting,
     build,
-    compare_logits,
+    fused,
     hf_arm,
     slipstream_arm,
     wait_for,
 )
+from gpu_bits import agreeing_widths, compare_logits
+from terminal import Count, JsonFile, run
 
 from slipstream.certificate.full_precision import last_logits
 from slipstream.certificate.parity import first_difference
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import OwnLogits
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.model_files import quiet
 
 TIE = 0.02  # of the largest logit
+PROMPTS = 8
 STAGES = ("draft", "verify", "accept", "overhead")
 
 
 def main(
     small: Annotated[bool, typer.Option(help="tiny models on the CPU, to see that everything runs")] = False,
-    prompt_tokens: int = 128,
-    max_tokens: int = 96,
-    num_draft_tokens: int = 4,
+    prompt_tokens: Count = 128,
+    max_tokens: Count = 96,
+    num_draft_tokens: Count = 4,
     acceptance: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="probability that a draft token is the target's")
     ] = 0.8,
-    repeats: int = 3,
-    batches: Annotated[str, typer.Option(help="rows decoded together, with commas between")] = "1,8",
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the JSON line to this file as well")] = None,
+    repeats: Count = 3,
+    batches: Annotated[
+        list[int] | None, typer.Option(min=1, max=PROMPTS, help="rows decoded together; several times  [default: 1, 8]")
+    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Interleaved arms, medians, milliseconds by stage against the roofline, parity; ends in one JSON line."""
     quiet()
@@ -73,7 +74,7 @@ def main(
         raise typer.BadParameter("there is no GPU; allowed: --small")
     device = torch.device("cpu" if small else "cuda")
     if small:
-        prompt_tokens, max_tokens, repeats, batches = 8, 12, 1, "1,2"
+        prompt_tokens, max_tokens, repeats = 8, 12, 1
     setting = prepare(small, device, prompt_tokens, max_tokens, num_draft_tokens, acceptance)
     result = describe(setting, bandwidth(device, 1 << 22 if small else 1 << 31))
     backends: dict[str, Any] = {
@@ -81,9 +82,8 @@ def main(
         for kind, make in (("eager", HFBackend), ("graphed", GraphedBackend))
     }
     backends["fused"] = fused(setting.faster_target), fused(setting.faster_draft)
-    result["batches"] = {
-        rows: measure(setting, backends, rows, repeats, result) for rows in map(int, batches.split(","))
-    }
+    for rows in batches or (1, 2 if small else PROMPTS):
+        result["batches"][rows] = measure(setting, backends, rows, repeats, result)
     result["graphs"] = {
         f"{kind} {which}": str(backend.graph_memory())
         for kind in ("graphed", "fused")
@@ -92,6 +92,8 @@ def main(
     result["logits"] = compare_logits(setting, backends)
     print(f"graphs: {result['graphs']}")
     print(f"logits of random tokens against eager: {result['logits']}")
+    result["agreeing_widths"] = {kind: agreeing_widths(pair[0]) for kind, pair in backends.items()}
+    print(f"widths that give the same bits: {result['agreeing_widths']}")
     line = json.dumps(result)
     if json_file is not None:
         json_file.write_text(line + "\n")
@@ -102,26 +104,12 @@ def main(
 
 def prepare(small: bool, device: torch.device, length: int, tokens: int, count: int, acceptance: float) -> Setting:
     """Models, prompts of random tokens, and where the draft will be wrong."""
-    models = {
-        name: build(shape, device)
-        for name, shape in {
-            "target": (TINY_TARGET | TINY) if small else (TARGET | SHARED),
-            "draft": (TINY_DRAFT | TINY) if small else (DRAFT | SHARED),
-        }.items()
-        for name in (name, f"faster_{name}")
-    }
+    shapes = (TINY_TARGET | TINY, TINY_DRAFT | TINY) if small else (TARGET | SHARED, DRAFT | SHARED)
+    target, draft, faster_target, faster_draft = (build(shape, device) for shape in (*shapes, *shapes))
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, models["target"].config.vocab_size, (8, length), generator=generator).tolist()
-    wrong = torch.rand(8, length + tokens + 64, generator=generator) >= acceptance
-    return Setting(**models, prompts=prompts, wrong=wrong.to(device), max_tokens=tokens, num_draft_tokens=count)
-
-
-def fused(model: Any) -> GraphedBackend:
-    """Captured, with joint products and, where there is a GPU, Triton kernels."""
-    fuse(model)
-    backend = GraphedBackend(model)
-    make_graphs_faster(backend, OwnLogits(backend.eager))
-    return backend
+    prompts = torch.randint(0, target.config.vocab_size, (PROMPTS, length), generator=generator).tolist()
+    wrong = (torch.rand(PROMPTS, length + tokens + 64, generator=generator) >= acceptance).to(device)
+    return Setting(target, draft, faster_target, faster_draft, prompts, wrong, tokens, count)
 
 
 def bandwidth(device: torch.device, size: int) -> float:
@@ -156,6 +144,7 @@ def describe(setting: Setting, bytes_per_second: float) -> dict[str, Any]:
         "roofline_ms": rooflines,
         "num_draft_tokens": setting.num_draft_tokens,
         "max_tokens": setting.max_tokens,
+        "batches": {},
     }
 
 
@@ -253,4 +242,4 @@ def parity(texts: list[list[int]], expected: list[list[int]], setting: Setting) 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

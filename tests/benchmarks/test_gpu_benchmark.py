@@ -31,6 +31,7 @@ def test_the_benchmark_runs_on_tiny_models(tmp_path: Path) -> None:
             assert 0 < speculative["acceptance_rate"] < 1
             assert set(speculative["stages_ms"]) == {"draft", "verify", "accept", "overhead"}
             assert found[f"plain {kind}"]["tokens_per_round"] == 1 < speculative["tokens_per_round"]
+    assert set(result["agreeing_widths"]) == {"eager", "graphed", "fused"}
     assert set(result["logits"]) == {"graphed", "fused"}
     for found in result["logits"].values():
         assert found["largest_relative_difference"] < 0.02 < found["of_other_contexts"]

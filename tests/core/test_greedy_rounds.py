@@ -25,6 +25,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf import pretrained as loading
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.sampler import Sampler
 
@@ -144,6 +145,19 @@ def test_fast_on_a_gpu_means_captured_graphs_or_a_refusal() -> None:
     assert not loading._is_captured(OnCuda(model), "auto")
     with pytest.raises(UsageError, match="fast=True, but OnCuda cannot be captured: it is quantised with bitsandbytes"):
         loading._is_captured(OnCuda(model), True)
+
+
+def test_fast_replaces_layers_whichever_decoder_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_is_captured", lambda model, fast: fast is True)
+    monkeypatch.setattr(loading, "_packed", lambda model, fast: None)
+    model, text = fresh("llama"), prompts((9,))[0]
+    settings: list[dict[str, Any]] = [{"fast": fast, "reproducible": False} for fast in (False, True, True)]
+    texts = []
+    for one in settings:
+        decoder = SpeculativeDecoder(model, drafter="none", **one)
+        assert isinstance(decoder.target.backend, GraphedBackend) == any(map(is_fused, model.modules())) == one["fast"]
+        texts.append(decoder.generate(text, GREEDY).token_ids)
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.slow

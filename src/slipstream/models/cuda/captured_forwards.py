@@ -16,15 +16,13 @@ from torch import Tensor
 from slipstream.models.cuda.indexed_cache import MAX_TOKENS, Bucket, IndexedCache, IndexedForward
 from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.cuda.tree_table import TreeBuffers, pinned
+from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.hf.attention_masks import Masks
 from slipstream.models.hf.backend import HFBackend
 
 
 class CapturedForwards:
-    """The buffers of a model's graphs and the bodies that read them.
-
-    attends_itself: whether all layers read the cache by `IndexedForward`, without masks. trees: buffers of trees.
-    """
+    """The buffers of a model's graphs and the bodies that read them. trees: the buffers of trees."""
 
     def __init__(self, eager: HFBackend, cache: IndexedCache) -> None:
         self._eager, self._cache, self._device = eager, cache, eager.device
@@ -32,7 +30,6 @@ class CapturedForwards:
         self._row_table = torch.zeros(MAX_TOKENS, 4, dtype=torch.int64, device=self._device)
         self._offsets = torch.arange(MAX_TOKENS, device=self._device)
         self.trees = TreeBuffers(self._device)
-        self.attends_itself = False
         self._no_masks = eager.masks.nothing(self._device)
 
     def fill(
@@ -54,9 +51,8 @@ class CapturedForwards:
     def table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], drafted: int) -> Tensor:
         """[B, 4]: per row its first position, how many real columns it has, and its draft's length and columns."""
         widths = [drafted] * len(starts)
-        return pinned(
-            torch.tensor(list(zip(starts, counts, lengths, widths, strict=True)), dtype=torch.int64), self._device
-        )
+        rows = list(zip(starts, counts, lengths, widths, strict=True))
+        return pinned(torch.tensor(rows, dtype=torch.int64), self._device)
 
     def _tokens_of(self, bucket: Bucket) -> Tensor:
         return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
@@ -88,45 +84,39 @@ class CapturedForwards:
         """[R, C, V] logits of trees; `trees` says where tokens stand and which they follow."""
         starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
         positions, stands, visible = self.trees.places(bucket, starts, self._eager.key_positions()[: bucket.attended])
+        columns = self._columns(starts, counts, bucket.width)
+        slots, trees = self._offsets[: bucket.rows], self.trees.of(bucket)
+        forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, *trees)
         masks = partial(self._eager.masks.build, positions, stands[:, None, None], visible[:, None])
-        where = starts, counts, positions
-        return self._masked_forward(self._tokens_of(bucket), where, bucket.attended, masks, self.trees.of(bucket))
+        return self._forward(self._tokens_of(bucket), forward, masks)
 
     def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
         """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
 
         Padding stands at its row's last position: beyond the attended length a sliding window might leave it no key.
         """
-        positions = starts[:, None] + torch.minimum(
-            self._offsets[: tokens.shape[1]], (counts[:, None] - 1).clamp(min=0)
-        )
-        masks = partial(self._eager.masks.build, positions, self._eager.key_positions()[:attended])
-        return self._masked_forward(tokens, (starts, counts, positions), attended, masks)
-
-    def _masked_forward(
-        self,
-        tokens: Tensor,
-        where: tuple[Tensor, Tensor, Tensor],
-        attended: int,
-        masks: Callable[[], Masks],
-        tree: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-    ) -> Tensor:
-        """The same where rows start at [R], have so many real columns [R], and these stand at positions [R, C].
-
-        Padding is written to the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
-        tree: depths and visible tokens, as in `IndexedForward`.
-        """
-        starts, counts, positions = where
         rows, width = tokens.shape
+        last = (counts[:, None] - 1).clamp(min=0)
+        positions = starts[:, None] + torch.minimum(self._offsets[:width], last)
+        columns, slots = self._columns(starts, counts, width), self._offsets[:rows]
+        forward = IndexedForward(slots, starts.contiguous(), positions, columns, attended)
+        masks = partial(self._eager.masks.build, positions, self._eager.key_positions()[:attended])
+        return self._forward(tokens, forward, masks)
+
+    def _columns(self, starts: Tensor, counts: Tensor, width: int) -> Tensor:
+        """[R, C] places that tokens are written to.
+
+        Padding gets the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
+        """
         offsets = self._offsets[:width]
-        columns = torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
-        self._cache.index(
-            IndexedForward(self._offsets[:rows], starts.contiguous(), positions, columns, attended, *tree)
-        )
+        return torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
+
+    def _forward(self, tokens: Tensor, forward: IndexedForward, masks: Callable[[], Masks]) -> Tensor:
+        self._cache.index(forward)
         out = self._eager.model(
             input_ids=self.known(tokens),
-            attention_mask=self._no_masks if self.attends_itself else masks(),
-            position_ids=positions.clamp(max=self._eager.max_length - 1),
+            attention_mask=self._no_masks if uses_kernels(self._eager.model) else masks(),
+            position_ids=forward.positions.clamp(max=self._eager.max_length - 1),
             use_cache=True,
             logits_to_keep=0,
             **{self._eager.cache_name: self._cache},

@@ -70,15 +70,6 @@ class GraphedBackend:
         self._bodies = CapturedForwards(self.eager, self.cache)
 
     @property
-    def attends_itself(self) -> bool:
-        """Whether all layers read the cache by `IndexedForward`, without masks."""
-        return self._bodies.attends_itself
-
-    @attends_itself.setter
-    def attends_itself(self, itself: bool) -> None:
-        self._bodies.attends_itself = itself
-
-    @property
     def attended_unit(self) -> int:
         """See `Backend`."""
         return self.cache.attended_unit
@@ -94,7 +85,6 @@ class GraphedBackend:
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
         """See `LayerSubsets.layer_subset`; with graphs of its own."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
-        subset.attends_itself = self.attends_itself
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
         return subset

@@ -204,7 +204,7 @@ class GraphStore:
                 self.clear()
                 replay = self._capturer.capture(body)
         except Exception as error:  # a capture runs the model's own code, which may raise anything
-            self.disable(_first_line(error))
+            self.disable(first_line(error))
             return None
         # only now that the new graph holds the pool may old ones go
         while len(self._saved) >= self._max_graphs:
@@ -226,5 +226,6 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of an error's message, or its kind."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

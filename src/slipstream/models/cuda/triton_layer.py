@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
 from slipstream.models.hf.activation import recognise_activation
-from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
+from slipstream.models.hf.fused_layer import AttentionSpec, FusedLayer, LayerOps, RootMeanSquare, Rope
 from slipstream.models.hf.ragged_attention import RaggedCache
 
 CHUNK = 128  # positions that one program attends to: always as many, so that bits do not depend on the length read
@@ -51,8 +52,10 @@ class TritonOps:
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
         """See `Ops.whole_layer`."""
         forward = cache.forward if isinstance(cache, IndexedCache) else None
-        if forward is None or rope[0].shape[-1] != self.size:
+        if forward is None:
             return None
+        if rope[0].shape[-1] != self.size:
+            raise SlipstreamError(f"rotations of {rope[0].shape[-1]} numbers in a head of {self.size}")
         x = hidden.reshape(-1, hidden.shape[-1])
         _, normalised = self._add_norm(x, following=self._before_attention)
         attended = self._attend(self._plain.qkv(normalised), rope, cache, forward, spec)
@@ -169,6 +172,13 @@ class TritonOps:
         return queries
 
 
+def uses_kernels(model: Any) -> bool:
+    """Whether a model's layers compute by the kernels; all of them do, or none."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    fused = [forward for forward in forwards if isinstance(forward, FusedLayer)]
+    return bool(fused) and all(isinstance(forward.ops, TritonOps) for forward in fused)
+
+
 def has_kernels() -> bool:
     """Whether there is Triton, which comes with PyTorch for CUDA on Linux."""
     return find_spec("triton") is not None
@@ -185,8 +195,8 @@ def unsupported(ops: LayerOps) -> str | None:
     """Why the kernels cannot compute a layer; None if they can."""
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"
-    forms = {norm.weight[1] for norm in (*ops.head_norms, ops.before_attention, ops.before_feed_forward)}
-    if len(forms) > 1:
+    norms = (ops.before_attention, ops.after_attention, ops.before_feed_forward, ops.after_feed_forward)
+    if len({norm.weight[1] for norm in (*ops.head_norms, *norms) if norm is not None}) > 1:
         return "its norms round at different places"
     activation = recognise_activation(ops.act)
     return activation if isinstance(activation, str) else None

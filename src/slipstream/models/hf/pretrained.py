@@ -21,9 +21,11 @@ from slipstream.models.cpu.huge_pages import HugePages
 from slipstream.models.cpu.packed_linear import pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.thread_placement import separate_threads
-from slipstream.models.cuda.faster_graphs import make_graphs_faster, uses_triton
+from slipstream.models.cuda.faster_graphs import make_graphs_faster
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.cuda.indexed_cache import WIDTHS
+from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
@@ -92,8 +94,8 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
         if convert is None and model in _TRIED:
-            if graphed is not None:
-                graphed.attends_itself = uses_triton(model, backend.num_layers)
+            if graphed is not None and fast is True:
+                make_graphs_faster(graphed, OwnLogits(backend))
             return graphed or backend
         own = OwnLogits(backend, passed)
         if "slots of a cache" in own.passed or not differ(model, own.logits):
@@ -191,7 +193,9 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
         convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
     way = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
-    backend = _backend(model, options.fast, convert, passed_trials(source, folder, model, options, way))
+    # captured forwards score the whole vocabulary
+    fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
+    backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, way))
     ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
     made_of = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
@@ -217,7 +221,9 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
 
 
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:
-    model, kind = backend.model, "packed" if packed else "graphed" if isinstance(backend, GraphedBackend) else "plain"
+    model, kind = backend.model, "packed" if packed else "plain"
+    if isinstance(backend, GraphedBackend):
+        kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}"
     shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
     config = model.config.get_text_config()
     exact = f"{bfloat16_version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
