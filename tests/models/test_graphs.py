@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from graph_cases import MODELS, PROMPT, STARTS, Case
 from tape import Tape
-from tiny import VOCAB, fresh, shared
+from tiny import VOCAB, fresh
 from torch import Tensor
 
 from slipstream.core.acceptance import match
-from slipstream.core.trees import segments_of
 from slipstream.core.types import Draft
 from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
 from slipstream.models.cuda.graph_store import GraphMemory, GraphStore, Rerun, unsupported
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
-from slipstream.models.cuda.tree_table import TreeTable
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("llama", "qwen2", "gpt2", "gemma3")
-PROMPT = 24
-STARTS = [24, 17, 22, 12]  # of rows whose later positions may be written over, as padding does without captures
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-class Case:
-    """An eager and a captured backend of one model, with the same prompts in four slots."""
-
-    def __init__(self, name: str, tape: Any = None, seed: int = 0, length: int = 60, **limits: int) -> None:
-        self.tape, self.generator = tape or Tape(), torch.Generator().manual_seed(seed)
-        self.eager, self.graphed = HFBackend(shared(name)), GraphedBackend(shared(name), self.tape, **limits)
-        for slot in range(4):
-            prompt = self.tokens(1, PROMPT)
-            for backend in (self.eager, self.graphed):
-                backend.reserve(4, length)
-                backend.forward(prompt, [0], first_slot=slot, logits=False)
-
-    def number(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=self.generator))
-
-    def tokens(self, rows: int, width: int) -> Tensor:
-        return torch.randint(3, VOCAB, (rows, width), generator=self.generator)
-
-    def starts(self, rows: int) -> list[int]:
-        return torch.randint(PROMPT // 2, PROMPT + 1, (rows,), generator=self.generator).tolist()
-
-    def both(self, tokens: Tensor, starts: list[int], first_slot: int = 0) -> tuple[Tensor, Tensor]:
-        one, other = (
-            backend.forward(tokens, starts, first_slot=first_slot, logits=True)
-            for backend in (self.eager, self.graphed)
-        )
-        return one, other
 
 
 def contents(backend: HFBackend) -> Tensor:
@@ -288,62 +253,6 @@ def test_verification_in_one_call_is_the_longest_matching_prefix(captured: bool)
         seen |= {int(n) for n in expected.accepted}
     assert seen >= {0, 1, 2, 3}
     assert bool(case.tape.captured) == captured
-
-
-PARENTS = [
-    [(-1, 0, 1, 1, 3, -1)],
-    [(-1, -1, 1, 2, 1), (-1, 0)],
-    [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)],
-]
-
-
-def both_trees(case: Case, parents: Sequence[tuple[int, ...]], behind: int) -> tuple[Tensor, Tensor]:
-    """Logits of trees over `behind` committed tokens that are not cached, eager and captured."""
-    bases = [start + behind for start in STARTS[: len(parents)]]
-    segments = [
-        one
-        for slot, (base, own) in enumerate(zip(bases, parents, strict=True))
-        for one in segments_of(slot, base - behind, base, own)
-    ]
-    tokens = case.tokens(1, sum(segment.count for segment in segments))[0]
-    one, other = (backend.forward_tree(tokens, segments, widths=None) for backend in (case.eager, case.graphed))
-    return one, other
-
-
-@pytest.mark.parametrize("parents", PARENTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[tuple[int, ...]]) -> None:
-    case = Case(name, length=300)
-    for behind in (1, 3):
-        for _ in range(2):  # captured, then replayed on other tokens
-            expected, got = both_trees(case, parents, behind)
-            assert got.shape == expected.shape
-            assert (expected - got).abs().max() < 1e-4
-        for backend in (case.eager, case.graphed):
-            backend.move(0, [STARTS[0] + behind + 3], STARTS[0] + behind + 1)
-        expected, got = case.both(case.tokens(1, 2), [STARTS[0] + behind + 2])
-        assert (expected - got).abs().max() < 1e-4
-    assert 0 < case.tape.captured < case.tape.replayed
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_tree_whose_branches_see_each_other_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = TreeTable.padded
-
-    def seeing_all(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        depths, visible = padded(table, rows, width)
-        return depths, torch.ones_like(visible)
-
-    monkeypatch.setattr(TreeTable, "padded", seeing_all)
-    expected, got = both_trees(Case(name, length=300), PARENTS[2], 1)
-    assert (expected - got).abs().max() > 1e-2
-
-
-def test_wide_trees_run_eagerly() -> None:
-    case = Case("llama", length=300)
-    expected, got = both_trees(case, [(-1,) * 40], 1)
-    assert torch.equal(expected, got)
-    assert case.tape.captured == 0
 
 
 def test_a_rerun_is_a_capture_that_repeats_the_body() -> None:

@@ -1,0 +1,70 @@
+"""Draft trees in captured forwards give the logits of eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from graph_cases import MODELS, STARTS, Case
+from torch import Tensor
+
+from slipstream.core.trees import segments_of
+from slipstream.models.cuda.tree_table import TreeTable
+
+pytestmark = pytest.mark.slow
+
+PARENTS = [
+    [(-1, 0, 1, 1, 3, -1)],
+    [(-1, -1, 1, 2, 1), (-1, 0)],
+    [(-1, 0, 1, 2, 3, 4, 2, 6, 7, -1), (-1,), (-1, -1, -1)],
+]
+
+
+def both_trees(case: Case, parents: Sequence[tuple[int, ...]], behind: int) -> tuple[Tensor, Tensor]:
+    """Logits of trees over `behind` committed tokens that are not cached, eager and captured."""
+    bases = [start + behind for start in STARTS[: len(parents)]]
+    segments = [
+        one
+        for slot, (base, own) in enumerate(zip(bases, parents, strict=True))
+        for one in segments_of(slot, base - behind, base, own)
+    ]
+    tokens = case.tokens(1, sum(segment.count for segment in segments))[0]
+    one, other = (backend.forward_tree(tokens, segments, widths=None) for backend in (case.eager, case.graphed))
+    return one, other
+
+
+@pytest.mark.parametrize("parents", PARENTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[tuple[int, ...]]) -> None:
+    case = Case(name, length=300)
+    for behind in (1, 3):
+        for _ in range(2):  # captured, then replayed on other tokens
+            expected, got = both_trees(case, parents, behind)
+            assert got.shape == expected.shape
+            assert (expected - got).abs().max() < 1e-4
+        for backend in (case.eager, case.graphed):
+            backend.move(0, [STARTS[0] + behind + 3], STARTS[0] + behind + 1)
+        expected, got = case.both(case.tokens(1, 2), [STARTS[0] + behind + 2])
+        assert (expected - got).abs().max() < 1e-4
+    assert 0 < case.tape.captured < case.tape.replayed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tree_whose_branches_see_each_other_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = TreeTable.padded
+
+    def seeing_all(table: TreeTable, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        depths, visible = padded(table, rows, width)
+        return depths, torch.ones_like(visible)
+
+    monkeypatch.setattr(TreeTable, "padded", seeing_all)
+    expected, got = both_trees(Case(name, length=300), PARENTS[2], 1)
+    assert (expected - got).abs().max() > 1e-2
+
+
+def test_wide_trees_run_eagerly() -> None:
+    case = Case("llama", length=300)
+    expected, got = both_trees(case, [(-1,) * 40], 1)
+    assert torch.equal(expected, got)
+    assert case.tape.captured == 0
