@@ -6,8 +6,14 @@ enum {
     BOTH = 3,      /* tokens up to which those of all 32 outputs are, not of 16 after another */
     BESIDE_MOST = ROWS, BESIDE_MANY = ROWS
 };
+/* Tokens up to which the next block is expanded meanwhile. clang runs out of registers with more than one. */
+#if defined(__clang__) && defined(__AVX2__)
+#define MEANWHILE 1
+#else
+#define MEANWHILE BOTH
+#endif
 /* How many quads of the next block have been expanded beside so many tokens. */
-#define EXPANDED(rows, quads) ((rows) <= BOTH ? (quads) : 0)
+#define EXPANDED(rows, quads) ((rows) <= MEANWHILE ? (quads) : 0)
 #define EVERY_BESIDE(of) of(1); of(2); of(3); of(4); of(5); of(6);
 #define EVERY_ROWS EVERY_BESIDE
 
@@ -20,36 +26,51 @@ static void copy_inputs(const uint16_t *x, int64_t count, input *to) {
     store_floats(to + i, load_bf16(rest));
 }
 
+/* Adds to the sums of `tokens` the products of two inputs of each, x [tokens][BLOCK], and 16 pairs of weights. */
+ALWAYS void add_pairs_plainly(const int tokens, floats *sums, const float *x, const uint16_t *pairs) {
+    #pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+        floats weights = n ? load_second_of_pairs(pairs) : load_first_of_pairs(pairs);
+        #pragma GCC unroll 6
+        for (int i = 0; i < tokens; i++) {
+            sums[i] = add_product(sums[i], all_floats(x[i * BLOCK + n]), weights);
+            SETTLED(sums[i]);
+        }
+    }
+}
+#ifndef HAS_ADD_PAIRS
+#define add_pairs add_pairs_plainly
+#endif
+
 /* Adds the products of `sides` times 16 outputs from number 16 * `side` on. */
 ALWAYS void add_sides(const int rows, const int side, const int sides, const struct tokens *of, const uint16_t *block,
                       int quads, const struct compressed_block *next) {
-    floats sum[ROWS][2];
-    #pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-        #pragma GCC unroll 2
-        for (int j = 0; j < sides; j++)
-            sum[i][j] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
+    floats sum[2][ROWS];
+    #pragma GCC unroll 2
+    for (int j = 0; j < sides; j++)
+        #pragma GCC unroll 6
+        for (int i = 0; i < rows; i++)
+            sum[j][i] = of->begin ? all_floats(0) : load_floats(of->sums + i * PANEL + (side + j) * 16);
+    const int expands = next && rows <= MEANWHILE; /* in C, since compilers mix only what they know */
     for (int pair = 0; pair < 2 * quads; pair++) {
-        if (sides == 2 && next && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
-        if (sides == 1 && next) prefetch_later(next->data + AHEAD + (side * 2 * quads + pair) * (QUAD / 4));
+        if (expands && pair % 2 == 0 && pair / 2 < next->quads) expand_quad(next, pair / 2);
+        if (next && !expands) {
+            #pragma GCC unroll 2
+            for (int j = 0; j < sides; j++)
+                prefetch_later(next->data + AHEAD + ((side + j) * 2 * quads + pair) * (QUAD / 4));
+        }
+        const float *x = of->inputs + 2 * pair;
         #pragma GCC unroll 2
         for (int j = 0; j < sides; j++) {
             const uint16_t *pairs = block + pair * 64 + (side + j) * 32;
-            #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                floats weights = n ? load_second_of_pairs(pairs) : load_first_of_pairs(pairs);
-                #pragma GCC unroll 6
-                for (int i = 0; i < rows; i++) {
-                    sum[i][j] = add_product(sum[i][j], all_floats(of->inputs[i * BLOCK + 2 * pair + n]), weights);
-                    SETTLED(sum[i][j]);
-                }
-            }
+            if (expands) add_pairs_plainly(rows, sum[j], x, pairs);
+            else add_pairs(rows, sum[j], x, pairs);
         }
     }
-    #pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-        #pragma GCC unroll 2
-        for (int j = 0; j < sides; j++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[i][j]);
+    #pragma GCC unroll 2
+    for (int j = 0; j < sides; j++)
+        #pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) store_floats(of->sums + i * PANEL + (side + j) * 16, sum[j][i]);
 }
 
 /* Adds a block's products to the sums. `next` is expanded meanwhile if tokens are few; else what follows it is fetched,
