@@ -12,7 +12,7 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.layer_stack import LayerStack, Rotations
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import fuse_layers
+from slipstream.models.hf.fast_forwards import OwnLogits, fuse_layers
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 
@@ -89,6 +89,16 @@ def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LayerStack, "logits", ones)
     assert fast("llama", torch.bfloat16, head_dim=64).stack is None
+
+
+def test_a_stack_is_compared_with_the_layers_it_is_made_of() -> None:
+    """Weights of 4 bits are far from the model's own, and their layers have been compared by then."""
+    backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
+    own = OwnLogits(backend)
+    own.passed.add("fused layers")
+    own.logits = 2 * own.logits
+    fuse_layers(backend, own)
+    assert backend.stack is not None
 
 
 class Angles(torch.nn.Module):

@@ -1,7 +1,8 @@
 """All decoder layers of a model in one call, between its own embedding and its own output layer.
 
 What Python does for each layer, and the model around them, is a sixth to a fifth of a small model's time for one token.
-The specification is the model's own forward, with whose logits those of a stack are compared before it is used.
+The specification is the model's own forward over its compiled layers, with whose logits those of a stack are compared
+before it is used.
 """
 
 from __future__ import annotations

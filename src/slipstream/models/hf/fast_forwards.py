@@ -178,7 +178,7 @@ def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer
 
 
 def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
-    """Compute all layers in one call if that gives the model's own logits."""
+    """Compute all layers in one call if that gives the logits of these layers, which were compared themselves."""
     model = backend.model
     try:
         stack = LayerStack(model, [forward for _, forward in layers])
@@ -189,7 +189,7 @@ def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], o
     def put_in() -> None:
         backend.stack = stack
 
-    if not own.stay("all layers in one call", put_in):
+    if not OwnLogits(backend, own.passed).stay("all layers in one call", put_in):
         backend.stack = None
         log.info("%s calls its layers one by one: it computes more around them", type(model).__name__)
 
