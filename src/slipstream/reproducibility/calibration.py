@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.models.shape_independence import is_shape_independent
-from slipstream.reproducibility.forward_times import MOST_RAGGED_TURNS, MOST_TURNS
+from slipstream.reproducibility.forward_times import MOST_TURNS
 from slipstream.reproducibility.progress import Report, Stages, silent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
@@ -174,4 +174,4 @@ def _found(trials: Trials, reading: Reading, stages: Stages) -> Calibration:
 
 def _in_turns(totals: Sequence[int]) -> list[tuple[int, int]]:
     """Every total in turn, over and over: the number of the turn and the total."""
-    return [(turn, total) for turn in range(MOST_RAGGED_TURNS) for total in totals]
+    return [(turn, total) for turn in range(MOST_TURNS) for total in totals]

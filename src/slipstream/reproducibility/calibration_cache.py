@@ -29,7 +29,7 @@ log = logging.getLogger("slipstream")
 
 Found = TypeVar("Found")
 
-VERSION = 20  # of what calibration tries; what an earlier one found is not used
+VERSION = 21  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
