@@ -21,9 +21,9 @@ SECONDS = 1.5  # after which no more turns are taken than these
 class ForwardTimes:
     """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
 
-    The shapes alternate and the fastest of many turns counts: whatever else the machine does only adds time. On two
-    shared cores what eight tokens add to eight came out within 17 % from two turns and within 7 % from six (standard
-    deviations), so shapes of few tokens get these even where they take long.
+    The shapes alternate and the fastest of many turns counts: whatever else the machine does only adds time. Shapes of
+    few tokens, which most verifications have, get more turns than others even where they take long: what a drafted
+    token costs is the difference of two of them, and two or three turns leave it to chance.
     """
 
     backend: Backend

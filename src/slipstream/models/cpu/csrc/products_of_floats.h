@@ -38,7 +38,9 @@ ALWAYS void add_pairs_plainly(const int tokens, floats *sums, const float *x, co
         }
     }
 }
-#ifndef HAS_ADD_PAIRS
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#include "pairs_avx2.h"
+#else
 #define add_pairs add_pairs_plainly
 #endif
 
