@@ -92,7 +92,7 @@ def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stack_is_compared_with_the_layers_it_is_made_of() -> None:
-    """Weights of 4 bits are far from the model's own, and their layers have been compared by then."""
+    """What may differ in each layer adds up: with weights of 4 bits to more than one change may make of the logits."""
     backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
     own = OwnLogits(backend)
     own.passed.add("fused layers")
