@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
-from terminal import Count, JsonFile, console, run
+from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -125,7 +125,7 @@ def main(
     """Print a table of ratios per shape and precision."""
     quiet()
     shapes = [*map(Heads.of_model, model), *map(Heads.parse, shape)] or list(DEFAULTS)
-    wide, far = _numbers("widths", widths), _numbers("lengths", lengths)
+    wide, far = numbers("--widths", widths), numbers("--lengths", lengths)
     if max(wide) > min(far):
         raise UsageError(f"widths up to {max(wide)}, lengths from {min(far)}; allowed: no width above a length")
     lines = list[dict[str, Any]]()
@@ -216,13 +216,6 @@ def means(found: dict[tuple[int, int], Timing]) -> tuple[float, float]:
     """Geometric means of the ratios: by the fastest turns, by the medians."""
     logs = [(log(timing.fastest), log(timing.typical)) for timing in found.values()]
     return exp(mean(one for one, _ in logs)), exp(mean(two for _, two in logs))
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{name}={text!r}; allowed: whole numbers above 0, separated by commas")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _dtypes(text: str) -> list[torch.dtype]:

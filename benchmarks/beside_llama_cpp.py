@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
-from terminal import Count, JsonFile, console, run
+from terminal import Count, JsonFile, console, numbers, run
 
 from slipstream.bench.llama_cpp_model import bindings, gguf_file
 from slipstream.errors import SlipstreamError
@@ -106,7 +106,7 @@ def main(
     file, _ = gguf_file(target, "this command"), bindings("this command")
     engines = [Engine("slipstream", "slipstream", str(file)), Engine(LLAMA, LLAMA, str(file))]
     engines += [] if beside is None else [Engine(beside, "slipstream", beside)]
-    asked = [*(f"tokens {width}" for width in widths.split(",")), f"prompt {prompt}"]
+    asked = [*(f"tokens {width}" for width in numbers("--widths", widths)), f"prompt {prompt}"]
     large = torch.ones(FLOATS)
     workers, times, bandwidth = [Worker(engine, context) for engine in engines], {}, list[float]()
     for turn in range(turns + 1):

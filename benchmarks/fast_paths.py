@@ -23,7 +23,7 @@ import torch
 import typer
 from rich import box
 from rich.table import Table
-from terminal import JsonFile, console, run
+from terminal import Count, JsonFile, console, numbers, run
 
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import set_attended_lengths
@@ -45,13 +45,13 @@ def main(
     ways: str = ",".join(WAYS),
     widths: str = "1,2,4,5,8,16",
     dtype: str = "auto",
-    turns: int = 20,
+    turns: Count = 20,
     context: int = 200,
     json_file: JsonFile = None,
 ) -> None:
     """Print a line per way: milliseconds and ratio to the plain model for every width."""
     quiet()
-    chosen, sizes = ways.split(","), [int(width) for width in widths.split(",")]
+    chosen, sizes = ways.split(","), numbers("--widths", widths)
     if unknown := [way for way in chosen if way not in WAYS]:
         raise typer.BadParameter(f"--ways {unknown[0]!r}; allowed: {', '.join(WAYS)}")
     if context < 0:

@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 import typer
 from load_memory import Watch, _anonymous
-from terminal import JsonFile, console, run
+from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 
 from slipstream.bench.llama_cpp_model import BATCH, LlamaCppModel, gguf_file
@@ -40,7 +40,7 @@ MEGA = 1e6
 def main(
     target: str,
     widths: str = "1,4,8,16",
-    turns: int = 15,
+    turns: Count = 15,
     context: int = 200,
     activations: str = "int8,int15",
     quantize: str = "none",
@@ -54,7 +54,7 @@ def main(
     if llama_cpp and not kl:
         raise UsageError("llama_cpp without kl; allowed: both")
     file = gguf_file(target, "llama_cpp") if llama_cpp else None
-    sizes, size = [int(width) for width in widths.split(",")], _size(Path(target).expanduser())
+    sizes, size = numbers("--widths", widths), _size(Path(target).expanduser())
     _warm_up()
     models, found = dict[str, Loaded](), dict[str, dict[str, object]]()
     for rounding in quantize.split(","):

@@ -49,3 +49,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}; allowed: a whole number from 1 on")
     return int(text)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """The value of an option that takes whole numbers of at least 1, each once."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option} {text!r}; allowed: whole numbers from 1 on, separated by commas")
+    return list(dict.fromkeys(map(int, parts)))
