@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from house import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
 
 CORE = {name for name in FILES if name.startswith("slipstream.core")}
-LIMIT = 250  # lines of a file
 EVERYTHING = {name.split(".")[1] for name in FILES if name.count(".")}
 # what each package may import of the others, functions included
 MAY_IMPORT = {
@@ -39,13 +36,6 @@ def test_the_root_holds_the_public_face_only() -> None:
     assert root == ["__init__", "config", "decoder", "errors"]
 
 
-def test_no_module_name_is_used_twice() -> None:
-    names = Counter(file.stem for file in FILES.values() if file.stem != "__init__")
-    twice = sorted(name for name, count in names.items() if count > 1)
-    print(f"{len(names)} modules, names used twice: {', '.join(twice) or 'none'}")
-    assert len(names) > 100 and not twice
-
-
 def test_the_core_is_closed_under_imports_and_read_in_one_sitting() -> None:
     outside = {name.split(".")[0] for name in closure(CORE) - CORE if not name.startswith("slipstream")}
     ours = {name for name in closure(CORE) - CORE if name.startswith("slipstream")}
@@ -54,11 +44,6 @@ def test_the_core_is_closed_under_imports_and_read_in_one_sitting() -> None:
     assert ours == {"slipstream.errors"}
     assert outside & {"torch", "numpy", "transformers", "safetensors", "rich", "typer"} == {"torch", "numpy"}
     assert lines < 1500
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_file_is_short(name: str) -> None:
-    assert len(FILES[name].read_text().splitlines()) <= LIMIT
 
 
 def test_a_round_imports_through_few_floors() -> None:
@@ -96,11 +81,14 @@ def test_no_module_imports_one_that_imports_it() -> None:
 HF = ("slipstream.models.hf", "slipstream.integrations.transformers")
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_transformers_is_imported_in_its_own_packages_only(name: str) -> None:
-    found = reaches(imports(name), "transformers", "tokenizers", "gguf", "safetensors")
-    allowed = name.startswith(HF) or (name.startswith("slipstream.bench") and found == {"transformers"})
-    assert not found or allowed, found
+def test_transformers_is_imported_in_its_own_packages_only() -> None:
+    elsewhere = {}
+    for name in FILES:
+        imported = reaches(imports(name), "transformers", "tokenizers", "gguf", "safetensors")
+        allowed = name.startswith(HF) or (name.startswith("slipstream.bench") and imported == {"transformers"})
+        if imported and not allowed:
+            elsewhere[name] = imported
+    assert len(FILES) > 100 and not elsewhere
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""What the pages of the documentation name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AREAS = ("src", "docs", "examples", "benchmarks", "tests", "packaging")
+
+NAMED = re.compile(
+    r"`((?:\w+/)*\w+\.(?:py|c|h|json|jsonl))`|\b((?:benchmarks|examples|tests)/[\w/]+\.(?:py|json|jsonl))"
+)
+MADE = {"runs.jsonl", "predictions.json", "slipstream.json", "tune.json", "vllm.json"}  # by commands
+
+
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    here = [str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*")]
+    named = {one or two for one, two in NAMED.findall(page.read_text())} - MADE
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
