@@ -2,12 +2,18 @@
 
 A mask is a function of the grammar and the tokens alone, and allows a single token wherever the grammar forces one:
 llguidance picks the tokens into which its tokenizer would cut the forced text.
+
+The rows of a grammar share its lexer, which llguidance builds as it reads texts and which stops for good at a limit. So
+that no row's text depends on what others, or its own drafts, have made of the lexer, a row *fails* where decoding it
+alone and without drafts would, from a lexer of its own: `_OwnLexer`. A shared lexer that has used half of what a row
+may use is left, before it can have hidden or caused a failure.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from threading import Lock
@@ -17,11 +23,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.constraints.constraint import Constraint
-from slipstream.constraints.grammar_text import load_llguidance, one_line
+from slipstream.constraints.grammar_text import TOO_EXPENSIVE, load_llguidance, reason
 from slipstream.errors import UsageError
 from slipstream.models.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
 
-SAVED = 64  # grammars that stay compiled
+SAVED, SAVED_MEGABYTES = 32, 512  # grammars that stay compiled: how many, and what they take together
+LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
+Bits = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a text may cost llguidance, in its units.
+
+    lexer_cost, lexer_states: of all that a row's lexer has built, 10 million being about a second and 60 MB.
+    step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
+    """
+
+    lexer_cost: int = 10_000_000
+    lexer_states: int = 50_000
+    step_cost: int = 100_000
+    row_items: int = 20_000
+    step_items: int = 100_000
+
+    @property
+    def unchecked_masks(self) -> int:
+        """How many masks of a shared lexer cannot use up the other half of what a row may use."""
+        return self.lexer_cost // (2 * self.step_cost)
+
+
+LIMITS = Limits()
 
 
 class _Vocabulary:
@@ -34,10 +65,39 @@ class _Vocabulary:
         self.tokens = [text or names.get(number, "").encode() for number, text in enumerate(known.texts)]
         self.special_token_ids = sorted(names)
         self.eos_token_id = known.end_ids[0]
-        self._known = known
+        self._known, self._turn = known, Lock()
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._known.encode(text if isinstance(text, str) else text.decode()).ids
+        with self._turn:  # tokenizers cannot be shared by threads
+            return self._known.encode(text if isinstance(text, str) else text.decode()).ids
+
+
+class CompiledGrammar:
+    """A grammar with a lexer that several rows use.
+
+    is_worn: new rows get another one, as a row had to leave it. is_spent: all rows leave it.
+    """
+
+    def __init__(self, grammar: str, new_matcher: Callable[[int], Any], limits: Limits) -> None:
+        self.grammar, self.new_matcher, self.limits = grammar, new_matcher, limits
+        self.matcher = new_matcher(limits.step_cost)
+        self.is_worn = self.is_spent = False
+        self._unchecked = 0  # masks since the lexer's cost was read
+
+    def masks_asked(self, matcher: Any, count: int) -> None:
+        """Note that so many masks were computed; reads what the lexer has cost before it can have cost too much."""
+        self._unchecked += count
+        if self._unchecked > self.limits.unchecked_masks:
+            self._unchecked = 0
+            self.is_spent = self.is_spent or lexer_cost(matcher) > self.limits.lexer_cost // 2
+
+
+def lexer_cost(matcher: Any) -> int:
+    """What a matcher's lexer has cost so far; llguidance tells only where something fails, here in a copy."""
+    copy = matcher.deep_copy()
+    copy.consume_token(1 << 31)
+    told = LEXER_COST.search(copy.get_error())
+    return int(told[1]) if told else 0
 
 
 @dataclass
@@ -50,30 +110,42 @@ class CompiledGrammars:
 
     model: NamedModel
     vocab_size: int
-    _saved: OrderedDict[str, Any] = field(default_factory=OrderedDict, repr=False)
+    limits: Limits = LIMITS
+    _saved: OrderedDict[str, tuple[CompiledGrammar, int]] = field(default_factory=OrderedDict, repr=False)
     _turn: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def constraint(self, wanted: Constraint, end_ids: frozenset[int]) -> GrammarState:
         """A row's own way through a grammar. end_ids: the tokens that end the row."""
-        with self._turn:
-            compiled = self._compiled(wanted)
-            return GrammarState(compiled, self.vocab_size, self._end_ids, end_ids)
+        return GrammarState(self._compiled(wanted), self.vocab_size, self._end_ids, end_ids)
 
-    def _compiled(self, wanted: Constraint) -> Any:
-        """A grammar, compiled; UsageError if not even its first token can be told within llguidance's limits."""
-        if wanted.text in self._saved:
+    def _compiled(self, wanted: Constraint) -> CompiledGrammar:
+        """A grammar, compiled; UsageError if what it begins with exceeds llguidance's limits."""
+        with self._turn:
+            tokenizer = self._tokenizer
+            saved = self._saved.get(wanted.text)
+            if saved is not None and not saved[0].is_worn:
+                self._saved.move_to_end(wanted.text)
+                return saved[0]
+
+        def new_matcher(step_cost: int) -> Any:
+            library, limits = load_llguidance(), self.limits
+            given = library.LLParserLimits(
+                max_items_in_row=limits.row_items,
+                step_max_items=limits.step_items,
+                step_lexer_fuel=step_cost,
+                max_lexer_states=limits.lexer_states,
+            )
+            return library.LLMatcher(tokenizer, wanted.text, log_level=0, limits=given)
+
+        made = CompiledGrammar(wanted.text, new_matcher, self.limits)  # others need not wait for it
+        if problem := _first_problem(new_matcher, made.matcher, self.limits):
+            raise UsageError(f"constraint: {reason(problem)}; allowed: a smaller or simpler one")
+        with self._turn:
+            self._saved[wanted.text] = made, wanted.megabytes
             self._saved.move_to_end(wanted.text)
-            return self._saved[wanted.text]
-        matcher = load_llguidance().LLMatcher(self._tokenizer, wanted.text, log_level=0)
-        trial = matcher.deep_copy()
-        if not trial.is_error():
-            trial.compute_bitmask()
-        if trial.is_error():
-            raise UsageError(f"constraint: {one_line(trial.get_error())}; allowed: a smaller or simpler one")
-        self._saved[wanted.text] = matcher
-        while len(self._saved) > SAVED:
-            self._saved.popitem(last=False)
-        return matcher
+            while len(self._saved) > SAVED or sum(size for _, size in self._saved.values()) > SAVED_MEGABYTES:
+                self._saved.popitem(last=False)
+        return made
 
     @property
     def _end_ids(self) -> tuple[int, ...]:
@@ -96,33 +168,41 @@ class CompiledGrammars:
         return library.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(self._end_ids))
 
 
+def _first_problem(new_matcher: Callable[[int], Any], compiled: Any, limits: Limits) -> str:
+    """Why no text of a grammar can begin: llguidance's message, or nothing."""
+    trial = compiled.deep_copy()
+    for _ in range(2):
+        trial.compute_bitmask()
+        trial.try_consume_tokens(trial.compute_ff_tokens())
+        trial.compute_bitmask()
+        problem = str(trial.get_error())
+        if not problem.startswith("lexer error"):
+            break
+        trial = new_matcher(limits.lexer_cost)  # a row's own lexer may take longer than one that others wait for
+    return problem
+
+
 class GrammarState:
     """One row's way through a grammar; see `RowConstraint`. It remembers where it stands, which no answer depends on.
 
     model_ends: the model's end tokens; row_ends: all that end this row, further ones being allowed where those are.
     """
 
-    def __init__(self, compiled: Any, vocab_size: int, model_ends: Sequence[int], row_ends: frozenset[int]) -> None:
-        self._compiled, self._matcher, self._consumed = compiled, compiled.deep_copy(), list[int]()
+    def __init__(
+        self, compiled: CompiledGrammar, vocab_size: int, model_ends: Sequence[int], row_ends: frozenset[int]
+    ) -> None:
+        self._compiled, self._matcher, self._consumed = compiled, compiled.matcher.deep_copy(), list[int]()
         self._words = -(-vocab_size // 32)
         self._end, self._model_ends, self._ends = model_ends[0], frozenset(model_ends), row_ends
         self._over = False  # an end follows what was consumed
         self._further = np.array(sorted(row_ends.difference(model_ends)), dtype=np.int64)
+        self._alone: _OwnLexer | None = None  # once the shared lexer can no longer be relied on
 
-    def masks(self, output: Sequence[int], draft: Sequence[int]) -> NDArray[np.uint8]:
+    def masks(self, output: Sequence[int], draft: Sequence[int]) -> Bits:
         """See `RowConstraint.masks`; all masks of the draft are computed in one call."""
-        reached = self._reach(output)
-        if self._over or reached < len(output):
-            return np.full((1 + len(draft), 4 * self._words), 255 if self._over else 0, dtype=np.uint8)
-        found, size = np.full((1 + len(draft), self._words), -1, dtype=np.int32), 4 * self._words
-        if draft:
-            question = [(self._matcher, 0, list(draft))]
-            _executor().unsafe_compute_mask_ptr_with_draft_token(question, found.ctypes.data, size, len(found))
-        else:
-            self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, size)
-        masks = found.view(np.uint8)
-        if self._matcher.is_error():  # a limit was exceeded, maybe by a token that the target will not choose
-            masks = np.concatenate([self._alone([*output, *draft[:count]]) for count in range(1 + len(draft))])
+        masks = None if self._alone else self._shared_masks(output, draft)
+        if masks is None:
+            masks = self._masks_alone(output, draft)
         if len(self._further):
             ends = (masks[:, self._end // 8] >> (self._end % 8)) & 1
             at = ends.nonzero()[0][:, None]
@@ -130,13 +210,18 @@ class GrammarState:
         return masks
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """See `RowConstraint.num_legal`."""
-        return max(0, self._reach([*output, *draft]) - len(output))
+        """See `RowConstraint.num_legal`; nothing is drafted beside a lexer of the row's own, which has no room for it."""
+        return 0 if self._alone else max(0, self._reach([*output, *draft]) - len(output))
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:
         """See `RowConstraint.forced`; a row with several end tokens is not forced to take one of them."""
         found = list[int]()
-        while len(found) < limit and self._reach([*output, *found]) == len(output) + len(found) and not self._over:
+        while (
+            not self._alone
+            and len(found) < limit
+            and self._reach([*output, *found]) == len(output) + len(found)
+            and not self._over
+        ):
             if self._matcher.is_stopped():
                 found += [self._end] if len(self._ends) == 1 and self._matcher.is_accepting() else []
                 break
@@ -148,22 +233,62 @@ class GrammarState:
 
     def problem(self, output: Sequence[int]) -> str | None:
         """See `RowConstraint.problem`."""
-        legal = self._reach(output)
+        if self._alone:
+            return self._alone.problem(output)
+        reached = self._reach(output)
+        illegal = not self._over and reached < len(output)
+        return f"token {output[reached]} of the text is not one that the constraint allows" if illegal else None
+
+    def _shared_masks(self, output: Sequence[int], draft: Sequence[int]) -> Bits | None:
+        """Masks by the lexer that all rows share; None where they cannot be relied on."""
+        reached = self._reach(output)
         if self._over:
+            return self._filled(1 + len(draft), 255)
+        if reached < len(output):
+            self._matcher.compute_bitmask()  # a lexer that has stopped refuses every token, and says so only here
+            return None if self._matcher.is_error() else self._filled(1 + len(draft), 0)
+        found, size = self._filled(1 + len(draft), 255), 4 * self._words
+        if draft:
+            question = [(self._matcher, 0, list(draft))]
+            _executor().unsafe_compute_mask_ptr_with_draft_token(question, found.ctypes.data, size, len(found))
+        else:
+            self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, size)
+        self._compiled.masks_asked(self._matcher, len(found))
+        if self._matcher.is_error() or self._compiled.is_spent or self._stops_early(found, draft):
             return None
-        if legal < len(output) and not self._matcher.is_error():
-            return f"token {output[legal]} of the text is not one that the constraint allows"
-        if not self._matcher.is_error():
-            return None
-        return f"the constraint exceeds a limit of llguidance: {one_line(self._matcher.get_error())}"
+        return found
+
+    def _stops_early(self, masks: Bits, draft: Sequence[int]) -> bool:
+        """Whether a draft token was refused that its mask allows: the lexer has stopped."""
+        for count, token in enumerate(draft):
+            if token in self._model_ends or not masks[count, token // 8] >> (token % 8) & 1:
+                return False
+            if (masks[count + 1] == 255).all():
+                return True
+        return False
+
+    def _masks_alone(self, output: Sequence[int], draft: Sequence[int]) -> Bits:
+        """The same masks by a lexer of the row's own, one after the other."""
+        if self._alone is None:
+            self._compiled.is_worn = True
+            self._alone = _OwnLexer(self._compiled, self._model_ends, self._ends)
+        masks = self._filled(1 + len(draft), 255)
+        for count in range(1 + len(draft)):
+            mask = self._alone.mask([*output, *draft[:count]])
+            if mask is None:  # an end, or what is not allowed, comes before this place
+                masks[count] = 0 if not count and self._alone.problem(output) else 255
+                break
+            masks[count] = mask[: masks.shape[1]]
+        return masks
+
+    def _filled(self, count: int, value: int) -> Bits:
+        return np.full((count, 4 * self._words), value, dtype=np.uint8)
 
     def _reach(self, tokens: Sequence[int]) -> int:
         """Stand behind these tokens, or those before an end or before the first that is not allowed.
 
         Returns how many tokens are allowed, the end included; the matcher itself is never told of it.
         """
-        if self._matcher.is_error():
-            self._matcher, self._consumed = self._compiled.deep_copy(), []
         same = _common(self._consumed, tokens)
         if same < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - same)
@@ -174,14 +299,76 @@ class GrammarState:
         self._over = reached < len(tokens) and tokens[reached] in self._ends and bool(self._matcher.is_accepting())
         return reached + self._over
 
-    def _alone(self, tokens: Sequence[int]) -> NDArray[np.uint8]:
-        """The mask behind these tokens from a fresh start; nothing where a limit is exceeded on the way."""
-        fresh = self._compiled.deep_copy()
-        reached = fresh.try_consume_tokens(list(tokens)) == len(tokens)
-        bits = np.frombuffer(fresh.compute_bitmask(), dtype=np.uint8)[None] if not fresh.is_error() else None
-        if bits is None or fresh.is_error():
-            return np.zeros((1, 4 * self._words), dtype=np.uint8)
-        return bits.copy() if reached else np.full((1, 4 * self._words), 255, dtype=np.uint8)
+
+class _OwnLexer:
+    """A row's way through a grammar with a lexer that no other row uses, mask by mask as plain decoding goes.
+
+    It fails where the text has made the lexer, or a step, too expensive. What other texts have cost, such as rejected
+    drafts, does not count: it then begins anew.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, model_ends: frozenset[int], row_ends: frozenset[int]) -> None:
+        self._compiled, self._model_ends, self._ends = compiled, model_ends, row_ends
+        self._illegal_at = -1  # where the tokens of the last question leave the grammar
+        self._begin()
+
+    def mask(self, tokens: Sequence[int]) -> Bits | None:
+        """What may follow these tokens, nothing where the row fails; None if an end or an illegal token is in them."""
+        while True:
+            mask = self._walked(tokens)
+            if not self._failure or not self._has_strayed:
+                return mask
+            self._begin()
+
+    def problem(self, tokens: Sequence[int]) -> str | None:
+        """Why nothing may follow these tokens, where the constraint is the reason."""
+        mask = self.mask(tokens)
+        if self._failure:
+            return self._failure
+        if mask is None and self._illegal_at >= 0:
+            return f"token {tokens[self._illegal_at]} of the text is not one that the constraint allows"
+        return None
+
+    def _begin(self) -> None:
+        self._matcher = self._compiled.new_matcher(self._compiled.limits.lexer_cost)
+        self._consumed, self._has_strayed, self._failure = list[int](), False, ""
+        self._last = self._next_mask()
+
+    def _walked(self, tokens: Sequence[int]) -> Bits | None:
+        same = _common(self._consumed, tokens)
+        if same < len(self._consumed):
+            self._has_strayed = True
+            if self._failure or not self._matcher.rollback(len(self._consumed) - same):
+                self._begin()
+                same = 0
+            else:
+                del self._consumed[same:]
+                self._last = self._next_mask()
+        self._illegal_at = -1
+        for at in range(same, len(tokens)):
+            if self._failure:
+                return None
+            if tokens[at] in self._model_ends:
+                is_over = tokens[at] in self._ends and bool(self._matcher.is_accepting())
+                self._illegal_at = -1 if is_over else at
+                return None
+            is_allowed = bool(self._last[tokens[at] // 8] >> (tokens[at] % 8) & 1)
+            is_taken = bool(self._matcher.try_consume_tokens([tokens[at]]))
+            if not is_taken and not is_allowed and not self._matcher.is_error():
+                self._illegal_at = at
+                return None
+            self._consumed.append(tokens[at])
+            self._last = self._next_mask(has_failed=not is_taken)
+        return self._last
+
+    def _next_mask(self, *, has_failed: bool = False) -> Bits:
+        """What may follow what was consumed; nothing, and the failure noted, where a limit is exceeded."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
+        if self._matcher.is_error():
+            self._failure = f"the constraint cannot go on: {reason(self._matcher.get_error())}"
+        elif has_failed or lexer_cost(self._matcher) > self._compiled.limits.lexer_cost:
+            self._failure = f"the constraint cannot go on: {TOO_EXPENSIVE}"
+        return np.zeros_like(bits) if self._failure else bits
 
 
 @cache

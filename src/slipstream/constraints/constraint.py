@@ -9,12 +9,12 @@ from typing import Any
 
 from slipstream.constraints.grammar_text import (
     WHITESPACE,
-    check_grammar,
     choice_grammar,
     json_grammar,
     lark_grammar,
     regex_grammar,
 )
+from slipstream.constraints.grammar_trial import check_grammar
 from slipstream.errors import UsageError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -44,6 +44,7 @@ class Constraint:
     schemas: Mapping[str, Mapping[str, Any] | str] = field(default_factory=dict)
     whitespace: str = "compact"
     text: str = field(init=False, repr=False, compare=False)  # the same as a grammar of llguidance
+    megabytes: int = field(init=False, repr=False, compare=False)  # what it takes compiled, where that is known
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -58,7 +59,8 @@ class Constraint:
         if self.whitespace != "compact" and not (given[0].startswith("json") or self.schemas):
             raise UsageError(f"constraint: whitespace={self.whitespace!r} with {given[0]}; allowed: with JSON alone")
         object.__setattr__(self, "text", self._grammar(given[0]))
-        check_grammar(given[0], self.text)
+        trial = check_grammar(given[0], self.text, self.regex or self.text)
+        object.__setattr__(self, "megabytes", trial.megabytes)
 
     def _grammar(self, kind: str) -> str:
         if kind == "json_schema":

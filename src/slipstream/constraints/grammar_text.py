@@ -1,13 +1,13 @@
 """What a request's constraint says, as a grammar of llguidance, and whether llguidance can read it.
 
-llguidance (MIT, github.com/guidance-ai/llguidance) is optional and is imported here and in `compiled_grammars` only.
+llguidance (MIT, github.com/guidance-ai/llguidance) is optional and is imported here only.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import UsageError
@@ -18,10 +18,23 @@ WHITESPACE = {
     # bounded: models that may write any amount of whitespace sometimes write nothing else
     "flexible": {"item_separator": ",", "key_separator": ":", "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"},
 }
+TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[Rr]ef": ?("(?:[^"\\]|\\.)*")')
+# keywords of JSON schemas by what their values hold; what other keywords hold is read as schemas
+NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+ANNOTATIONS = {"default", "examples", "title", "description", "$comment"}
+VALUES = {"enum", "const"}
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength"} | {
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+}
+EXACT = 1 << 53  # llguidance reads numbers as floats, which are exact up to here
+ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second way
 
 
 def load_llguidance() -> Any:
@@ -41,13 +54,65 @@ def json_grammar(schema: str, whitespace: str) -> str:
     depth = nesting(schema) * (1 + len(set(REFERENCE.findall(schema))))
     if depth > DEEPEST:
         raise UsageError(f"constraint: json_schema is nested up to {depth} deep by its references; {_AT_MOST}")
-    library = load_llguidance()
+    check_schema(schema)
+    library, options = load_llguidance(), WHITESPACE[whitespace]
+    if "\\u00" not in schema and any(map(_names_and_others, _schemas(json.loads(schema)))):
+        options = options | {"json_allowed_escapes": ESCAPES}
     try:
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE[whitespace]))
+        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
     except ValueError as error:
         raise UsageError(
-            f"constraint: json_schema: {one_line(str(error))}; allowed: {_ALLOWED['json_schema']}"
+            f"constraint: json_schema: {one_line(str(error))}; allowed: {ALLOWED['json_schema']}"
         ) from None
+
+
+def check_schema(schema: str) -> None:
+    """Refuse keywords that llguidance takes and does not keep: large numbers, and how many keys differ."""
+    for part in _schemas(json.loads(schema)):
+        for keyword in (VALUES | BOUNDS) & part.keys():
+            for number in _values(part[keyword]):
+                if isinstance(number, int | float) and abs(number) > EXACT:
+                    raise UsageError(
+                        f"constraint: json_schema: {keyword} {number!s:.40} is not exact; allowed: numbers from "
+                        f"-{EXACT} to {EXACT} (2^53)"
+                    )
+        least, names = part.get("minProperties"), part.get("required")
+        num_required = len(set(map(str, names))) if isinstance(names, list) else 0
+        if isinstance(least, int) and least > num_required + 1:
+            raise UsageError(
+                f"constraint: json_schema: minProperties {least} beside {num_required} required names, where a key that "
+                f"is written twice counts once; allowed: at most {num_required + 1}, or more names in required"
+            )
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and all schemas in it."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _schemas(part)
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword, value in schema.items():
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            for part in value.values():
+                yield from _schemas(part)
+        elif keyword not in VALUES and keyword not in ANNOTATIONS:
+            yield from _schemas(value)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """A value of JSON and all values in it."""
+    yield value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from _values(part)
+
+
+def _names_and_others(schema: Mapping[str, Any]) -> bool:
+    """Whether an object's keys are declared, and further ones allowed."""
+    declared = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
+    return declared and schema.get("additionalProperties") is not False
 
 
 def nesting(schema: str) -> int:
@@ -65,9 +130,9 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """The grammar of a text that is one of these."""
+    """The grammar of a text that is one of these: of a single lexeme, which has room for thousands."""
     lines = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return str(load_llguidance().LLMatcher.grammar_from_lark(f"start: {lines}"))
+    return str(load_llguidance().LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {lines}"))
 
 
 def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
@@ -83,12 +148,20 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}, *named]})
 
 
-def check_grammar(field: str, grammar: str) -> None:
-    """Refuse what llguidance cannot read, with its reason. field: of the constraint, for the message."""
-    library = load_llguidance()
-    failed, messages = library.LLMatcher.validate_grammar_with_warnings(grammar)
-    if failed:
-        raise UsageError(f"constraint: {field}: {one_line(messages[0])}; allowed: {_ALLOWED[field]}")
+def reason(message: str) -> str:
+    """What a message of llguidance says, as a sentence that follows the constraint's name."""
+    message = re.split(r"\s*<(?:state|non-verbose|backtrace)", message)[0]
+    if found := re.search(r"row has (\d+) items; max is (\d+)", message):
+        return f"it has {found[1]} alternatives at one place, more than {found[2]}"
+    if "ff_tokens" in message:
+        return "it demands a text without an end, or a very long one"
+    if "Too many items" in message:
+        return "it has too many ways to read one token"
+    if any(limit in message for limit in ("too many expressions", "too many states", "fuel", "precomputation")):
+        return TOO_EXPENSIVE
+    if "NoExtension" in message:
+        return "no text satisfies it"
+    return one_line(message)
 
 
 def one_line(message: str) -> str:
@@ -98,7 +171,7 @@ def one_line(message: str) -> str:
 
 
 _AT_MOST = f"allowed: at most {DEEPEST}"
-_ALLOWED = {
+ALLOWED = {
     "json_schema": "a JSON schema whose keywords llguidance supports",
     "json_object": "True or False",
     "regex": "a regular expression without look-around and back-references",

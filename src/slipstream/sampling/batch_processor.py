@@ -31,6 +31,10 @@ class BatchProcessor:
         """Rows whose processors failed: place in the batch -> how many draft tokens had been seen, and why."""
         return {}
 
+    def dead_end(self, row: int) -> str | None:
+        """Why no token may follow what row number `row` has committed, if this processor is the reason."""
+        return None
+
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         """Edit the scores."""
         raise AssertionError(f"{type(self).__name__} is not active")

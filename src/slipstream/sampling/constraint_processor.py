@@ -34,14 +34,22 @@ class ConstraintMasks(BatchProcessor):
     def drafted(self) -> None:
         self._failures.clear()
 
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
+        self._failures.pop(row, None)  # what failed behind a draft that was rejected says nothing about the next
+
+    def dead_end(self, row: int) -> str | None:
+        constraint = self._constraints[row]
+        return None if constraint is None else constraint.problem(self._rows[row].output)
+
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, (row, constraint) in enumerate(zip(self._rows, self._constraints, strict=True)):
             if constraint is None:
                 continue
             drafted: list[int] = draft[i, : first + scores.shape[1] - 1].tolist()
             masks = constraint.masks([*row.output, *drafted[:first]], drafted[first:])
-            if first == 0 and not masks[0].any() and (why := constraint.problem(row.output)) is not None:
-                self._failures[i] = 0, SlipstreamError(why)
+            ends = (~masks.any(axis=1)).nonzero()[0]
+            if len(ends) and (why := constraint.problem([*row.output, *drafted[: first + ends[0]]])) is not None:
+                self._failures[i] = first + int(ends[0]), SlipstreamError(why)
             scores[i].masked_fill_(self._forbidden(torch.from_numpy(masks)), NEVER)
 
     def _forbidden(self, masks: Tensor) -> Tensor:

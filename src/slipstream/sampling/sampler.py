@@ -52,6 +52,10 @@ class Sampler:
         for processor in self._processors:
             processor.drafted()
 
+    def dead_end(self, row: int) -> str | None:
+        """Why no token may follow what row number `row` has committed, where one processor alone is the reason."""
+        return next((why for processor in self._processors if (why := processor.dead_end(row)) is not None), None)
+
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the penalties what row number `row` of this batch has committed."""
         for processor in self._processors:
@@ -121,6 +125,7 @@ class Sampler:
                 processor.apply(along, tokens, 0)
             for row, path in enumerate(paths):
                 scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
+        self.drafted()  # a branch that fails is not the one that is taken, or `dead_end` says why it is
         return scores
 
     def _token_keys(self, positions: int) -> Tensor | None:

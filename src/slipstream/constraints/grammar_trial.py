@@ -1,0 +1,205 @@
+"""Compiles a grammar in a process of its own first: one that takes too much time or memory ends that process alone.
+
+llguidance cannot be interrupted, and a schema of a hundred characters can keep it busy for hours. Small grammars without
+the few constructs that can do so are compiled here at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+import numpy as np
+
+from slipstream.constraints.grammar_text import ALLOWED, load_llguidance, reason
+from slipstream.errors import SlipstreamError, UsageError
+
+SECONDS, MEGABYTES = 2, 256  # of one compilation
+WALL_SECONDS = 20  # the same on a machine that is busy, or that cannot limit a process
+HEAVY_MEGABYTES = 8  # what a trial leaves behind before its process is replaced, so that sizes stay true
+SAVED_TRIALS = 1024
+SMALL = 4000  # characters of a grammar that is compiled at once
+# what multiplies in llguidance: counted repetitions, intersections, complements, divisibility
+MULTIPLIES = {
+    "json_schema": re.compile(r'"(?:pattern|patternProperties|multipleOf|allOf|propertyNames|dependentSchemas)"'),
+    "json_object": re.compile(r"(?!)"),
+    "choice": re.compile(r"(?!)"),
+    "regex": re.compile(r"[{&~]"),
+    "grammar": re.compile(r"[{}&~%@]|\d{3}"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What compiling a grammar came to. problem: why it is refused, as a sentence; empty if it is not."""
+
+    problem: str
+    megabytes: int = 0
+
+
+def check_grammar(kind: str, grammar: str, given: str) -> Trial:
+    """Refuse what llguidance cannot read, or not within the limits. kind: of the constraint; given: as it was written."""
+    if is_small(kind, given):
+        is_wrong, messages = load_llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
+        trial = Trial(reason(messages[0]) if is_wrong else "")
+    else:
+        load_llguidance()
+        trial = _trials().of(grammar)
+    if trial.problem:
+        raise UsageError(f"constraint: {kind}: {trial.problem}; allowed: {ALLOWED[kind]}")
+    return trial
+
+
+def is_small(kind: str, given: str) -> bool:
+    """Whether a grammar is compiled in milliseconds for certain. given: the schema, expression, ... as it was written."""
+    return len(given) <= SMALL and not MULTIPLIES[kind].search(given)
+
+
+@dataclass
+class GrammarTrials:
+    """Asks a process of its own about one grammar after the other, and remembers the answers. Threads take turns."""
+
+    _saved: OrderedDict[bytes, Trial] = field(default_factory=OrderedDict)
+    _turn: Lock = field(default_factory=Lock)
+    _process: subprocess.Popen[str] | None = None
+    _owner: int = 0  # the process that started it; one made by a fork starts its own
+
+    def of(self, grammar: str) -> Trial:
+        """What compiling this grammar comes to."""
+        key = hashlib.sha256(grammar.encode()).digest()
+        with self._turn:
+            if key not in self._saved:
+                self._saved[key] = self._asked(grammar)
+            self._saved.move_to_end(key)
+            while len(self._saved) > SAVED_TRIALS:
+                self._saved.popitem(last=False)
+            return self._saved[key]
+
+    def close(self) -> None:
+        """End the process; the next question starts another."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+    def _asked(self, grammar: str) -> Trial:
+        if self._process is None or self._owner != os.getpid():
+            self._process, self._owner = _started(), os.getpid()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        limit = Timer(WALL_SECONDS, process.kill)
+        limit.start()
+        try:
+            process.stdin.write(json.dumps(grammar) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            limit.cancel()
+        if not line:
+            self.close()
+            return Trial(f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile")
+        answer = json.loads(line)
+        if answer["megabytes"] > HEAVY_MEGABYTES:
+            self.close()
+        return Trial(answer["problem"], answer["megabytes"])
+
+
+@cache
+def _trials() -> GrammarTrials:
+    trials = GrammarTrials()
+    atexit.register(trials.close)
+    return trials
+
+
+def _started() -> subprocess.Popen[str]:
+    """A process that answers; it needs no PyTorch and starts in a tenth of a second."""
+    if not sys.executable:
+        raise SlipstreamError("constraint: no Python program is known that could compile it; allowed: smaller ones")
+    folder = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path[:] = {[folder, *sys.path]!r}; import {__name__} as trial; trial.serve()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+def serve() -> None:
+    """Answer one line per grammar until there are no more. Runs in the process that may end at any time."""
+    library, limit = load_llguidance(), _limits()
+    tokenizer = library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
+    for line in sys.stdin:
+        limit()
+        before = _megabytes()
+        matcher = library.LLMatcher(tokenizer, json.loads(line), log_level=0)
+        problem = matcher.get_error() or _walked(matcher.deep_copy())
+        answer = {"problem": reason(problem) if problem else "", "megabytes": max(0, _megabytes() - before)}
+        del matcher
+        print(json.dumps(answer), flush=True)
+
+
+def _walked(matcher: Any) -> str:
+    """llguidance's message if what a grammar begins with exceeds a limit; some of its text is tried for its costs."""
+    matcher.try_consume_tokens(matcher.compute_ff_tokens())
+    draw = random.Random(0)
+    for step in range(32):
+        legal = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if step == 0 and matcher.is_error():
+            return str(matcher.get_error())
+        legal = legal[legal < 256]
+        if matcher.is_stopped() or not len(legal) or not matcher.try_consume_tokens([int(draw.choice(legal))]):
+            break
+    return ""
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and an end."""
+
+    tokens, special_token_ids = [*(bytes([byte]) for byte in range(256)), b"<end>"], [256]
+    bos_token_id, eos_token_id = None, 256
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _limits() -> Callable[[], None]:
+    """What limits the memory of this process, and each time it is called the processor time until the next call."""
+    try:
+        import resource
+    except ImportError:  # Windows: the one who asked ends this process after WALL_SECONDS
+        return lambda: None
+    status = Path("/proc/self/statm")
+    if status.exists():
+        size = int(status.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (MEGABYTES << 20), resource.RLIM_INFINITY))
+
+    def limit() -> None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        spent = int(usage.ru_utime + usage.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS + 1, resource.RLIM_INFINITY))
+
+    return limit
+
+
+def _megabytes() -> int:
+    """The memory that this process has now, where the system tells."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if status.exists() else 0
