@@ -23,36 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.constraints.constraint import Constraint
-from slipstream.constraints.grammar_text import TOO_EXPENSIVE, load_llguidance, reason
+from slipstream.constraints.grammar_text import LIMITS, TOO_EXPENSIVE, Limits, allowed, load_llguidance, reason
 from slipstream.errors import UsageError
 from slipstream.models.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
 
 SAVED, SAVED_MEGABYTES = 32, 512  # grammars that stay compiled: how many, and what they take together
 LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 Bits = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a text may cost llguidance, in its units.
-
-    lexer_cost, lexer_states: of all that a row's lexer has built, 10 million being about a second and 60 MB.
-    step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
-    """
-
-    lexer_cost: int = 10_000_000
-    lexer_states: int = 50_000
-    step_cost: int = 100_000
-    row_items: int = 20_000
-    step_items: int = 100_000
-
-    @property
-    def unchecked_masks(self) -> int:
-        """How many masks of a shared lexer cannot use up the other half of what a row may use."""
-        return self.lexer_cost // (2 * self.step_cost)
-
-
-LIMITS = Limits()
 
 
 class _Vocabulary:
@@ -128,18 +105,12 @@ class CompiledGrammars:
                 return saved[0]
 
         def new_matcher(step_cost: int) -> Any:
-            library, limits = load_llguidance(), self.limits
-            given = library.LLParserLimits(
-                max_items_in_row=limits.row_items,
-                step_max_items=limits.step_items,
-                step_lexer_fuel=step_cost,
-                max_lexer_states=limits.lexer_states,
-            )
-            return library.LLMatcher(tokenizer, wanted.text, log_level=0, limits=given)
+            limits = self.limits.parser_limits(step_cost)
+            return load_llguidance().LLMatcher(tokenizer, wanted.text, log_level=0, limits=limits)
 
         made = CompiledGrammar(wanted.text, new_matcher, self.limits)  # others need not wait for it
         if problem := _first_problem(new_matcher, made.matcher, self.limits):
-            raise UsageError(f"constraint: {reason(problem)}; allowed: a smaller or simpler one")
+            raise UsageError(f"constraint: {reason(problem)}; allowed: {allowed(problem)}")
         with self._turn:
             self._saved[wanted.text] = made, wanted.megabytes
             self._saved.move_to_end(wanted.text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import UsageError
@@ -18,6 +19,8 @@ WHITESPACE = {
     # bounded: models that may write any amount of whitespace sometimes write nothing else
     "flexible": {"item_separator": ",", "key_separator": ":", "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}"},
 }
+SECONDS, MEGABYTES = 2, 256  # of processor time and memory to compile one grammar
+TIMED_OUT = "ended while it was compiled"
 TOO_EXPENSIVE = "its expressions take too much computation"
 SHOWN = 240  # characters of llguidance's reason
 DEEPEST = 1000  # llguidance reads grammars recursively; on a stack of 8 MiB it fails beyond 1,500 or more
@@ -35,6 +38,38 @@ BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 }
 EXACT = 1 << 53  # llguidance reads numbers as floats, which are exact up to here
 ESCAPES = '"\\bfnrt'  # all but \u, by which a key could be written in a second way
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a text may cost llguidance, in its units.
+
+    lexer_cost, lexer_states: of all that a row's lexer has built, 10 million being about a second and 60 MB.
+    step_cost: of one mask of a shared lexer. row_items, step_items: of the parser, in one place and in one step.
+    """
+
+    lexer_cost: int = 10_000_000
+    lexer_states: int = 50_000
+    step_cost: int = 100_000
+    row_items: int = 10_000
+    step_items: int = 100_000
+
+    def parser_limits(self, step_cost: int) -> Any:
+        """The same as llguidance takes them."""
+        return load_llguidance().LLParserLimits(
+            max_items_in_row=self.row_items,
+            step_max_items=self.step_items,
+            step_lexer_fuel=step_cost,
+            max_lexer_states=self.lexer_states,
+        )
+
+    @property
+    def unchecked_masks(self) -> int:
+        """How many masks of a shared lexer cannot use up the other half of what a row may use."""
+        return self.lexer_cost // (2 * self.step_cost)
+
+
+LIMITS = Limits()
 
 
 def load_llguidance() -> Any:
@@ -57,7 +92,7 @@ def json_grammar(schema: str, whitespace: str) -> str:
     check_schema(schema)
     library, options = load_llguidance(), WHITESPACE[whitespace]
     if "\\u00" not in schema and any(map(_names_and_others, _schemas(json.loads(schema)))):
-        options = options | {"json_allowed_escapes": ESCAPES}
+        options = {**options, "json_allowed_escapes": ESCAPES}
     try:
         return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
     except ValueError as error:
@@ -80,8 +115,8 @@ def check_schema(schema: str) -> None:
         num_required = len(set(map(str, names))) if isinstance(names, list) else 0
         if isinstance(least, int) and least > num_required + 1:
             raise UsageError(
-                f"constraint: json_schema: minProperties {least} beside {num_required} required names, where a key that "
-                f"is written twice counts once; allowed: at most {num_required + 1}, or more names in required"
+                f"constraint: json_schema: minProperties {least} beside {num_required} required names, where a key "
+                f"that is written twice counts once; allowed: at most {num_required + 1}, or more names in required"
             )
 
 
@@ -150,7 +185,6 @@ def lark_grammar(text: str, schemas: Mapping[str, str], whitespace: str) -> str:
 
 def reason(message: str) -> str:
     """What a message of llguidance says, as a sentence that follows the constraint's name."""
-    message = re.split(r"\s*<(?:state|non-verbose|backtrace)", message)[0]
     if found := re.search(r"row has (\d+) items; max is (\d+)", message):
         return f"it has {found[1]} alternatives at one place, more than {found[2]}"
     if "ff_tokens" in message:
@@ -159,17 +193,27 @@ def reason(message: str) -> str:
         return "it has too many ways to read one token"
     if any(limit in message for limit in ("too many expressions", "too many states", "fuel", "precomputation")):
         return TOO_EXPENSIVE
+    if message == TIMED_OUT:
+        return f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile"
     if "NoExtension" in message:
         return "no text satisfies it"
     return one_line(message)
 
 
+def allowed(message: str, kind: str | None = None) -> str:
+    """What is allowed in place of a constraint that llguidance refused with this message."""
+    if "NoExtension" in message:
+        return "one that some text satisfies"
+    return SIMPLER if kind is None or reason(message) != one_line(message) else ALLOWED[kind]
+
+
 def one_line(message: str) -> str:
-    """A message of llguidance without its line breaks, cut where it is long."""
-    line = " ".join(message.split())
+    """A message of llguidance without its line breaks and the state of its parser, cut where it is long."""
+    line = " ".join(re.split(r"<(?:state|non-verbose|backtrace)", message)[0].split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
 
 
+SIMPLER = "a smaller or simpler one"
 _AT_MOST = f"allowed: at most {DEEPEST}"
 ALLOWED = {
     "json_schema": "a JSON schema whose keywords llguidance supports",

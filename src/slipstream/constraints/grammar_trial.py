@@ -1,7 +1,7 @@
 """Compiles a grammar in a process of its own first: one that takes too much time or memory ends that process alone.
 
-llguidance cannot be interrupted, and a schema of a hundred characters can keep it busy for hours. Small grammars without
-the few constructs that can do so are compiled here at once.
+llguidance cannot be interrupted, and a schema of a hundred characters can keep it busy for hours. Small grammars
+without the few constructs that can do so are compiled here at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
-import numpy as np
-
-from slipstream.constraints.grammar_text import ALLOWED, load_llguidance, reason
+from slipstream.constraints.grammar_text import LIMITS, MEGABYTES, SECONDS, TIMED_OUT, allowed, load_llguidance, reason
 from slipstream.errors import SlipstreamError, UsageError
 
-SECONDS, MEGABYTES = 2, 256  # of one compilation
 WALL_SECONDS = 20  # the same on a machine that is busy, or that cannot limit a process
 HEAVY_MEGABYTES = 8  # what a trial leaves behind before its process is replaced, so that sizes stay true
 SAVED_TRIALS = 1024
@@ -44,27 +41,31 @@ MULTIPLIES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What compiling a grammar came to. problem: why it is refused, as a sentence; empty if it is not."""
+    """What compiling a grammar came to. problem: llguidance's message if it is refused, else empty."""
 
     problem: str
-    megabytes: int = 0
+    megabytes: int = 0  # that it takes
 
 
 def check_grammar(kind: str, grammar: str, given: str) -> Trial:
-    """Refuse what llguidance cannot read, or not within the limits. kind: of the constraint; given: as it was written."""
+    """Refuse what llguidance cannot read, or not within the limits.
+
+    kind: of the constraint; given: the expression, or else the grammar, whose length counts.
+    """
     if is_small(kind, given):
-        is_wrong, messages = load_llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
-        trial = Trial(reason(messages[0]) if is_wrong else "")
+        limits = LIMITS.parser_limits(LIMITS.lexer_cost)
+        is_wrong, messages = load_llguidance().LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+        trial = Trial(messages[0] if is_wrong else "")
     else:
         load_llguidance()
         trial = _trials().of(grammar)
     if trial.problem:
-        raise UsageError(f"constraint: {kind}: {trial.problem}; allowed: {ALLOWED[kind]}")
+        raise UsageError(f"constraint: {kind}: {reason(trial.problem)}; allowed: {allowed(trial.problem, kind)}")
     return trial
 
 
 def is_small(kind: str, given: str) -> bool:
-    """Whether a grammar is compiled in milliseconds for certain. given: the schema, expression, ... as it was written."""
+    """Whether a grammar is compiled in milliseconds for certain."""
     return len(given) <= SMALL and not MULTIPLIES[kind].search(given)
 
 
@@ -112,7 +113,7 @@ class GrammarTrials:
             limit.cancel()
         if not line:
             self.close()
-            return Trial(f"it takes more than {SECONDS} seconds or {MEGABYTES} MB to compile")
+            return Trial(TIMED_OUT)
         answer = json.loads(line)
         if answer["megabytes"] > HEAVY_MEGABYTES:
             self.close()
@@ -149,9 +150,10 @@ def serve() -> None:
     for line in sys.stdin:
         limit()
         before = _megabytes()
-        matcher = library.LLMatcher(tokenizer, json.loads(line), log_level=0)
+        limits = LIMITS.parser_limits(LIMITS.lexer_cost)
+        matcher = library.LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
         problem = matcher.get_error() or _walked(matcher.deep_copy())
-        answer = {"problem": reason(problem) if problem else "", "megabytes": max(0, _megabytes() - before)}
+        answer = {"problem": problem, "megabytes": max(0, _megabytes() - before)}
         del matcher
         print(json.dumps(answer), flush=True)
 
@@ -161,11 +163,11 @@ def _walked(matcher: Any) -> str:
     matcher.try_consume_tokens(matcher.compute_ff_tokens())
     draw = random.Random(0)
     for step in range(32):
-        legal = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        mask = matcher.compute_bitmask()
         if step == 0 and matcher.is_error():
             return str(matcher.get_error())
-        legal = legal[legal < 256]
-        if matcher.is_stopped() or not len(legal) or not matcher.try_consume_tokens([int(draw.choice(legal))]):
+        legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        if matcher.is_stopped() or not legal or not matcher.try_consume_tokens([draw.choice(legal)]):
             break
     return ""
 

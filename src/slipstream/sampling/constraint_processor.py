@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class ConstraintMasks(BatchProcessor):
                 continue
             drafted: list[int] = draft[i, : first + scores.shape[1] - 1].tolist()
             masks = constraint.masks([*row.output, *drafted[:first]], drafted[first:])
-            ends = (~masks.any(axis=1)).nonzero()[0]
+            ends = np.flatnonzero(masks.max(axis=1) == 0)
             if len(ends) and (why := constraint.problem([*row.output, *drafted[: first + ends[0]]])) is not None:
                 self._failures[i] = first + int(ends[0]), SlipstreamError(why)
             scores[i].masked_fill_(self._forbidden(torch.from_numpy(masks)), NEVER)

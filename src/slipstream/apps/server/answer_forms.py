@@ -11,6 +11,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.request_fields import ChatFields, SamplingFields
 from slipstream.apps.server.tool_fields import checked_tools, forced_tools
 from slipstream.constraints.constraint import Constraint
+from slipstream.constraints.grammar_trial import is_small
 from slipstream.errors import UsageError, first_line
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.tool_calls import CallForm, ToolCallParser
@@ -50,6 +51,16 @@ def form_field(fields: SamplingFields) -> str | None:
     if len(found) > 1:
         raise refused(f"{found[0]} beside {found[1]}; allowed: one of them", found[0])
     return found[0] if found else None
+
+
+def compiles_slowly(fields: SamplingFields) -> bool:
+    """Whether a request's constraint may take seconds to compile."""
+    forced = isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto")
+    given = [(KINDS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()]
+    if fields.response_format is not None:
+        given.append(("json_schema", fields.response_format.json_schema))
+    texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in given]
+    return forced or not all(is_small(kind, text) for kind, text in texts)
 
 
 def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:

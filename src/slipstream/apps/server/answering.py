@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from slipstream.apps.server.answer_forms import compiles_slowly
 from slipstream.apps.server.answer_making import check_model, writer_of
 from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
@@ -64,7 +65,10 @@ def count_unknown(service: Service, fields: SamplingFields) -> None:
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    work = service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    work = service.pool.run(
+        lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer),
+        is_slow=compiles_slowly(fields),
+    )
     return await live.before_failing(work)
 
 
