@@ -58,7 +58,7 @@ class CompiledGrammar:
     def __init__(self, grammar: str, new_matcher: Callable[[int], Any], limits: Limits) -> None:
         self.grammar, self.new_matcher, self.limits = grammar, new_matcher, limits
         self.matcher = new_matcher(limits.step_cost)
-        self.is_worn = self.is_spent = False
+        self.is_worn, self.is_spent = False, lexer_cost(self.matcher) > limits.lexer_cost // 2
         self._unchecked = 0  # masks since the lexer's cost was read
 
     def masks_asked(self, matcher: Any, count: int) -> None:
@@ -181,7 +181,7 @@ class GrammarState:
         return masks
 
     def num_legal(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """See `RowConstraint.num_legal`; nothing is drafted beside a lexer of the row's own, which has no room for it."""
+        """See `RowConstraint.num_legal`; a row with a lexer of its own drafts nothing, so that no draft fills it."""
         return 0 if self._alone else max(0, self._reach([*output, *draft]) - len(output))
 
     def forced(self, output: Sequence[int], limit: int) -> list[int]:

@@ -108,8 +108,7 @@ class Batch:
             position, error = accepted, _no_token(row) if next_token < 0 else None
         committed = row.commit(draft[:position] if error else [*draft[:accepted], next_token])
         if error is not None and row.finish_reason is None:
-            why = self.sampler.dead_end(i) if next_token < 0 else None
-            row.fail(error if why is None else SlipstreamError(why))
+            row.fail(error)
         self.sampler.advance(i, committed)
         return committed
 

@@ -30,9 +30,6 @@ class Sampler(Protocol):
     def drafted(self) -> None:
         """The draft is made: what failed while it was scored says nothing, its verification asks again."""
 
-    def dead_end(self, row: int) -> str | None:
-        """Why no token may follow what row number `row` has committed, where that has a reason of its own."""
-
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Note what row number `row` of this batch has committed."""
 

@@ -31,9 +31,8 @@ class BatchProcessor:
         """Rows whose processors failed: place in the batch -> how many draft tokens had been seen, and why."""
         return {}
 
-    def dead_end(self, row: int) -> str | None:
-        """Why no token may follow what row number `row` has committed, if this processor is the reason."""
-        return None
+    def taken(self, row: int, path: Sequence[int]) -> None:
+        """Forget how row number `row` failed in other branches of a tree than the one with these tokens."""
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         """Edit the scores."""

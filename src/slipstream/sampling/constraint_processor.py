@@ -38,9 +38,11 @@ class ConstraintMasks(BatchProcessor):
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         self._failures.pop(row, None)  # what failed behind a draft that was rejected says nothing about the next
 
-    def dead_end(self, row: int) -> str | None:
+    def taken(self, row: int, path: Sequence[int]) -> None:
+        self._failures.pop(row, None)
         constraint = self._constraints[row]
-        return None if constraint is None else constraint.problem(self._rows[row].output)
+        if constraint is not None and (why := constraint.problem([*self._rows[row].output, *path])) is not None:
+            self._failures[row] = len(path), SlipstreamError(why)
 
     def apply(self, scores: Tensor, draft: Tensor, first: int) -> None:
         for i, (row, constraint) in enumerate(zip(self._rows, self._constraints, strict=True)):

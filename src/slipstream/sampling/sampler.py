@@ -52,10 +52,6 @@ class Sampler:
         for processor in self._processors:
             processor.drafted()
 
-    def dead_end(self, row: int) -> str | None:
-        """Why no token may follow what row number `row` has committed, where one processor alone is the reason."""
-        return next((why for processor in self._processors if (why := processor.dead_end(row)) is not None), None)
-
     def advance(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the penalties what row number `row` of this batch has committed."""
         for processor in self._processors:
@@ -99,6 +95,12 @@ class Sampler:
         if self.plain:
             return argmax(logits)
         scores = self._node_scores(logits, draft) if self._processors else logits.float()
+        chosen = self._choose_nodes(scores, draft)
+        if self.failures:
+            self._follow(chosen.tolist(), draft)
+        return chosen
+
+    def _choose_nodes(self, scores: Tensor, draft: Draft) -> Tensor:
         if not self._groups:
             return self._choose(scores, None)
         assert draft.parents is not None
@@ -107,6 +109,18 @@ class Sampler:
         keys = self._token_keys(1 + max(map(max, seen)))
         assert keys is not None
         return self._choose(scores, keys.gather(1, offsets.to(keys.device, non_blocking=True)))
+
+    def _follow(self, chosen: Sequence[Sequence[int]], draft: Draft) -> None:
+        """Of the failures in a tree only those on the path that is taken remain. chosen: [B, K + 1] tokens."""
+        assert draft.parents is not None
+        for i in list(self.failures):
+            tokens, path = draft.tokens[i].tolist(), [-1]
+            while (token := chosen[i][path[-1] + 1]) != NONE and (
+                nodes := [n for n, parent in enumerate(draft.parents[i]) if parent == path[-1] and tokens[n] == token]
+            ):
+                path.append(nodes[0])
+            for processor in self._processors:
+                processor.taken(i, [tokens[node] for node in path[1:]])
 
     def _node_scores(self, logits: Tensor, draft: Draft) -> Tensor:
         """`scores` of a tree, along the path to each of its leaves."""
@@ -125,7 +139,6 @@ class Sampler:
                 processor.apply(along, tokens, 0)
             for row, path in enumerate(paths):
                 scores[row, [0, *(1 + node for node in path)]] = along[row, : 1 + len(path)]
-        self.drafted()  # a branch that fails is not the one that is taken, or `dead_end` says why it is
         return scores
 
     def _token_keys(self, positions: int) -> Tensor | None:
