@@ -2,7 +2,7 @@
 
     python benchmarks/constraint_limits.py --target toy --texts 5000 --json FILE
 
-Random schemas, expressions, choices and grammars, some without an end, some huge, deep or repetitive, under limits small
+Random schemas, expressions, choices and grammars, some endless, huge, deep or repetitive, under limits small
 enough that many texts fail on the way. A text must have the tokens, the reason to finish and the message of plain
 decoding of that request alone. The control makes a limit of the drafting decoder smaller, which must be seen.
 """
@@ -139,6 +139,8 @@ class Comparison:
         if one != other and params.constraint is not None:
             given = {key: str(value)[:300] for key, value in params.constraint.to_dict().items()}
             self.differing.append({"arm": arm, "constraint": given, "plain": one, "found": other})
+        if self.texts % 500 == 0:
+            print(f"{self.texts} texts, {len(self.differing)} differ", flush=True)
 
 
 def limited(decoder: SpeculativeDecoder, limits: Limits) -> None:
@@ -197,7 +199,7 @@ def request(rng: random.Random) -> SamplingParams:
 def usable(
     plain: SpeculativeDecoder, prompts: Sequence[str], given: Sequence[SamplingParams], limits: Limits
 ) -> tuple[list[SamplingParams], list[Result]]:
-    """Requests with their texts by plain decoding, each alone with grammars of its own; without what is refused at once."""
+    """Requests with their texts by plain decoding, each alone; those whose constraint is refused go without one."""
     kept, texts = list[SamplingParams](), list[Result]()
     for prompt, params in zip(prompts, given, strict=True):
         limited(plain, limits)

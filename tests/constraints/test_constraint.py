@@ -28,6 +28,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": "ab"}, "choice='ab'; allowed: a list"),
     ({"choice": ["a", ""]}, "choice has ''; allowed"),
     ({"grammar": "start: foo"}, 'grammar: .*unknown name: "foo".*; allowed'),
+    ({"json_schema": {"enum": [5, 2**53 + 1]}}, "json_schema: enum 9007199254740993 is not exact; allowed: .*2.53"),
+    ({"json_schema": {"const": [{"a": -(2**60)}]}}, "json_schema: const -1152921504606846976 is not exact"),
+    ({"json_schema": {"items": {"maximum": 2**63 - 1}}}, "json_schema: maximum 9223372036854775807 is not exact"),
+    (
+        {"json_schema": {"minProperties": 2}},
+        "json_schema: minProperties 2 beside 0 required names, .*; allowed: at most 1",
+    ),
+    (
+        {"json_schema": {"allOf": [{"required": ["a"], "minProperties": 3}]}},
+        "json_schema: minProperties 3 beside 1 required names, .*; allowed: at most 2",
+    ),
     ({"regex": "a", "whitespace": "spaced"}, "whitespace='spaced' with regex; allowed"),
     ({"json_object": True, "whitespace": "much"}, "whitespace='much'; allowed: compact"),
 ]
@@ -38,6 +49,15 @@ def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], message: s
     with pytest.raises(UsageError, match=f"^constraint: {message}") as refusal:
         Constraint(**given)
     assert "\n" not in str(refusal.value) and "allowed: " in str(refusal.value)
+
+
+def test_numbers_that_are_exact_and_names_that_only_look_like_keywords_are_read() -> None:
+    for schema in (
+        {"enum": [2**53, -(2**53), 0.5]},
+        {"properties": {"maximum": {"type": "integer", "default": 2**60}, "enum": {"type": "null"}}},
+        {"type": "object", "required": ["a"], "properties": {"a": {}}, "minProperties": 2},
+    ):
+        assert Constraint(json_schema=schema).text
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

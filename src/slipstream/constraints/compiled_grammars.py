@@ -145,7 +145,8 @@ def _first_problem(new_matcher: Callable[[int], Any], compiled: Any, limits: Lim
     for _ in range(2):
         trial.compute_bitmask()
         trial.try_consume_tokens(trial.compute_ff_tokens())
-        trial.compute_bitmask()
+        mask = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        trial.try_consume_tokens([int(mask.argmax())])  # too many alternatives are noticed behind a token
         problem = str(trial.get_error())
         if not problem.startswith("lexer error"):
             break
@@ -204,6 +205,8 @@ class GrammarState:
 
     def problem(self, output: Sequence[int]) -> str | None:
         """See `RowConstraint.problem`."""
+        if self._alone is None and self._shared_masks(output, ()) is None:
+            self._leave()
         if self._alone:
             return self._alone.problem(output)
         reached = self._reach(output)
@@ -240,17 +243,21 @@ class GrammarState:
 
     def _masks_alone(self, output: Sequence[int], draft: Sequence[int]) -> Bits:
         """The same masks by a lexer of the row's own, one after the other."""
-        if self._alone is None:
-            self._compiled.is_worn = True
-            self._alone = _OwnLexer(self._compiled, self._model_ends, self._ends)
+        alone = self._alone or self._leave()
         masks = self._filled(1 + len(draft), 255)
         for count in range(1 + len(draft)):
-            mask = self._alone.mask([*output, *draft[:count]])
+            mask = alone.mask([*output, *draft[:count]])
             if mask is None:  # an end, or what is not allowed, comes before this place
-                masks[count] = 0 if not count and self._alone.problem(output) else 255
+                masks[count] = 0 if not count and alone.problem(output) else 255
                 break
             masks[count] = mask[: masks.shape[1]]
         return masks
+
+    def _leave(self) -> _OwnLexer:
+        """Go on with a lexer of the row's own."""
+        self._compiled.is_worn = True
+        self._alone = _OwnLexer(self._compiled, self._model_ends, self._ends)
+        return self._alone
 
     def _filled(self, count: int, value: int) -> Bits:
         return np.full((count, 4 * self._words), value, dtype=np.uint8)

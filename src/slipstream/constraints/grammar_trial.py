@@ -164,10 +164,11 @@ def _walked(matcher: Any) -> str:
     draw = random.Random(0)
     for step in range(32):
         mask = matcher.compute_bitmask()
+        legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+        taken = legal and matcher.try_consume_tokens([draw.choice(legal)])
         if step == 0 and matcher.is_error():
             return str(matcher.get_error())
-        legal = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
-        if matcher.is_stopped() or not legal or not matcher.try_consume_tokens([draw.choice(legal)]):
+        if not taken or matcher.is_stopped():
             break
     return ""
 
