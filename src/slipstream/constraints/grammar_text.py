@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.errors import UsageError
 
-WHITESPACE = {
+WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False},
     "spaced": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False},
     # bounded: models that may write any amount of whitespace sometimes write nothing else
