@@ -165,7 +165,8 @@ def compare(options: argparse.Namespace, *, smaller: bool) -> Comparison:
         limited(plain, limits)
         given, expected = usable(plain, prompts, given, limits)
         if smaller:
-            limits = replace(limits, lexer_cost=limits.lexer_cost // 2, row_items=limits.row_items // 2)
+            names = ("lexer_cost", "lexer_states", "row_items", "step_items")
+            limits = replace(limits, **{name: getattr(limits, name) // 3 for name in names})
         for name, decoder in arms.items():
             limited(decoder, limits)
             at = rng.randrange(len(given))
