@@ -22,7 +22,7 @@ from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
 from slipstream.models.hf.activation import GELU, SILU
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.tree_attention import TreeRows, tree_rows
@@ -114,7 +114,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.Mo
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
     monkeypatch.undo()
     expected = logits(fast("llama", torch.bfloat16, fused=False, head_dim=32))
-    assert (expected - logits(backend)).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+    assert (expected - logits(backend)).abs().max() <= 0.1 * expected.abs().max()
 
 
 def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_for_many() -> None:

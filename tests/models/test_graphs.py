@@ -180,7 +180,7 @@ def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFi
 def test_grouped_attention_is_captured_anew() -> None:
     model = fresh("llama")
     backend = GraphedBackend(model, Tape())
-    backend.reserve(1, 1024)  # enough for the trials as well: graphs are dropped when the cache moves
+    backend.reserve(3, 1024)  # enough for the trials as well: graphs are dropped when the cache moves
     tokens = torch.arange(1, 7)[None]
     before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
     group_queries(backend.eager)

@@ -34,7 +34,8 @@ class HFBackend:
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
     `Checkpoints`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and
     whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole forwards of
-    the kinds that it can.
+    the kinds that it can. told_later: by how much, [B, 1], the positions that the model is told are later than those
+    of the cache; for trials.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -54,6 +55,7 @@ class HFBackend:
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
+        self.told_later: Tensor | None = None
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -214,9 +216,13 @@ class HFBackend:
         return logits
 
     def _run(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
+        if self.told_later is not None:
+            positions = positions + self.told_later
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
-        if self.stack is not None and (whole := self.stack.logits(tokens, positions, self.cache, keep)) is not None:
+        # its table of rotations reaches as far as the cache
+        stack = self.stack if self.told_later is None else None
+        if stack is not None and (whole := stack.logits(tokens, positions, self.cache, keep)) is not None:
             return whole
         given: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:

@@ -98,7 +98,7 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
                 make_graphs_faster(graphed, OwnLogits(backend))
             return graphed or backend
         own = OwnLogits(backend, passed)
-        if "slots of a cache" in own.passed or not differ(model, own.logits):
+        if "slots of a cache" in own.passed or not differ(model, own.logits, own.later):
             own.passed.add("slots of a cache")
             _TRIED.add(model)
             if graphed is not None and fast is True:

@@ -15,7 +15,7 @@ from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
-from slipstream.models.hf.fast_forwards import START, a_few_tokens
+from slipstream.models.hf.fast_forwards import START, a_few_tokens, later_starts
 from slipstream.models.hf.own_caches import OwnCacheBackend
 
 log = logging.getLogger("slipstream")
@@ -80,17 +80,36 @@ def check_causal(backend: Backend, model: Any) -> None:
 
 
 @torch.inference_mode()
-def differ(model: Any, logits: Tensor) -> bool:
+def differ(model: Any, logits: Tensor, later: Tensor) -> bool:
     """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
 
     Either in one forward or, where quantised layers read many tokens in another precision, in as many tokens at a time.
+    later: the same of texts that begin later, [T, 9, V], computed together. Raises `UsageError` where a text's logits
+    depend on the positions of those beside it.
     """
     tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
     given, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
     own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    if _agree(own.nan_to_num(), given.to(own.dtype), close):
-        return False
+    if not _agree(own.nan_to_num(), given.to(own.dtype), close) and _differs_in_two(model, tokens, given, close):
+        return True
+    for start, beside in zip(later_starts(model), later, strict=True):
+        own = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
+        alone = [own.nan_to_num()] if start else [own.nan_to_num(), given.to(own.dtype)]
+        if any(_agree(logits, beside[None].nan_to_num().to(own.dtype), close) for logits in alone):
+            continue
+        if start:
+            return True
+        raise UsageError(
+            f"model {type(model).__name__} is not supported: what it computes of a text depends on how long the "
+            "texts beside it are; allowed: models whose rotations depend on a token's own position"
+        )
+    return False
+
+
+def _differs_in_two(model: Any, tokens: Tensor, given: Tensor, close: float | None) -> bool:
+    """`differ` where the model's own forward goes on from its own cache after the first tokens."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
         name = cache_name(model) or KEYS_AND_VALUES[0]
