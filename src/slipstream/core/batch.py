@@ -38,11 +38,13 @@ class Clock:
 class Batch:
     """The rows under way and their sampling options. Row i uses slot i of every session.
 
-    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities.
+    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities. longest_short: see
+    `LongTexts`; None if texts of any length are read alike.
     """
 
     rows: list[Row]
     sampler: Sampler
+    longest_short: int | None = None
     logits: Tensor | None = None
 
     @property
@@ -106,11 +108,20 @@ class Batch:
         position, error = self.sampler.failures.get(i, (len(draft) + 1, None))
         if position > accepted:
             position, error = accepted, _no_token(row) if next_token < 0 else None
-        committed = row.commit(draft[:position] if error else [*draft[:accepted], next_token])
+        tokens = [*draft[:position]] if error else [*draft[:accepted], next_token]
+        most = self._most(row)
+        if most is not None and position >= most:  # what follows is for a forward that reads a long text
+            tokens, error = tokens[:most], None
+        committed = row.commit(tokens)
         if error is not None and row.finish_reason is None:
             row.fail(error)
         self.sampler.advance(i, committed)
         return committed
+
+    def _most(self, row: Row) -> int | None:
+        """The most tokens a round may commit: behind the one that makes a text long, others would be chosen."""
+        short = self.longest_short
+        return None if short is None or len(row.tokens) > short else short + 1 - len(row.tokens)
 
 
 def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Sequence[int] | None) -> bool:

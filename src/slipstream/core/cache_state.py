@@ -73,7 +73,8 @@ class SlotState:
     branches: how many nodes of a draft tree stand behind these, at places that are not their positions.
 
     Whether the draft tokens became true is read off the row's round number `round` once that is committed.
-    shapes: those of the forwards that computed it.
+    shapes: those of the forwards that computed it. is_long: how these read the text, but for its beginning where that
+    was short, if begins_short; see `LongTexts`.
     """
 
     row: Row | None = None
@@ -82,6 +83,8 @@ class SlotState:
     round: int = 0
     shapes: Shapes = EXACT_FIT
     branches: int = 0
+    is_long: bool = False
+    begins_short: bool = False
 
     @property
     def is_idle(self) -> bool:

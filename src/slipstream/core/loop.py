@@ -59,7 +59,8 @@ class Engine:
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Rows that are decoded together, row i in slot i."""
         backend = self.target.backend
-        return Batch(list(rows), self.make_sampler(rows, self._race, backend.vocab_size, backend.device))
+        sampler = self.make_sampler(rows, self._race, backend.vocab_size, backend.device)
+        return Batch(list(rows), sampler, self.target.table.longest_short)
 
     def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
         """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""

@@ -39,7 +39,8 @@ MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a f
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `TreeForwards`. branching, flat: see there.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`. branching, flat:
+    see there.
     """
 
     branching, flat = True, False
@@ -63,7 +64,11 @@ class GraphedBackend:
         if capturer is None:
             capturer = CudaCapturer(self.device) if self.device.type == "cuda" else Rerun()
         self._graphs = GraphStore(type(model).__name__, capturer, max_graphs, max_bytes)
+        self.longest_short, self.reads_anew = self.eager.longest_short, self.eager.reads_anew
+        self.read_as = self.eager.read_as
         reason = unsupported(model)
+        if reason is None and self.longest_short is not None:
+            reason = "its rotations depend on how long each text is"
         if reason is not None:
             self._graphs.disable(reason)
         self._captured_shape = self.cache.shape  # of the cache whose addresses the graphs have

@@ -270,10 +270,15 @@ def later_logits(backend: HFBackend) -> Tensor:
     backend.reserve(len(starts), 2 * backend.attended_unit)
     tokens = a_few_tokens(backend.vocab_size, backend.device).expand(len(starts), -1)
     backend.told_later = torch.tensor(starts, device=backend.device)[:, None]
+    short = backend.longest_short
+    for slot, start in enumerate(starts):
+        backend.read_as(slot, is_long=short is not None and start + TOKENS > short)
     try:
         return backend.forward(tokens, [0] * len(starts), first_slot=0, logits=True).float()
     finally:
         backend.told_later = None
+        for slot in range(len(starts)):
+            backend.read_as(slot, is_long=False)
 
 
 def later_starts(model: Any) -> list[int]:

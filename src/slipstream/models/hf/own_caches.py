@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
 from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
+from slipstream.models.hf.rotations_by_length import rotate_by_length
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
 NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many in all
@@ -153,7 +154,8 @@ class OwnCacheBackend:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        # a draft that reached into long texts would be read as one of them
+        self.max_length: int = rotate_by_length(model) or getattr(config, "max_position_embeddings", None) or 1 << 20
         self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model, CACHE_NAMES)
