@@ -135,8 +135,8 @@ class SlotTable:
         least, place = min(((self._need(i, row), i) for i in longest_ago), default=(need, slot))
         if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
-            at = {"base": known, "written": known, "round": len(ended.row.rounds), "branches": 0}
-            self._copy(slot, place, replace(ended, **at))
+            kept = replace(ended, base=known, written=known, round=len(ended.row.rounds), branches=0)
+            self._copy(slot, place, kept)
 
     def _need(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.

@@ -173,20 +173,19 @@ def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> list[tuple[
 
 def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
-    compiled = [_compiled(forward.plain) for _, forward in layers]
-    others = [forward.by(ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
-    if len(others) < len(layers):
+    compiled = [ops for ops in (_compiled(forward.plain) for _, forward in layers) if ops is not None]
+    if len(compiled) < len(layers):
         return
-    trials = [Trial(forward, other) for (_, forward), other in zip(layers, others, strict=True)]
+    trials = [Trial(forward, forward.by(ops)) for (_, forward), ops in zip(layers, compiled, strict=True)]
     if "compiled layers" not in own.passed:
         if largest_error(backend, layers, trials) > tolerance(backend.model):
             warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
             return
         own.passed.add("compiled layers")
-    for (_, forward), other in zip(layers, others, strict=True):
-        forward.ops = other.ops
+    for (_, forward), ops in zip(layers, compiled, strict=True):
+        forward.ops = ops
     _stack(backend, layers, own)
-    if all(other.ops.shape_independent for other in others):
+    if all(ops.shape_independent for ops in compiled):
         own.passed.add(ALONE)
     backend.shape_independent = ALONE in own.passed and _multiplies_as_if_alone(backend.model)
 
