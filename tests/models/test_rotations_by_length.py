@@ -70,6 +70,14 @@ def test_texts_are_those_of_generate_together_and_alone(drafter: str, case: Any)
         assert [decoder.generate(prompt, PARAMS).token_ids for prompt in texts[:4]] == expected[:4]
 
 
+def test_a_round_that_went_on_behind_the_switch_would_be_noticed(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts, expected = case
+    whole = [[*prompt, *text] for prompt, text in zip(texts, expected, strict=True)]
+    decoder = SpeculativeDecoder(model, drafter=Oracle(whole), num_draft_tokens=7, reproducible=False)
+    monkeypatch.setattr("slipstream.core.batch.Batch._most", lambda *_: None)
+    assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
+
+
 def test_sampled_texts_are_the_same_with_drafts_and_beside_others(case: Any) -> None:
     model, texts, _ = case
     params = [SamplingParams(temperature=0.8, max_tokens=COUNT, seed=seed) for seed in range(len(texts))]

@@ -37,7 +37,7 @@ class Rotations:
         types = getattr(module, "rope_type", None)
         self._module = module
         self._options: list[dict[str, str]] = [{}]
-        if "layer_type" in inspect.signature(module.forward).parameters:
+        if "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
         named = set(types.values()) if isinstance(types, dict) else {types}
         self._is_static, self._known = named <= STATIC, list[Rope]()

@@ -41,7 +41,8 @@ class RotationsByLength:
         if not bool(is_long.any()):
             return short
         long = _beside(self._module, x, position_ids, self.switch, options)
-        cosines, sines = (torch.where(is_long[..., None], *both) for both in zip(long, short, strict=True))
+        of_long = is_long[..., None].to(short[0].device)
+        cosines, sines = (torch.where(of_long, *both) for both in zip(long, short, strict=True))
         return cosines, sines
 
 
