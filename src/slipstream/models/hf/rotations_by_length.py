@@ -95,7 +95,7 @@ def _switch(model: Any, module: nn.Module) -> int | None:
                 before, behind = (_beside(module, x, positions, far, options) for far in (position - 1, position))
                 if _same(alone, before) and not _same(alone, behind):
                     return position
-        except (RuntimeError, TypeError, LookupError):  # it takes positions of another form
+        except (RuntimeError, TypeError, ValueError, LookupError):  # positions or rotations of another form
             continue
     return None
 
