@@ -69,7 +69,7 @@ class DecoderConfig:
     )
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
-    load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
+    load_options: dict[str, Any] = setting({}, "further from_pretrained arguments of the target, as JSON")
 
     def __post_init__(self) -> None:
         LengthChoice.parse(self.num_draft_tokens)

@@ -53,11 +53,12 @@ class ModelPair:
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
         """Load both and choose the target's forward shapes."""
-        refuse_unused(load_options_of(config), (target, draft))
+        refuse_unused(load_options_of(config), target, draft)
         given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(given):  # they may be packed and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
-            drafting = load_draft(draft, config, tokenizer if draft_tokenizer is None else draft_tokenizer)
+            spoken = tokenizer if draft_tokenizer is None else draft_tokenizer
+            drafting = load_draft(draft, config, spoken, beside=loaded.backend.device)
             own = None if drafting is None else make_session(drafting.backend)
             bridged = _bridged(loaded, drafting, own, config)
             shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
@@ -69,7 +70,7 @@ class ModelPair:
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
-        loaded = load_draft(draft, config, tokenizer)
+        loaded = load_draft(draft, config, tokenizer, beside=self.target.backend.device)
         own = None if loaded is None else make_session(loaded.backend)
         bridged = _bridged(self.target, loaded, own, config)
         windowed = _windowed(own, bridged, config)

@@ -106,7 +106,7 @@ class CustomGenerate:
         )
         criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
         refuse_options(generation_config, logits_processor, criteria)
-        prompts = read_prompts(input_ids, model_kwargs)
+        prompts = read_prompts(model, input_ids, model_kwargs)
         if passed.streamer is not None and len(prompts) > 1:
             raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")
         options = Options.of(generation_config, logits_processor, criteria, len(prompts))

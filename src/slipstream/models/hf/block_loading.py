@@ -74,8 +74,8 @@ def _otherwise(options: LoadOptions) -> str | None:
         return "fast=False unpacks it"
     if options.quantise in ("int4", "int8"):
         return f"draft_dtype={options.quantise!r} rounds it anew"
-    if options.extra:
-        return f"load_options {', '.join(options.extra)} are for transformers' reader"
+    if options.for_reader:
+        return f"load_options {', '.join(options.for_reader)} are for transformers' reader"
     device = options.device
     if device == "auto" and torch.cuda.is_available():
         return "it is unpacked for the GPU"

@@ -13,12 +13,14 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
-from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.model_files import code_of_its_own, one_line
+from slipstream.models.loaded import LoadOptions
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 from slipstream.text.prompts import check_text
 from slipstream.text.tool_calls import CallForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
+PLAIN = LoadOptions()
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -139,18 +141,21 @@ def _backend_alone_decodes(kind: Any) -> bool:
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
 
 
-def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:
-    """The tokenizer beside a model, or None where there is none (prompts must then be token ids).
-
-    options: further arguments of `from_pretrained`, such as gguf_file.
-    """
+def load_tokenizer(
+    source: str, folder: str, options: LoadOptions = PLAIN, *, gguf_file: str | None = None
+) -> HFTokenizer | None:
+    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
     from transformers import AutoTokenizer  # takes seconds
 
-    if Path(folder).is_dir() and not options and not any((Path(folder) / name).exists() for name in FILES):
+    place = Path(folder) / options.files.get("subfolder", "")
+    if place.is_dir() and gguf_file is None and not any((place / name).exists() for name in FILES):
         return None
+    arguments = options.files | ({} if gguf_file is None else {"gguf_file": gguf_file})
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
+        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **arguments))
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
-        raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}") from error
+        raise code_of_its_own(source, error) or SlipstreamError(
+            f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
+        ) from error

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,25 @@ from slipstream.models.cache_folder import cache_folder
 
 log = logging.getLogger("slipstream")
 
+NO_OPTIONS: Mapping[str, Any] = {}
 SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for a slip of the other
 
 
-def resolve(source: str) -> str:
-    """Turn what the user named into a folder or a hub id, fetching or converting where that is needed."""
+def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
+    """Turn what the user named into a folder or a hub id, fetching or converting where that is needed.
+
+    options: load options. Raises `UsageError` for what is no model, and for a revision of what has none.
+    """
+    place = _place_of(source, str(options.get("subfolder", "")))
+    if options.get("revision", "main") != "main" and (source.endswith(".gguf") or Path(place).is_dir()):
+        raise UsageError(
+            f"load_options revision={options['revision']!r}, but model {source!r} is a local "
+            f"{'file' if source.endswith('.gguf') else 'folder'}; allowed: revisions of a hub id"
+        )
+    return place
+
+
+def _place_of(source: str, subfolder: str) -> str:
     if source == EMBEDDED:
         return str(embedded_model())
     if source.endswith(".gguf"):
@@ -32,7 +47,7 @@ def resolve(source: str) -> str:
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or looks_local:
-        if not (path.expanduser() / "config.json").is_file():
+        if not (path.expanduser() / subfolder / "config.json").is_file():
             what = "is not a folder" if not path.expanduser().is_dir() else "has no config.json"
             raise UsageError(f"model {source!r} {what}; allowed: a Hugging Face model folder, a .gguf file or a hub id")
         return str(path.expanduser())
@@ -64,6 +79,8 @@ def _at_hand() -> str:
 
 def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     """What to tell the user if the reader of a model raised `error`."""
+    if (refusal := code_of_its_own(source, error)) is not None:
+        return refusal
     reason = one_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
@@ -71,6 +88,16 @@ def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
     known = "" if "/" in source else f" {_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
         f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}"
+    )
+
+
+def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
+    """What to tell the user if a model was not loaded because it needs code from its repository; None if it was not."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return SlipstreamError(
+        f"model {source!r} needs code of its own, which would run with your rights; allowed: load_options="
+        '{"trust_remote_code": True}, if you trust whoever wrote it'
     )
 
 

@@ -187,7 +187,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
     in_blocks = found is not None and found.in_blocks
     if model.device.type == "cpu":
         separate_threads()
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     convert = None
     if not in_blocks:
         convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
@@ -215,7 +215,7 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     check_heads(source, model, ranks.size())
     _backend(model, False, None)  # on every rank: is the model one that can be run by position?
     backend = lead_or_follow(model, ranks)
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     made_of = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
     return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, made_of)
 

@@ -41,7 +41,9 @@ def not_by_position(model: Any) -> str | None:
     cached = cache_name(model, names) or names[-1]
     needed = ("position_ids", cached, "logits_to_keep") if attends else (cached, "logits_to_keep")
     reason = None
-    if not _known_layers(model, config, layers):
+    if getattr(model.config, "is_encoder_decoder", False):
+        reason = "it is an encoder-decoder model; allowed: decoder-only models"
+    elif not _known_layers(model, config, layers):
         reason = "it carries recurrent state or compressed attention"
     elif missing := [p for p in needed if p not in parameters]:
         reason = f"its forward takes no {missing[0]}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import UsageError
+from slipstream.models.hf.checkpoint_files import file_of
 from slipstream.models.hf.gguf_conversion import unreadable_gguf
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.model_files import not_loaded, resolve
@@ -59,15 +60,15 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     options = {"gguf_file": path.name} if is_gguf else {}
     try:
         with quietly():
-            config = AutoConfig.from_pretrained(place, **options).get_text_config()
-        generation = Path(place) / "generation_config.json"
-        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() and not is_gguf else None
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False, **options).get_text_config()
+        ends = getattr(config, "eos_token_id", None)
+        if not is_gguf and (generation := file_of(place, "generation_config.json")) is not None:
+            ends = json.loads(generation.read_text()).get("eos_token_id")  # `generate` looks no further
     except READER_ERRORS as error:
         raise unreadable_gguf(path, error) if is_gguf else not_loaded(source, place, error) from error
     head_size = getattr(config, "vocab_size", None)
     if head_size is None:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
-    ends = getattr(config, "eos_token_id", None) if ends is None else ends
     ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
     known = tuple(i for i in ids if 0 <= i < head_size)
     return VocabularyInfo(source, head_size, known, load_tokenizer(source, place, **options))
