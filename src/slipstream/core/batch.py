@@ -122,4 +122,4 @@ def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Se
 
 def _no_token(row: Row) -> SlipstreamError:
     what = "sampling options leave" if row.constraint is None else "constraint and the other sampling options leave"
-    return SlipstreamError(f"the {what} no token to choose from (every logit is -inf)")
+    return SlipstreamError(f"the {what} no token to choose from (every logit is -inf, or the model's own are NaN)")

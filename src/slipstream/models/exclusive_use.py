@@ -10,9 +10,12 @@ import os
 import threading
 from collections.abc import Iterable
 
+import torch
+
 from slipstream.errors import UsageError
 
 ATTRIBUTE = "_slipstream_lock"
+CPU = torch.device("cpu")
 
 
 class ModelLock:
@@ -40,12 +43,17 @@ def lock_of(model: object) -> ModelLock:
 
 
 class ExclusiveUse:
-    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed."""
+    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed.
+
+    Inside, tensors without a device of their own are made on the CPU, whatever the caller has set by
+    `torch.set_default_device`: what is sent to a GPU says so.
+    """
 
     def __init__(self, models: Iterable[object]) -> None:
         # everybody takes several locks in the same order, so that two threads cannot wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
         self._process = os.getpid()
+        self._default_devices: list[torch.device | None] = []  # contexts entered, by depth
 
     def __enter__(self) -> None:
         if os.getpid() != self._process:
@@ -59,8 +67,16 @@ class ExclusiveUse:
             except BaseException:  # Ctrl-C while waiting
                 self._release(taken)
                 raise
+        # a context makes every call of PyTorch slower, so it is entered where it matters alone, and once
+        context = CPU if not self._default_devices and torch.get_default_device() != CPU else None
+        self._default_devices.append(context)
+        if context is not None:
+            context.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        context = self._default_devices.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
         self._release(len(self._locks))
 
     def changes_to(self, user: object) -> bool:

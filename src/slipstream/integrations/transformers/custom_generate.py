@@ -171,7 +171,7 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     else:
         for done in decoder.run(rows):
             for token in done.tokens:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
     for row in rows:
         if row.error is not None:
             raise row.error

@@ -102,7 +102,7 @@ class BlockPart:
             raise IndexError(
                 f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}"
             )
-        out = torch.empty(len(wanted), self.inputs)
+        out = torch.empty(len(wanted), self.inputs, dtype=torch.float32)
         self.library.unpack_rows(
             ctypes.byref(self.struct),
             ctypes.c_int64(self.inputs),

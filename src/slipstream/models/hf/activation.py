@@ -15,7 +15,7 @@ CLOSE = 0.01  # relative difference from one of these; the module's outputs are 
 
 def recognise_activation(act: Callable[[Tensor], Tensor]) -> Activation | str:
     """Slope and cubic term of an activation, or why it has none."""
-    x = torch.linspace(-9, 9, 1001).to(torch.bfloat16)
+    x = torch.linspace(-9, 9, 1001, dtype=torch.float32).to(torch.bfloat16)
     expected, exact = act(x.clone()).float(), x.float()
     for slope, cubic in (SILU, GELU):
         computed = exact * torch.sigmoid(slope * exact + cubic * exact**3)
