@@ -18,6 +18,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
 from slipstream.draft_length.awaited_rows import awaited_together
 from slipstream.errors import UsageError
+from slipstream.models.generation_settings import warn_of_unread_settings
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_forms import read_prompts
 from slipstream.text.requests import Message, Prompt, RequestReader
@@ -44,6 +45,7 @@ class SpeculativeDecoder(ModelHolder):
     """
 
     KEPT = ("config", "rule", "_name")
+    TOLD_BY_GENERATE = False  # whether each call brings what the model's generation_config says
 
     def __init__(
         self,
@@ -87,6 +89,8 @@ class SpeculativeDecoder(ModelHolder):
         self._drafter: str | Drafter = drafter
         self.rule: Rule | None = None  # an acceptance rule given as an object
         self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
+        if not self.TOLD_BY_GENERATE:
+            warn_of_unread_settings(self.target)
         with self._use:
             self._choose_engine()
         if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:

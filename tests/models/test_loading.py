@@ -1,6 +1,7 @@
 """From a name to a model: what loads, what is refused and in which words, and what loading must leave alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
 from slipstream.models.hf import gguf_conversion as conversion
 from slipstream.models.hf import model_files as files
+from slipstream.models.hf.vocabulary_info import inspect_vocabulary
 
 PARAMS = SamplingParams(max_tokens=12)
 PROMPT = prompts([9])[0]
@@ -77,12 +80,47 @@ def test_a_loaded_model_is_not_told_to_be_another(options: dict[str, Any]) -> No
         SpeculativeDecoder(shared("llama"), **options)
 
 
-def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_end_ids_are_those_of_generate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = fresh("llama")
     model.config.eos_token_id, model.generation_config.eos_token_id = 4, [5, 6]
-    assert SpeculativeDecoder(model).target.end_ids == (5, 6)
+    assert SpeculativeDecoder(model).target.end_ids == (5, 6) and not caplog.text
     model.generation_config.eos_token_id = None
-    assert SpeculativeDecoder(model).target.end_ids == (4,)
+    assert SpeculativeDecoder(model).target.end_ids == ()
+    assert "generation_config names no end token" in caplog.text and "stop_token_ids=[4]" in caplog.text
+    model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path / "bare")
+    for folder, ends in ((tmp_path, ()), (tmp_path / "bare", (4,))):  # without the file the configuration counts
+        if folder != tmp_path:
+            (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        assert inspect_vocabulary(str(folder)).end_ids == ends
+        for fast in (False, "auto"):
+            assert SpeculativeDecoder(str(folder), fast=fast, reproducible=False).target.end_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3, which generate applies .*: repetition_penalty$"),
+        (
+            {"suppress_tokens": [5, 6], "min_new_tokens": 3},
+            r"min_new_tokens=3, suppress_tokens=\[5, 6\], .*: min_tokens, l",
+        ),
+        ({"forced_eos_token_id": 0, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2, forced_eos_token_id=0, .*"),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0, "min_length": 0}, None),
+    ],
+)
+def test_settings_that_only_generate_follows_are_told(
+    settings: dict[str, Any], says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh("llama")
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    SpeculativeDecoder(model)
+    assert re.search(says, caplog.text.strip()) if says else not caplog.text
+    caplog.clear()
+    ids = torch.tensor([PROMPT])  # here they are followed, so that there is nothing to say
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, custom_generate=custom_generate)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ class DecoderSettings:
         return drafts and tokenizers and same
 
 
+class _DecoderInsideGenerate(SpeculativeDecoder):
+    TOLD_BY_GENERATE = True
+
+
 @dataclass(frozen=True, eq=False)
 class CachedDecoder:
     """A decoder, what it was made with and how its models were then; copies and pickles of a model go without it."""
@@ -67,7 +71,7 @@ def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder
     if cached is not None and cached.settings.same_as(settings) and cached.states == _states(target, settings.draft):
         return cached.decoder
     vars(target)[ATTRIBUTE] = cached = None  # frees the old decoder's KV cache first
-    decoder = SpeculativeDecoder(
+    decoder = _DecoderInsideGenerate(
         target,
         settings.draft,
         tokenizer=settings.tokenizer,

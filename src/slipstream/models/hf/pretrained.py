@@ -170,9 +170,8 @@ def _convert(model: Any, convert: Convert) -> None:
 
 def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids `generate` would use."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if ends is None:
-        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
+    settings = getattr(model, "generation_config", None) or model.config.get_text_config()
+    ends = getattr(settings, "eos_token_id", None)
     ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
     return tuple(i for i in ids if 0 <= i < vocab_size)
 
