@@ -67,8 +67,26 @@ class HFTokenizer:
             )
         if form.variables:
             self._check_variables(form)
+        text = self._rendered_parts(messages, form)
+        check_text("the conversation as the chat template writes it", text)
+        return self.bare(text)
+
+    def _rendered_parts(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        """The conversation as text; contents in parts become one text for a template that knows texts alone."""
+        parts = [str(message["content"]) for message in messages if isinstance(message.get("content"), list | tuple)]
         try:
-            text = self.inner.apply_chat_template(
+            text = self._rendered(messages, form)
+        except UsageError:  # it may add texts to a content
+            if not parts:
+                raise
+        else:
+            if not any(part in text for part in parts):  # else it prints them as Python prints a list
+                return text
+        return self._rendered([_with_one_text(message) for message in messages], form)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        try:
+            text: str = self.inner.apply_chat_template(
                 list(messages),
                 tools=list(form.tools) or None,
                 add_generation_prompt=form.opens_answer,
@@ -81,8 +99,7 @@ class HFTokenizer:
             raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
-        check_text("the conversation as the chat template writes it", text)
-        return self.bare(text)
+        return text
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among which are all that mean something to transformers."""
@@ -132,6 +149,13 @@ class HFTokenizer:
         if not getattr(self.inner, "is_fast", False):
             raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
         return self.inner.backend_tokenizer
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with the texts of its parts as lines of one."""
+    content = message.get("content")
+    joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
+    return {**message, "content": joined}
 
 
 def _backend_alone_decodes(kind: Any) -> bool:
