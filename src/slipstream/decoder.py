@@ -38,7 +38,7 @@ class SpeculativeDecoder(ModelHolder):
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`.
-    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a loaded draft model's, if another.
+    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if another.
     The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.

@@ -166,6 +166,10 @@ def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_b
 
 
 def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() -> None:
+    with pytest.raises(
+        UsageError, match="draft_tokenizer is given, but there is no draft model; allowed: with a draft"
+    ):
+        SpeculativeDecoder("toy", draft_tokenizer=words(WORDS))
     with pytest.raises(UsageError, match=r"has 7 logits, target .* has 5, and no tokenizers are at hand"):
         SpeculativeDecoder(tiny(), tiny(vocab=7))
 

@@ -476,6 +476,8 @@ def test_a_draft_folder_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None
     other.save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())
     assert decoder._models.bridged is not None  # it drafts through bytes
+    told = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer(), draft_tokenizer=tokenizer())
+    assert told._models.bridged is None
     shared("llama").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     assert SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())._models.bridged is None

@@ -24,7 +24,7 @@ def load_draft(
 ) -> Loaded | None:
     """The draft model in its own precision, or None if there is none.
 
-    tokenizer: the draft model's, if it is a loaded model and the target's does not serve it. beside: where the target
+    tokenizer: the draft model's; None where one lies beside it, or none is needed. beside: where the target
     is, if its load options have put it there.
     """
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
@@ -42,4 +42,4 @@ def load_draft(
     options = load_options_of(config).for_draft(dtype, vocabulary)
     if "device_map" in config.load_options and options.device == "auto" and beside is not None:
         options = replace(options, device=str(beside))  # the map names the target's layers
-    return load(draft, options, tokenizer if is_loaded(draft) else None)
+    return load(draft, options, tokenizer)

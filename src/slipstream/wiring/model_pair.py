@@ -20,7 +20,7 @@ from slipstream.models.draft_model import load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
-from slipstream.models.loaded import Loaded, Releasing, refuse_unused
+from slipstream.models.loaded import Loaded, Releasing, is_loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
@@ -57,7 +57,9 @@ class ModelPair:
         given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(given):  # they may be packed and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
-            spoken = tokenizer if draft_tokenizer is None else draft_tokenizer
+            if draft is None and draft_tokenizer is not None:
+                raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
+            spoken = tokenizer if draft_tokenizer is None and is_loaded(draft) else draft_tokenizer
             drafting = load_draft(draft, config, spoken, beside=loaded.backend.device)
             own = None if drafting is None else make_session(drafting.backend)
             bridged = _bridged(loaded, drafting, own, config)

@@ -209,18 +209,22 @@ class Watch:
 
 @dataclass(frozen=True)
 class NotPassedOn:
-    """Arguments of `generate` itself that it does not pass on to a callable (transformers 5.17 to 5.23).
+    """Arguments of `generate` that it does not pass on to a callable (transformers 5.17 to 5.24).
 
     `generate` compares the callable's signature with what is left in its `**kwargs`
     (`GenerationMixin._extract_generation_mode_kwargs`), and its own named parameters are never there: naming
     `assistant_model`, `streamer` or `synced_gpus` in `CustomGenerate.__call__` gives None whatever the caller said.
     `assistant_model=draft` is how users of transformers give a draft model, and a streamer that stays silent would be
-    an option accepted and ignored, so they are read from the frame of the call. `draft=` needs no frame.
+    an option accepted and ignored, so they are read from the frame of the call. `draft=` needs no frame. `tokenizer`
+    and `assistant_tokenizer` are dropped from its `**kwargs` before any callable is asked; the frame that calls
+    `generate`, of PyTorch's decorator, still has them.
     """
 
     streamer: Any = None
     assistant_model: Any = None
     synced_gpus: bool | None = None
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
 
     @classmethod
     def of(cls, model: Any) -> NotPassedOn:
@@ -228,6 +232,8 @@ class NotPassedOn:
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code is GENERATE and frame.f_locals["self"] is model:
-                return cls(**{option.name: frame.f_locals[option.name] for option in fields(cls)})
+                above = {} if frame.f_back is None else frame.f_back.f_locals.get("kwargs", {})
+                given = {option.name: frame.f_locals.get(option.name, above.get(option.name)) for option in fields(cls)}
+                return cls(**given)
             frame = frame.f_back
         return cls()

@@ -71,4 +71,6 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
     ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
     known = tuple(i for i in ids if 0 <= i < head_size)
-    return VocabularyInfo(source, head_size, known, load_tokenizer(source, place, **options))
+    return VocabularyInfo(
+        source, head_size, known, load_tokenizer(source, place, gguf_file=path.name if is_gguf else None)
+    )
