@@ -99,8 +99,7 @@ def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any])
 def _is_default_type(model: Any, name: str, value: Any) -> bool:
     """Whether an input says of every token that it is text, as processors of models for text and images do.
 
-    Zeros are no more than that where the model gives the same logits without them: GPT-2 adds an embedding for them,
-    PaliGemma attends to later tokens.
+    Zeros are no more than that where the model gives the same logits without them; GPT-2 adds an embedding for them.
     """
     if not isinstance(value, Tensor) or value.is_floating_point() or bool(value.any()):
         return False
