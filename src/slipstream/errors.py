@@ -1,5 +1,8 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SlipstreamError(Exception):
     """Something failed; the message is one line a user can act on."""
@@ -12,3 +15,9 @@ class UsageError(SlipstreamError, ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its class if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known name that a wrong one is nearest to, a space before it; nothing if none is near."""
+    near = get_close_matches(name, list(known), 1, 0.7)
+    return f" did you mean {near[0]!r}?" if near else ""

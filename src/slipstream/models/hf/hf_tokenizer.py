@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
@@ -84,15 +86,45 @@ class HFTokenizer:
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among which are all that mean something to transformers."""
-        env = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        templates = self.inner.chat_template
-        sources = templates.values() if isinstance(templates, dict) else [templates]
-        read = set().union(*(meta.find_undeclared_variables(env.parse(source)) for source in sources)) - OWN
-        read -= set(self.inner.special_tokens_map) | {"raise_exception", "strftime_now"}
+        read = self.template_variables() - OWN
         for name in form.variables:
             if name not in read:
                 allowed = ", ".join(sorted(read)) or "none, this template reads no others"
-                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}")
+                raise UsageError(f"chat_template_kwargs: {name!r:.40};{did_you_mean(name, read)} allowed: {allowed}")
+
+    def _template_sources(self) -> list[str]:
+        templates = self.inner.chat_template
+        return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
+
+    def template_variables(self) -> frozenset[str]:
+        """See `TokenizerDetails.template_variables`."""
+        read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
+        return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+
+    def template_fields(self) -> frozenset[str]:
+        """See `TokenizerDetails.template_fields`."""
+        return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
+
+    def special_ids(self) -> frozenset[int]:
+        """See `TokenizerDetails.special_ids`."""
+        added = self.inner.added_tokens_decoder
+        return frozenset(self.inner.all_special_ids) | {token for token, one in added.items() if one.special}
+
+    def digest(self) -> str:
+        """See `TokenizerDetails.digest`."""
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        # what a caller has set for padding and truncation stands before the added tokens, and is no part of a text
+        rules = (
+            sorted(self.vocabulary().items()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
+        )
+        parts = (
+            type(self.inner).__name__,
+            rules,
+            self._template_sources(),
+            getattr(self.inner, "response_template", None),
+            sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
+        )
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def call_opening(self) -> str | None:
         """See `ToolCallParser.call_opening`."""
@@ -130,6 +162,18 @@ class HFTokenizer:
         if not getattr(self.inner, "is_fast", False):
             raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
         return self.inner.backend_tokenizer
+
+
+@lru_cache(16)
+def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables of a chat template, and all names that may be those of a message's fields."""
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError as error:
+        raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
+    attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
+    texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(meta.find_undeclared_variables(parsed)), frozenset(attributes | texts)
 
 
 def _backend_alone_decodes(kind: Any) -> bool:
