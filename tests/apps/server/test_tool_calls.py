@@ -159,7 +159,8 @@ def test_what_only_a_template_could_show_is_refused_without_one(fields: dict[str
     with pytest.raises(ApiError, match="no chat template") as found:
         rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
     assert found.value.status == 400 and found.value.param == param
-    rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
+    if param != "reasoning_effort":  # which this template does not read
+        rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
 
 
 class Opening(ToyTokenizer):

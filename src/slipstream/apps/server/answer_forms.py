@@ -41,9 +41,13 @@ def told_as(field: str) -> Iterator[None]:
 def form_field(fields: SamplingFields) -> str | None:
     """The field that decides the form of the answer; None where it is free. ApiError if several do."""
     found = []
+    form = fields.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":
+        name = "response_format.json_schema"
+        raise refused(f"{name} with type {form.type!r}; allowed: with type 'json_schema'", name)
     if fields.structured_outputs:
         found.append("structured_outputs")
-    if fields.response_format is not None and fields.response_format.type != "text":
+    if form is not None and form.type != "text":
         found.append("response_format")
     if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
         found.append("tool_choice")
@@ -80,8 +84,8 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     assert form is not None
     if form.type == "json_object":
         return {"type": "object"}
-    schema = (form.json_schema or {}).get("schema")
-    if not isinstance(schema, dict):
+    schema = None if form.json_schema is None else form.json_schema.json_schema
+    if schema is None:
         name = "response_format.json_schema"
         raise refused(f'{name}.schema; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}', name)
     _bounded("response_format", schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -16,26 +17,29 @@ from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.prompt_rendering import unknown_fields
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields, Fields
 from slipstream.apps.server.service import Service
+from slipstream.errors import did_you_mean
 
 log = logging.getLogger("slipstream.server")
 T = TypeVar("T")
 MOST_NAMED = 100
+NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 
 
 async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
     """Answer a chat or completions request."""
     service.check_ready()
-    check_model(service.facts.name, fields)
+    check_model(service.facts.name, fields.model)
     if fields.stream_options is not None and not fields.stream:
         raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
-    count_unknown(service, fields)
     owner: str = http.state.owner
     live = service.enter(http.scope["path"], owner, fields.cache_salt)
     streaming = False
     try:
         writer = await until_gone(http, prepare(service, live, fields))
+        count_unknown(service, fields)
         service.submit(live, [choice.job for choice in writer.choices])
         if fields.stream:
             streaming = True
@@ -52,14 +56,15 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
             service.release(live)
 
 
-def count_unknown(service: Service, fields: SamplingFields) -> None:
+def count_unknown(service: Service, fields: Fields) -> None:
     """Name each field without effect once in the log, and count them all."""
-    for name in fields.model_extra or {}:
+    for address, name, part in unknown_fields(fields, service.facts.tokenizer):
         service.metrics.add("slipstream:unknown_fields")
-        named = service.unknown_fields
-        if name not in named and len(named) < MOST_NAMED and name not in WITHOUT_EFFECT:
-            named.add(name)
-            log.warning("requests have the field %r, which has no effect", name[:60])
+        named, place = service.unknown_fields, NUMBER.sub("", address)
+        if place not in named and len(named) < MOST_NAMED and name not in part.SILENT:
+            named.add(place)
+            near = did_you_mean(name, type(part).model_fields)
+            log.warning("requests have the field %r, which has no effect;%s", address[:80], near or " it is unknown")
 
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:

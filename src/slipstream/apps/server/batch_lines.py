@@ -110,7 +110,7 @@ class BatchLines:
         live: LiveRequest | None = None
         try:
             fields = read_fields(line)
-            check_model(service.facts.name, fields)
+            check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
             return Prepared(line, digest, live, await prepare(service, live, fields))
         except BaseException as error:

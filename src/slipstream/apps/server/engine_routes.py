@@ -77,7 +77,7 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     service = service_of(http)
     service.check_ready()
     again = _plain(fields)
-    check_model(service.facts.name, again)
+    check_model(service.facts.name, again.model)
     live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt)
     try:
         writer = await until_gone(http, prepare(service, live, again))

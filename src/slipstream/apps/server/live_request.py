@@ -61,7 +61,7 @@ JOINED = 64  # events that are told together to those who wait for a whole answe
 class Job:
     """One row of a request, for the engine. echo: score the prompt, with so many alternatives; None: do not.
 
-    generate: False for a prompt that is only scored.
+    generate: False for a prompt that is only scored. limits: the field that leaves tokens out, if there is one.
     """
 
     request: LiveRequest
@@ -69,6 +69,7 @@ class Job:
     row: Row
     echo: int | None = None
     generate: bool = True
+    limits: str | None = None
     started: bool = False
     over: bool = False
 

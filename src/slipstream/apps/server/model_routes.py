@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import slipstream
-from slipstream.apps.server.answering import until_gone
+from slipstream.apps.server.answer_making import check_model
+from slipstream.apps.server.answering import count_unknown, until_gone
 from slipstream.apps.server.api_schemas import (
     Detokenized,
     ModelCard,
@@ -23,7 +24,8 @@ from slipstream.apps.server.api_schemas import (
 )
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.prompt_rendering import rendered_messages
-from slipstream.apps.server.request_fields import DetokenizeFields, TokenizeFields
+from slipstream.apps.server.request_fields import ConversationFields, DetokenizeFields, TokenizeFields
+from slipstream.apps.server.sampling_fields import check_extra
 from slipstream.apps.server.service import Service
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
@@ -40,6 +42,7 @@ def service_of(http: Request) -> Service:
 
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
+@router.get("/v1/models/", include_in_schema=False)
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_card(service_of(http))]}
@@ -72,21 +75,24 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     """Token ids of a text, or of messages in the model's chat format."""
     service = service_of(http)
     service.check_ready()
+    check_model(service.facts.name, fields.model)
+    check_extra(fields)
     if (fields.prompt is None) == (fields.messages is None):
         raise refused("prompt and messages; allowed: one of them", "prompt")
-    if fields.messages is None and fields.add_generation_prompt is not None:
-        raise refused("add_generation_prompt beside prompt; allowed: beside messages", "add_generation_prompt")
+    for name in ConversationFields.model_fields if fields.messages is None else ():
+        if getattr(fields, name) is not None:
+            raise refused(f"{name} beside prompt; allowed: beside messages", name)
 
     def work(tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise refused("this model has no tokenizer", "prompt")
         if fields.messages is not None:
-            opens = fields.add_generation_prompt is not False
-            return rendered_messages(fields.messages, tokenizer, fields.add_special_tokens, opens=opens)
+            return rendered_messages(fields, tokenizer)[1]
         check_text("prompt", fields.prompt or "")
         return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
     tokens = await until_gone(http, service.pool.run(work))
+    count_unknown(service, fields)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
 
@@ -96,6 +102,8 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     """The text of token ids."""
     service = service_of(http)
     service.check_ready()
+    check_model(service.facts.name, fields.model)
+    count_unknown(service, fields)
     size = service.decoder.target.backend.vocab_size
     for token in fields.tokens:
         if token >= size:

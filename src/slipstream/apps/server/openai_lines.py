@@ -133,7 +133,7 @@ class OpenAILines:
     def asked(self, line: Line, digest: str) -> OpenAIRequest:
         """The rows of a line; ApiError or UsageError says what is not allowed."""
         fields = read_fields(line)
-        check_model(self._facts.name, fields)
+        check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
         return OpenAIRequest(line, digest, live, writer, self)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.apps.server.error_objects import refused
-from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, ContentPart, MessageFields
+from slipstream.apps.server.request_fields import (
+    MOST_ROWS,
+    THOUGHTS,
+    CallFields,
+    ChatFields,
+    CompletionFields,
+    ContentPart,
+    Fields,
+    MessageFields,
+    TokenizeFields,
+    nested,
+    says_something,
+)
 from slipstream.apps.server.tool_fields import check_json, checked_tools
-from slipstream.text.chat_form import ChatForm
+from slipstream.text.chat_form import ChatForm, TokenizerDetails
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
 
@@ -52,13 +64,25 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
 
 def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
-    messages = [_message(number, one) for number, one in enumerate(fields.messages)]
+    messages, ids = rendered_messages(fields, tokenizer)
+    plain = not fields.continue_final_message and (fields.tool_choice == "none" or not fields.tools)
+    plain = plain and _needed(tokenizer).has_chat_template and all({*one} == {"role", "content"} for one in messages)
+    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+
+
+def rendered_messages(
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The messages of a conversation as a chat template reads them, and their token ids."""
+    read = _message_fields(tokenizer)
+    messages = [_message(number, one, read) for number, one in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
+    _check_shown(fields, _needed(tokenizer), read)
     if not _needed(tokenizer).has_chat_template:
-        _check_plain(fields)
-        ids = _lines(messages, tokenizer, fields.add_special_tokens)
-        return Rendered(_cut(ids, fields.truncate_prompt_tokens))
-    _check_special_tokens(fields.add_special_tokens)
+        return messages, _lines(messages, tokenizer, fields.add_special_tokens)
+    if fields.add_special_tokens:
+        name = "add_special_tokens"
+        raise refused(f"{name}=true; allowed: false, the chat template writes its own", name)
     opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
@@ -66,34 +90,53 @@ def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
     variables = fields.chat_template_kwargs or {}
     check_json("chat_template_kwargs", variables)
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
-    ids = _needed(tokenizer).chat(messages, form)
-    plain = not tools and not goes_on and all(set(message) == {"role", "content"} for message in messages)
-    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+    return messages, _needed(tokenizer).chat(messages, form)
 
 
-def _check_plain(fields: ChatFields) -> None:
-    """Refuse what only a chat template could show to the model."""
-    for name, given in (
-        ("tools", fields.tool_choice != "none" and fields.tools),
-        ("chat_template_kwargs", fields.chat_template_kwargs),
-        ("reasoning_effort", fields.reasoning_effort),
-        ("continue_final_message", fields.continue_final_message),
-        ("add_generation_prompt", fields.add_generation_prompt is not None),
-        *((f"messages.{number}.tool_calls", one.tool_calls) for number, one in enumerate(fields.messages)),
+def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
+    """The names of a message's fields that the model's chat template reads."""
+    templated = isinstance(tokenizer, TokenizerDetails) and tokenizer.has_chat_template
+    return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
+
+
+def unknown_fields(fields: Fields, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str, Fields]]:
+    """The fields of a request that are known nowhere: their addresses, names, and the objects they stand in."""
+    read = _message_fields(tokenizer)
+    for place, part in nested(fields):
+        for name in part.extra:
+            if name not in part.REFUSED and not (isinstance(part, MessageFields) and name in read):
+                yield place + name, name, part
+
+
+def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
+    """Refuse what the model's chat template does not show it. Tokenizers that do not tell are taken to show all."""
+    templated, told = tokenizer.has_chat_template, isinstance(tokenizer, TokenizerDetails)
+    variables = tokenizer.template_variables() if templated and isinstance(tokenizer, TokenizerDetails) else frozenset()
+    why = "this chat template does not read it" if templated else "this model has no chat template"
+    is_forced = fields.tool_choice not in (None, "auto")  # calls that are forced are so without being shown
+    for name, given, is_read in (
+        (
+            "tools",
+            fields.tools and not (templated and is_forced) and fields.tool_choice != "none",
+            "tools" in variables,
+        ),
+        ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
+        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # each of them is looked at there
+        ("continue_final_message", fields.continue_final_message, templated),
+        ("add_generation_prompt", fields.add_generation_prompt is not None, templated),
     ):
-        if given:
-            raise refused(f"{name}: this model has no chat template; allowed: messages with texts", name)
-
-
-def rendered_messages(
-    messages: Sequence[MessageFields], tokenizer: Tokenizer | None, special_tokens: bool | None, *, opens: bool
-) -> list[int]:
-    """Token ids of messages alone. special_tokens: `add_special_tokens`."""
-    made = [_message(n, one) for n, one in enumerate(messages)]
-    if not _needed(tokenizer).has_chat_template:
-        return _lines(made, tokenizer, special_tokens)
-    _check_special_tokens(special_tokens)
-    return _needed(tokenizer).chat(made, ChatForm(opens_answer=opens))
+        if given and not is_read and (told or not templated):
+            raise refused(f"{name}: {why}; allowed: a request without it", name)
+    for number, message in enumerate(fields.messages or ()):
+        for name in ("tool_calls", *THOUGHTS):
+            given = message.tool_calls if name == "tool_calls" else message.extra.get(name)
+            if says_something(given) and name not in read and (told or not templated):
+                raise refused(
+                    f"messages.{number}.{name}: {why}; allowed: a message without it", f"messages.{number}.{name}"
+                )
+    for name in fields.extra:
+        if name in variables - {"messages", "documents"} and says_something(fields.extra[name]):
+            raise refused(f"{name}: a variable of the chat template; allowed: in chat_template_kwargs", name)
 
 
 def _lines(
@@ -104,19 +147,17 @@ def _lines(
     return encode("\n".join(message["content"] for message in messages))
 
 
-def _check_special_tokens(wanted: bool | None) -> None:
-    if wanted:
-        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
-
-
-def _message(number: int, message: MessageFields) -> dict[str, Any]:
-    """A message as chat templates read it."""
+def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[str, Any]:
+    """A message as chat templates read it. read: names of further fields that this model's template reads."""
+    name = f"messages.{number}.content"
+    if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
+        raise refused(f"{name} is {json.dumps(message.content)}; allowed: a text, or parts of one", name)
     made: dict[str, Any] = {
-        "role": ROLES.get(message.role, message.role),
-        "content": content_text(message.content, f"messages.{number}.content"),
+        name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
     }
+    made |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
     if message.tool_calls:
-        made["tool_calls"] = [_call(number, call) for call in message.tool_calls]
+        made["tool_calls"] = [_call(f"messages.{number}.tool_calls", call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -125,30 +166,33 @@ def _message(number: int, message: MessageFields) -> dict[str, Any]:
     return made
 
 
+def _speaks_otherwise(message: MessageFields) -> bool:
+    """Whether an assistant's message without content says something: it calls tools, or only thought."""
+    return message.role == "assistant" and bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
+
+
 def content_text(content: str | list[ContentPart] | None, name: str, between: str = "\n") -> str:
     """A content's text: its own, or that of its parts."""
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
+        for number, part in enumerate(content):
+            if part.type != "text":
                 raise refused(f"{name} has a part of type {part.type!r:.40}; allowed: 'text'", name)
+            if part.text is None:
+                raise refused(f"{name}.{number} has no text; allowed: a text", f"{name}.{number}")
         content = between.join(part.text or "" for part in content)
     check_text(name, content or "")
     return content or ""
 
 
-def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
+def _call(place: str, call: CallFields) -> dict[str, Any]:
     """A call that the assistant made, its arguments as an object, which is what templates print."""
-    name = f"messages.{number}.tool_calls"
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(f"{name}: a call without a function's name", name)
-    arguments = function.get("arguments", {})
+    arguments = {} if call.function.arguments is None else call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise refused(f"{name}: arguments that are not JSON", name) from None
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+            raise refused(f"{place}: arguments that are not JSON; allowed: a JSON object", place) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _cut(ids: list[int], most: int | None) -> list[int]:
