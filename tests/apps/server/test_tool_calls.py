@@ -221,3 +221,67 @@ def test_a_whole_answer_says_what_stands_before_its_first_call(behind: str) -> N
     streamed = "".join(chunk["delta"].get("content", "") for chunk in chunks)
     assert whole["message"]["content"] == "let me see" == streamed.strip()
     assert written(CALL, 4)[1]["message"]["content"] is None
+
+
+HI: Any = {"role": "user", "content": "hi"}
+ANSWERED: Any = {"role": "assistant", "content": "ho"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": [HI, {"role": "assistant", "tool_calls": [CALLED]}]}, "messages.1.tool_calls"),
+        ({"messages": [HI, ANSWERED | {"reasoning_content": "hm"}, HI]}, "messages.1.reasoning_content"),
+        ({"messages": [HI, ANSWERED | {"reasoning": "hm"}, HI]}, "messages.1.reasoning"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], param: str) -> None:
+    asked = ChatFields.model_validate({"messages": [HI]} | fields)
+    with pytest.raises(ApiError, match="this chat template does not read it") as found:
+        rendered_chat(asked, HFTokenizer(tiny.tokenizer()))
+    assert found.value.status == 400 and found.value.param == param
+    for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
+        rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny.tokenizer()))
+
+
+READING = (
+    "{% for m in messages %}{{ m.get('reasoning_content', '') }}{{ m['mood'] }}{{ m['role'][0] }}:{{ m['content'] }}."
+    "{% endfor %}{{ tools | length if tools else '' }}{{ reasoning_effort }}{% if enable_thinking %}think{% endif %}a:"
+)
+
+
+def test_what_a_template_reads_reaches_it(caplog: pytest.LogCaptureFixture) -> None:
+    inner = tiny.tokenizer(list("0123456789"), READING)
+    model = tiny.fresh("llama", vocab_size=len(inner))
+    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server:
+
+        def prompt(**fields: Any) -> list[int]:
+            body = {"messages": [HI, ANSWERED, HI], "max_tokens": 1, "return_token_ids": True} | fields
+            answer = server.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            ids = list(answer.json()["choices"][0]["prompt_token_ids"])
+            asked = {name: value for name, value in body.items() if name not in ("max_tokens", "return_token_ids")}
+            assert server.http.post("/tokenize", json=asked).json()["tokens"] == ids  # the same fields, the same tokens
+            return ids
+
+        plain = prompt()
+        for fields in (
+            {"messages": [HI, ANSWERED | {"reasoning_content": "hm"}, HI]},
+            {"messages": [HI, ANSWERED | {"mood": "glad"}, HI]},
+            {"tools": TOOLS},
+            {"reasoning_effort": "low"},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+        ):
+            assert len(prompt(**fields)) > len(plain), fields
+        assert not any("no effect" in record.getMessage() for record in caplog.records)
+        body = {"messages": [HI], "enable_thinking": True}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused = server.http.post(path, json=body).json()["error"]
+            assert refused["param"] == "enable_thinking" and "allowed: in chat_template_kwargs" in refused["message"]
+        wrong = server.http.post(
+            "/v1/chat/completions", json={"messages": [HI], "chat_template_kwargs": {"enable_thinkin": 1}}
+        )
+        assert "did you mean 'enable_thinking'?" in wrong.json()["error"]["message"]
