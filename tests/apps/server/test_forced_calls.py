@@ -95,6 +95,30 @@ def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: s
             ]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
+    rendered, template = FORMS[name]
+    ours = HFTokenizer(tokenizer(rendered, template))
+    mark = template["fields"]["tool_calls"]["close"]
+    written = {"x": f"a{mark}b{mark}"}
+    call = (
+        f"[call:add]{json.dumps(written)}"
+        if "name" in name
+        else "<<" + json.dumps({"name": "add", "arguments": written})
+    )
+    read = ours.parse_answer([], ours.bare(f"{call}{mark}{call}{mark}"), TOOLS)
+    assert read is not None and [json.loads(one.arguments) for one in read.calls] == [written, written]
+    cut = ours.parse_answer([], ours.bare(f"{call}{mark}{call[:-2]}"), TOOLS)
+    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [written]
+
+
+def test_calls_that_are_not_json_are_told_where_they_are_whole() -> None:
+    ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
+    cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
+    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [{"x": "a"}]
+    assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
+
+
 def test_several_calls_stand_as_the_template_writes_them() -> None:
     form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
     assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names

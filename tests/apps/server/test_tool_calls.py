@@ -64,6 +64,30 @@ def test_what_is_no_whole_call_stays_text(text: str) -> None:
     assert parsed(text) is None
 
 
+MARKED = '<tool_call>{"name": "add", "arguments": {"x": "a</tool_call>b<tool_call>{"}}</tool_call>'
+
+
+@pytest.mark.parametrize("calls", [MARKED, f"so {MARKED}{CALL}", f"{CALL}{MARKED}", f"{MARKED} {MARKED} and {CALL}"])
+def test_marks_in_the_texts_of_arguments_are_no_marks(calls: str) -> None:
+    found = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
+    assert found == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
+
+
+def pieces(calls: str) -> list[str]:
+    """The calls of a text, by where they begin."""
+    return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
+
+
+@pytest.mark.parametrize("cut", range(1, len(CALL)))
+def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
+    chunks, whole = written(f"so {CALL}{MARKED}{CALL[:-cut]}", 7, "length")
+    for calls in (whole["message"]["tool_calls"], chunks[-2]["delta"]["tool_calls"]):
+        # what stands between the marks is a call as soon as it is whole
+        assert [json.loads(one["function"]["arguments"])["x"] for one in calls][:2] == [1, "a</tool_call>b<tool_call>{"]
+        assert len(calls) == 2 + (cut == len("</tool_call>"))
+    assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+
+
 def test_models_without_a_known_form_of_calls_say_so() -> None:
     assert HFTokenizer(tiny.tokenizer()).call_opening() is None
     assert HFTokenizer(tiny.tokenizer()).parse_answer([3], [4], TOOLS) is None
