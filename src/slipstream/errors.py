@@ -1,6 +1,5 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
-from collections.abc import Iterable
 from difflib import get_close_matches
 
 
@@ -17,7 +16,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that a wrong one is nearest to, a space before it; nothing if none is near."""
-    near = get_close_matches(name, list(known), 1, 0.7)
-    return f" did you mean {near[0]!r}?" if near else ""
+def did_you_mean(name: str, *known: str) -> str:
+    """The end of a message: the known name that a wrong one is nearest to; nothing if none is near."""
+    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1, 0.7) if near != name)

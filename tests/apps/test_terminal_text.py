@@ -83,7 +83,7 @@ def test_nor_does_a_conversation(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"[/x]{ESCAPE}[31m"
-    table = Table("prompt")
+    table = Table("the prompts")
     table.add_row(name)  # the category of a prompt is the name of its file
     common.out.print(table, name)
     common.err.print(f"loading {name} ...", style="dim")

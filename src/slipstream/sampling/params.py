@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from slipstream.config import setting
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in known:
-                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}")
+                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}{did_you_mean(name, *known)}")
         construct(self, **options)
 
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # keeps the real signature visible to `help`

@@ -11,7 +11,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.request_fields import ChatFields, SamplingFields
 from slipstream.apps.server.tool_fields import checked_tools, forced_tools
 from slipstream.constraints.constraint import Constraint
-from slipstream.errors import UsageError, first_line
+from slipstream.errors import UsageError, did_you_mean, first_line
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.tool_calls import CallForm, ToolCallParser
 
@@ -97,7 +97,10 @@ def _vllm(given: Mapping[str, Any]) -> Constraint:
     wanted = {name: value for name, value in given.items() if value is not None and value is not False}
     if len(wanted) != 1 or not set(wanted) <= set(KINDS):
         names = ", ".join(sorted(wanted)) or "nothing"
-        raise refused(f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}", "structured_outputs")
+        near = did_you_mean(names, *KINDS)
+        raise refused(
+            f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}{near}", "structured_outputs"
+        )
     ((name, value),) = wanted.items()
     _bounded("structured_outputs", value)
     return Constraint(**{KINDS[name]: value})

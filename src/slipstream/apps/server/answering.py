@@ -63,8 +63,8 @@ def count_unknown(service: Service, fields: Fields) -> None:
         named, place = service.unknown_fields, NUMBER.sub("", address)
         if place not in named and len(named) < MOST_NAMED and name not in part.SILENT:
             named.add(place)
-            near = did_you_mean(name, type(part).model_fields)
-            log.warning("requests have the field %r, which has no effect;%s", address[:80], near or " it is unknown")
+            near = did_you_mean(name, *type(part).model_fields)
+            log.warning("requests have the field %r, which has no effect%s", address[:80], near or "; it is unknown")
 
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:

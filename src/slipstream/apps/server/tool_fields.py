@@ -72,6 +72,6 @@ def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> lis
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
         offered = ", ".join(tool["function"]["name"] for tool in tools)
-        near = did_you_mean(name, (tool["function"]["name"] for tool in tools))
-        raise refused(f"tool_choice: {name!r:.80} is not offered;{near} allowed: {offered:.200}", "tool_choice")
+        near = did_you_mean(name, *(tool["function"]["name"] for tool in tools))
+        raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}{near}", "tool_choice")
     return named

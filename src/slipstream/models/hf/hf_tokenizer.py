@@ -90,7 +90,7 @@ class HFTokenizer:
         for name in form.variables:
             if name not in read:
                 allowed = ", ".join(sorted(read)) or "none, this template reads no others"
-                raise UsageError(f"chat_template_kwargs: {name!r:.40};{did_you_mean(name, read)} allowed: {allowed}")
+                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *read)}")
 
     def _template_sources(self) -> list[str]:
         templates = self.inner.chat_template
