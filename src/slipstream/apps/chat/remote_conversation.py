@@ -63,13 +63,19 @@ class RemoteChat:
         said = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*said, *self.turns, question], "stream": True}
-        pieces: list[str] = []
+        pieces, notes = list[str](), list[str]()
         try:
-            for piece in self._api.pieces(body | self._options):
+            for piece in self._api.pieces(body | self._options, notes.append):
                 pieces.append(piece)
                 self.face.piece(piece)
         except KeyboardInterrupt:
-            self.face.note("interrupted")
+            notes.append("interrupted")
+        except SlipstreamError:
+            if pieces:
+                self.face.piece("\n")
+            raise
         self.face.piece("\n")
+        for line in notes:
+            self.face.note(line)
         if pieces:
             self.turns += [question, {"role": "assistant", "content": "".join(pieces)}]
