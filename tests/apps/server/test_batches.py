@@ -107,6 +107,10 @@ def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, mon
         ([LINES[0], "{"], "not JSON: Expecting property name"),
         ([LINES[0], LINES[0]], "custom_id 'c0' is that of line 1; allowed: one for each line"),
         ([LINES[0], LINES[1] | {"url": "/v1/completions"}], "url='/v1/completions'; allowed: '/v1/chat/completions'"),
+        (
+            [LINES[0], {n: one for n, one in LINES[1].items() if n != "custom_id"}],
+            "custom_id is missing; allowed: one for",
+        ),
         ([LINES[0], {"id": "a", "prompt": "x"}], "url=None; allowed: '/v1/chat/completions', and a custom_id"),
     ],
 )
@@ -115,6 +119,15 @@ def test_a_file_that_is_no_batch_fails_before_anything_is_run(server: Served, li
         batch = ended(server, client, begun(client, lines))
     assert batch.status == "failed" and batch.output_file_id is None and batch.request_counts.completed == 0
     assert batch.errors.data[0].line == 2 and batch.errors.data[0].message.startswith(why)
+
+
+def test_files_are_listed_in_the_order_that_is_asked_for(server: Served) -> None:
+    with server.openai() as client:
+        for at in range(3):
+            client.files.create(file=(f"{at}.jsonl", jsonl(LINES)), purpose="batch")
+        newest, oldest = ([one.id for one in client.files.list(order=order)] for order in ("desc", "asc"))
+        assert len(newest) > 2 and oldest == newest[::-1] == [one.id for one in client.files.list()][::-1]
+        assert [one.id for one in client.files.list(order="asc", limit=1)] == oldest  # page by page
 
 
 def test_files_are_listed_read_and_deleted(server: Served) -> None:
@@ -145,6 +158,14 @@ def test_files_are_listed_read_and_deleted(server: Served) -> None:
         ("GET", "/v1/batches/batch_x", None, 404, "there is no batch 'batch_x'"),
         ("POST", "/v1/batches/batch_x/cancel", None, 404, "there is no batch"),
         ("GET", "/v1/batches?limit=0", None, 400, "query.limit: Input should be greater"),
+        ("GET", "/v1/files?order=bogus", None, 400, "query.order: Input should be 'asc' or 'desc'"),
+        (
+            "POST",
+            "/v1/batches",
+            {"input_file_id": "x", "endpoint": "/v1/completions", "output_expires_after": {"seconds": 9}},
+            400,
+            "output_expires_after: files do not expire here",
+        ),
         ("GET", "/v1/batches?after=x", None, 400, "after='x'; allowed: an id of this list"),
         ("GET", "/v1/files/..%2f..%2fx/content", None, 404, ""),
         ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
@@ -159,6 +180,7 @@ def test_wrong_calls_are_refused(server: Served, method: str, path: str, body: A
     ("form", "why"),
     [
         ({"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}, "purpose='fine-tune'; allowed: 'batch'"),
+        ({"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[seconds]": "9"}}, "files do not expire"),
         ({"files": {"file": b"x"}}, "purpose=None; allowed: 'batch'"),
         ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "the file is empty"),
         ({"files": {"purpose": (None, "batch")}}, "the form has no file"),

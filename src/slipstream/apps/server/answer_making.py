@@ -33,10 +33,11 @@ def writer_of(
     tokenizer: Tokenizer | None,
 ) -> AnswerWriter:
     """Render the prompts and make the rows of a request. tokenizer: of the calling thread."""
+    plain = rows.settings.no_special_tokens_in_prompts
     if isinstance(fields, ChatFields):
-        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer)], tokenizer)
+        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, plain_texts=plain)], tokenizer)
         return ChatWriter(live, fields, facts)
-    prompts = rendered_prompts(fields, tokenizer)
+    prompts = rendered_prompts(fields, tokenizer, plain_texts=plain)
     live.jobs = rows.jobs(live, fields, prompts, tokenizer)
     writer = CompletionWriter(live, fields, facts)
     if fields.echo:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.apps.server.answer_making import check_model
 from slipstream.apps.server.answer_writer import AnswerWriter
-from slipstream.apps.server.answering import collect, prepare
+from slipstream.apps.server.answering import collect, count_unknown, prepare
 from slipstream.apps.server.batch_records import BatchRecord
 from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.live_request import LiveRequest
@@ -112,7 +112,9 @@ class BatchLines:
             fields = read_fields(line)
             check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
-            return Prepared(line, digest, live, await prepare(service, live, fields))
+            writer = await prepare(service, live, fields)
+            count_unknown(service, fields)
+            return Prepared(line, digest, live, writer)
         except BaseException as error:
             if live is not None:
                 service.release(live)

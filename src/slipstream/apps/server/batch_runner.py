@@ -98,8 +98,12 @@ class BatchRunner:
             try:
                 if line.error:
                     raise UsageError(line.error)
-                if "custom_id" not in line.item or line.item.get("url") != record.endpoint:
-                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}, and a custom_id")
+                has_id = "custom_id" in line.item
+                if line.item.get("url") != record.endpoint:
+                    more = "" if has_id else ", and a custom_id"
+                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}")
+                if not has_id:
+                    raise UsageError("custom_id is missing; allowed: one for each line")
                 key = str(line.id)
                 if key in known:
                     raise UsageError(f"custom_id {key!r:.80} is that of line {known[key]}; allowed: one for each line")

@@ -85,7 +85,8 @@ class Server(uvicorn.Server):
     def url(self) -> str:
         """Where it listens."""
         found = [socket.getsockname() for server in self.servers for socket in server.sockets]
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        host = self.settings.host.strip("[]")
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{found[0][1] if found else self.settings.port}"
 
     def _engine_ended(self, error: BaseException | None) -> None:

@@ -23,7 +23,7 @@ from slipstream.apps.server.api_schemas import (
     answers,
 )
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.apps.server.prompt_rendering import rendered_messages
+from slipstream.apps.server.prompt_rendering import check_plain, rendered_messages
 from slipstream.apps.server.request_fields import ConversationFields, DetokenizeFields, TokenizeFields
 from slipstream.apps.server.sampling_fields import check_extra
 from slipstream.apps.server.service import Service
@@ -83,12 +83,16 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
         if getattr(fields, name) is not None:
             raise refused(f"{name} beside prompt; allowed: beside messages", name)
 
+    plain = service.settings.no_special_tokens_in_prompts
+
     def work(tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise refused("this model has no tokenizer", "prompt")
         if fields.messages is not None:
-            return rendered_messages(fields, tokenizer)[1]
+            return rendered_messages(fields, tokenizer, plain_texts=plain)[1]
         check_text("prompt", fields.prompt or "")
+        if plain:
+            check_plain([("prompt", fields.prompt or "")], tokenizer)
         return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
     tokens = await until_gone(http, service.pool.run(work))

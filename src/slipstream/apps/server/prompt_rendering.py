@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,13 @@ class Rendered:
     messages: list[dict[str, Any]] | None = None
 
 
-def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> list[Rendered]:
-    """The prompts of a completions request: a text, a list of texts, ids, or a list of lists of ids."""
+def rendered_prompts(
+    fields: CompletionFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
+) -> list[Rendered]:
+    """The prompts of a completions request: a text, a list of texts, ids, or a list of lists of ids.
+
+    plain_texts: refuse texts that have special tokens; ids are taken as they are.
+    """
     prompt = fields.prompt
     if isinstance(prompt, str):
         several: list[Any] = [prompt]
@@ -49,7 +54,32 @@ def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> l
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
     if len(several) * (fields.n or 1) > MOST_ROWS:  # before any is tokenised
         raise refused(f"{len(several)} prompts with n={fields.n or 1}; allowed: at most {MOST_ROWS} texts", "n")
+    if plain_texts:
+        check_plain([("prompt", text) for text in several if isinstance(text, str)], tokenizer)
     return [_prompt(one, fields, tokenizer) for one in several]
+
+
+def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
+    """Refuse texts that would become special tokens, which could end a turn and begin another. texts: with fields."""
+    special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset()
+    for name, text in texts:
+        check_text(name, text)
+        if found := special.intersection(_needed(tokenizer).bare(text)):
+            token = next(word for word, number in _needed(tokenizer).vocabulary().items() if number in found)
+            raise refused(f"{name} has the special token {token!r:.80}; allowed: texts without special tokens", name)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_of(item)
 
 
 def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokenizer | None) -> Rendered:
@@ -62,22 +92,29 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
     return Rendered(ids, prompt if len(ids) == len(whole) else None)
 
 
-def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
-    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
-    messages, ids = rendered_messages(fields, tokenizer)
+def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False) -> Rendered:
+    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line.
+
+    plain_texts: refuse texts that have special tokens.
+    """
+    messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
     plain = not fields.continue_final_message and (fields.tool_choice == "none" or not fields.tools)
     plain = plain and _needed(tokenizer).has_chat_template and all({*one} == {"role", "content"} for one in messages)
     return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
 
 
 def rendered_messages(
-    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The messages of a conversation as a chat template reads them, and their token ids."""
     read = _message_fields(tokenizer)
     messages = [_message(number, one, read) for number, one in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
     _check_shown(fields, _needed(tokenizer), read)
+    if plain_texts:
+        parts: list[tuple[str, Any]] = [(f"messages.{number}", message) for number, message in enumerate(messages)]
+        parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
+        check_plain(((name, text) for name, part in parts for text in _texts_of(part)), tokenizer)
     if not _needed(tokenizer).has_chat_template:
         return messages, _lines(messages, tokenizer, fields.add_special_tokens)
     if fields.add_special_tokens:

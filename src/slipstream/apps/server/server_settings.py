@@ -36,6 +36,9 @@ class ServerSettings:
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     batch_folder: str = setting("", "folder of files and batches; without one /v1/files and /v1/batches are closed")
     max_file_bytes: int = setting(200 << 20, "largest file that may be uploaded")
+    no_special_tokens_in_prompts: bool = setting(
+        False, "refuse texts that would become special tokens of the model, such as the end of a turn"
+    )
     share_learning: bool = setting(False, "keys share cached prompts and what drafters learn, which timings can show")
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class ServerSettings:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value <= 1e6:
                 raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
-        for name in ("insecure", "share_learning"):
+        for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
         for name in ("host", "api_key_file", "served_model_name", "batch_folder"):

@@ -107,8 +107,10 @@ class HFTokenizer:
 
     def special_ids(self) -> frozenset[int]:
         """See `TokenizerDetails.special_ids`."""
-        added = self.inner.added_tokens_decoder
-        return frozenset(self.inner.all_special_ids) | {token for token, one in added.items() if one.special}
+        added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
+        found = frozenset(self.inner.all_special_ids) | {token for token, one in added.items() if one.special}
+        # what stands for unknown characters is no control, unless it ends texts, too
+        return found if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else found - {unknown}
 
     def digest(self) -> str:
         """See `TokenizerDetails.digest`."""
