@@ -61,7 +61,7 @@ def rendered_prompts(
 
 def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
     """Refuse texts that would become special tokens, which could end a turn and begin another. texts: with fields."""
-    special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset()
+    special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset[int]()
     for name, text in texts:
         check_text(name, text)
         if found := special.intersection(_needed(tokenizer).bare(text)):
@@ -147,32 +147,29 @@ def unknown_fields(fields: Fields, tokenizer: Tokenizer | None) -> Iterator[tupl
 
 def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
     """Refuse what the model's chat template does not show it. Tokenizers that do not tell are taken to show all."""
-    templated, told = tokenizer.has_chat_template, isinstance(tokenizer, TokenizerDetails)
-    variables = tokenizer.template_variables() if templated and isinstance(tokenizer, TokenizerDetails) else frozenset()
-    why = "this chat template does not read it" if templated else "this model has no chat template"
-    is_forced = fields.tool_choice not in (None, "auto")  # calls that are forced are so without being shown
-    for name, given, is_read in (
-        (
-            "tools",
-            fields.tools and not (templated and is_forced) and fields.tool_choice != "none",
-            "tools" in variables,
-        ),
+    templated, variables = tokenizer.has_chat_template, frozenset[str]()
+    if templated and not isinstance(tokenizer, TokenizerDetails):
+        return
+    if templated and isinstance(tokenizer, TokenizerDetails):
+        variables = tokenizer.template_variables()
+    # calls that are forced need not be shown to be made
+    is_shown = fields.tool_choice in (None, "auto") if templated else fields.tool_choice != "none"
+    asked: list[tuple[str, Any, bool]] = [
+        ("tools", is_shown and fields.tools, "tools" in variables),
         ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
         ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # each of them is looked at there
         ("continue_final_message", fields.continue_final_message, templated),
         ("add_generation_prompt", fields.add_generation_prompt is not None, templated),
-    ):
-        if given and not is_read and (told or not templated):
-            raise refused(f"{name}: {why}; allowed: a request without it", name)
+    ]
     for number, message in enumerate(fields.messages or ()):
-        for name in ("tool_calls", *THOUGHTS):
-            given = message.tool_calls if name == "tool_calls" else message.extra.get(name)
-            if says_something(given) and name not in read and (told or not templated):
-                raise refused(
-                    f"messages.{number}.{name}: {why}; allowed: a message without it", f"messages.{number}.{name}"
-                )
-    for name in fields.extra:
-        if name in variables - {"messages", "documents"} and says_something(fields.extra[name]):
+        parts = {"tool_calls": message.tool_calls} | {name: message.extra.get(name) for name in THOUGHTS}
+        asked += [(f"messages.{number}.{name}", value, name in read) for name, value in parts.items()]
+    why = "this chat template does not read it" if templated else "this model has no chat template"
+    for name, value, is_read in asked:
+        if says_something(value) and not is_read:
+            raise refused(f"{name}: {why}; allowed: a request without it", name)
+    for name in variables.intersection(fields.extra) - {"messages", "documents"}:
+        if says_something(fields.extra[name]):
             raise refused(f"{name}: a variable of the chat template; allowed: in chat_template_kwargs", name)
 
 
