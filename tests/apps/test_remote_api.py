@@ -207,6 +207,14 @@ WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
         (typed(b'{"response":"hi"}\n{"response":"!"}\n', b"application/x-ndjson"), "sent application/x-ndjson"),
         (typed(b'{"id":"x"}', b"application/json"), r"sent application/json \(\{\"id\":\"x\"\}\) instead"),
         (typed(b"", b"text/event-stream"), "sent nothing instead"),
+        (
+            sse(CALL.replace(b'"tool_calls":[{"function":', b'"function_call":').replace(b"}]}", b"}", 1)),
+            "of tools.*'add'",
+        ),
+        (
+            typed(b'event: message_start\ndata: {"type":"message_start"}\n\n', b"text/event-stream"),
+            "sent text/event-stream",
+        ),
         (sse(b"[DONE]"), "instead of a streamed answer"),
         (sse(CALL, b"[DONE]"), "no text, but calls of tools, which this chat cannot answer: 'add'"),
         (sse(b'{"choices":[{"delta":{"refusal":"I will not."}}]}', OVER), "no text, but a refusal: I will not."),
@@ -237,6 +245,7 @@ def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why:
         (sse(HI, CALL, b"[DONE]"), "the answer also has calls of tools, which this chat cannot answer: 'add'"),
         (sse(b'{"choices":[{"delta":{"content":[{"type":"text","text":"hi"}]}}]}', b"[DONE]"), ""),
         (sse(HI, OVER), ""),
+        (sse(WHOLE), ""),
     ],
 )
 def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, note: str) -> None:

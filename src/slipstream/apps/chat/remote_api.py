@@ -81,14 +81,14 @@ class RemoteApi:
                 chunk = _json(event.data)
                 if event.kind == "error" or _is_error(chunk):
                     raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
-                if text := parts.take(chunk, "delta"):
+                if text := parts.take(chunk):
                     yield text
             kind = answer.headers.get_content_type()
         if not parts.found:
             whole = _json(bytes(head))
             if _is_error(whole):
                 raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(whole))}")
-            if text := parts.take(whole, "message"):
+            if text := parts.take(whole):
                 yield text
             if not parts.found:
                 raise SlipstreamError(f"{self.url} sent {_described(bytes(head), kind)} instead of a streamed answer")
@@ -147,19 +147,20 @@ class AnswerParts:
     thinks: bool = False
     filtered: bool = False
 
-    def take(self, chunk: dict[str, Any], name: str) -> str:
-        """The text of a chunk, or of a whole answer; parts of another shape have none. name: of what holds the text."""
+    def take(self, chunk: dict[str, Any]) -> str:
+        """The text of a chunk, or of a whole answer; parts of another shape have none."""
         texts = []
         for choice in _dictionaries(chunk.get("choices")):
             self.found = True
             self.is_over |= choice.get("finish_reason") is not None
             self.filtered |= choice.get("finish_reason") == "content_filter"
-            part = choice.get(name)
+            part = choice.get("delta") or choice.get("message")
             if isinstance(part, dict):
                 texts.append(_text(part.get("content")))
                 self.refusal += _text(part.get("refusal"))
                 self.thinks |= bool(part.get("reasoning_content") or part.get("reasoning"))
                 functions = [call.get("function") for call in _dictionaries(part.get("tool_calls"))]
+                functions.append(part.get("function_call"))
                 self.tools += [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
         self.has_text |= any(texts)
         return "".join(texts)

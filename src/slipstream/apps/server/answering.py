@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -17,15 +16,12 @@ from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.prompt_rendering import unknown_fields
+from slipstream.apps.server.prompt_rendering import name_unknown
 from slipstream.apps.server.request_fields import ChatFields, CompletionFields, Fields
 from slipstream.apps.server.service import Service
-from slipstream.errors import did_you_mean
 
 log = logging.getLogger("slipstream.server")
 T = TypeVar("T")
-MOST_NAMED = 100
-NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 
 
 async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
@@ -58,13 +54,8 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
 
 def count_unknown(service: Service, fields: Fields) -> None:
     """Name each field without effect once in the log, and count them all."""
-    for address, name, part in unknown_fields(fields, service.facts.tokenizer):
+    for _ in range(name_unknown(fields, service.facts.tokenizer, service.unknown_fields)):
         service.metrics.add("slipstream:unknown_fields")
-        named, place = service.unknown_fields, NUMBER.sub("", address)
-        if place not in named and len(named) < MOST_NAMED and name not in part.SILENT:
-            named.add(place)
-            near = did_you_mean(name, *type(part).model_fields)
-            log.warning("requests have the field %r, which has no effect%s", address[:80], near or "; it is unknown")
 
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:

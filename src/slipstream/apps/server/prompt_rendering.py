@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +24,14 @@ from slipstream.apps.server.request_fields import (
     says_something,
 )
 from slipstream.apps.server.tool_fields import check_json, checked_tools
+from slipstream.errors import did_you_mean
 from slipstream.text.chat_form import ChatForm, TokenizerDetails
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
 
+log = logging.getLogger("slipstream.server")
+MOST_NAMED = 100  # fields without effect that the log names
+NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -136,13 +142,19 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
     return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
 
 
-def unknown_fields(fields: Fields, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str, Fields]]:
-    """The fields of a request that are known nowhere: their addresses, names, and the objects they stand in."""
-    read = _message_fields(tokenizer)
+def name_unknown(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
+    """How many fields of a request have no effect; the log names each once. named: those that it has named."""
+    read, count = _message_fields(tokenizer), 0
     for place, part in nested(fields):
         for name in part.extra:
-            if name not in part.REFUSED and not (isinstance(part, MessageFields) and name in read):
-                yield place + name, name, part
+            if name in part.REFUSED or (isinstance(part, MessageFields) and name in read):
+                continue
+            count, kind = count + 1, NUMBER.sub("", place + name)
+            if kind not in named and len(named) < MOST_NAMED and name not in part.SILENT:
+                named.add(kind)
+                near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
+                log.warning("requests have the field %r, which has no effect%s", f"{place}{name}"[:80], near)
+    return count
 
 
 def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:

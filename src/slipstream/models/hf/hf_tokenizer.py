@@ -125,6 +125,7 @@ class HFTokenizer:
             self._template_sources(),
             getattr(self.inner, "response_template", None),
             sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
+            [getattr(self.inner, name, None) for name in ("add_bos_token", "add_eos_token")],
         )
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
