@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
@@ -106,3 +108,15 @@ def test_rounds_that_callers_print_are_harmless() -> None:
     screen = io.StringIO()
     Console(file=screen, force_terminal=True, color_system=None, width=200).print(result.debug())
     assert not controls(screen.getvalue()) and "␛" in screen.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_the_encoding_lacks_are_written_as_escapes(encoding: str) -> None:
+    code = "from slipstream.apps.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", *BIASED, "255=1000"],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout == "\\ufffd" * 3 + "\n", done.stderr

@@ -5,6 +5,7 @@ Help and usage errors come at once: PyTorch and transformers are imported only b
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -46,6 +47,10 @@ class _Harmless(logging.Formatter):
 def main() -> None:
     """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # characters that its encoding lacks, as standard error has it
     handler = logging.StreamHandler()
     handler.setFormatter(_Harmless("%(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
