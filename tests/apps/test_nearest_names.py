@@ -26,6 +26,7 @@ def test_only_near_names_are_suggested() -> None:
         (("--acceptance", "typicl"), "typical"),
         (("--acceptance", "rejecton"), "rejection"),
         (("--dtype", "bfloat1"), "bfloat16"),
+        (("--num-draft-tokens", "heuristc:4"), "heuristic"),
         (("--draft-dtype", "in8"), "int8"),
     ],
 )

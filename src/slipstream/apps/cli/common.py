@@ -67,11 +67,8 @@ err = Stream(stderr=True, highlight=False, emoji=False, markup=False, width=None
 
 def print_text(text: str, end: str = "\n") -> None:
     """A text as the model wrote it where it goes to a file or a pipe; a terminal gets no control characters."""
-    if out.is_terminal:
-        out.print(Text(text), end=end, soft_wrap=True)
-    else:
-        out.file.write(text + end)
-        out.file.flush()
+    out.file.write((harmless(text) if out.is_terminal else text) + end)  # rich would expand tabs and drop others
+    out.file.flush()
 
 
 def print_error(message: str) -> None:
