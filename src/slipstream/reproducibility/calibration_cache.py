@@ -79,7 +79,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     known = _read(identity, _calibration)
     if known is not None:
         return known
-    with progress_bar(f"calibrating forward shapes for {loaded.name} on this machine (once)") as progress:
+    with progress_bar(f"calibrating forward shapes for {loaded.name!r} on this machine (once)") as progress:
         found = calibrate(loaded.backend, max_batch_size, progress)
     _save(identity, asdict(found))
     return found

@@ -126,10 +126,10 @@ def _bar(name: str) -> Iterator[Progress]:
     """One bar of the tensors read on a terminal, else a line in the log; none of transformers' own."""
     err = Console(stderr=True)
     if not err.is_terminal:
-        log.info(f"converting {name} to safetensors (once) ...")
-    columns = TextColumn("converting {task.description} (once)"), BarColumn(), TimeRemainingColumn()
+        log.info(f"converting {name!r} to safetensors (once) ...")
+    columns = TextColumn("converting {task.description} (once)", markup=False), BarColumn(), TimeRemainingColumn()
     with quietly(), Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(name)
+        progress.add_task(repr(name))
         yield progress
 
 

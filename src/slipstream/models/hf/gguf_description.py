@@ -30,7 +30,7 @@ def described(header: GGUFHeader) -> Path:
     folder = cache_folder() / "gguf" / f"{header.file.stem}-{header.digest}"
     if (folder / "config.json").exists():
         return folder
-    log.info(f"reading the tokenizer of {header.file.name} (once) ...")
+    log.info(f"reading the tokenizer of {header.file.name!r} (once) ...")
     with writable(header.file.name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
