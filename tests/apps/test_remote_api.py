@@ -262,6 +262,7 @@ def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, note: str)
         (b'{"detail":"Not authenticated"}', "Not authenticated"),
         (b'{"detail":[{"loc":["body","n"],"msg":"too large"},{"msg":"x"}]}', "body.n: too large; x"),
         (b'{"error":"busy"}', "busy"),
+        (b'{"code":1301,"msg":"busy"}', "busy"),
         (b'[{"error":{"code":429,"message":"quota"}}]', "quota"),
         (b'{"errors":[{"message":"a"},{"message":"b"}]}', "a; b"),
         (b"<html><head><style>p {}</style></head><h1>502 Bad Gateway</h1>", "502 Bad Gateway"),

@@ -124,6 +124,9 @@ NO_TEXT = "a text, or parts of one"
         (CHAT, {"echo": True}, "echo", "echo is no field of this address; allowed: on /v1/completions"),
         (CHAT, {"prompt": "x"}, "prompt", "prompt is no field of this address; allowed: on /v1/completions"),
         (CHAT, {"grammar": "start: x"}, "grammar", "asked for with response_format or structured_outputs"),
+        (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "JSON is written without whitespace"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "reasoning_effort or chat_template_kwargs"),
+        (TEXT, {"suffix": "end"}, "suffix", "filling in the middle is not supported"),
         (CHAT, {"documents": [{"text": "x"}]}, "documents", "put them into a message"),
         (CHAT, said(function_call={"name": "f"}), "messages.0.function_call", "use tool_calls"),
         (CHAT, said(prefix=True), "messages.0.prefix", "continue_final_message"),
@@ -160,7 +163,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 @pytest.mark.parametrize("nothing", [None, False, "", []])
 def test_what_says_nothing_is_not_refused(server: Served, nothing: Any) -> None:
-    body = {"tools": nothing, "functions": nothing, "grammar": nothing}
+    body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
     sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}
     for path, fields in ((TEXT, body), (CHAT, sent | {"suffix": nothing, "guided_json": nothing})):
         start = {"max_tokens": 1} | ({"prompt": "x"} if path == TEXT else {})

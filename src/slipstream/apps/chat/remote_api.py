@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError, UsageError, first_line
 
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
+WORDS = ("message", "detail", "errors", "msg", "reason", "error_message")  # what went wrong, as servers name it
 LONGEST_WHOLE = 4 << 20  # bytes of an answer that comes whole
 LONGEST_PAGE = 1 << 14  # characters of a page that are looked at
 LONGEST_EXCERPT = 300  # characters of what came instead of one
@@ -221,9 +222,7 @@ def _json(data: bytes | str) -> dict[str, Any]:
 
 def _is_error(found: dict[str, Any]) -> bool:
     """Whether this says what went wrong: OpenAI's form, vLLM's, FastAPI's, and those of others."""
-    return bool(found.get("error")) or (
-        not isinstance(found.get("choices"), list) and any(found.get(name) for name in ("message", "detail", "errors"))
-    )
+    return bool(found.get("error")) or (not isinstance(found.get("choices"), list) and any(map(found.get, WORDS)))
 
 
 def _reason_in(text: str) -> str:
@@ -231,7 +230,7 @@ def _reason_in(text: str) -> str:
     found = _json(text)
     if not found and not text.lstrip().startswith(("{", "[")):
         return _excerpt(text) or NO_REASON
-    told = (_said(found.get(name)) for name in ("error", "message", "detail", "errors"))
+    told = (_said(found.get(name)) for name in ("error", *WORDS))
     return _excerpt(next(filter(None, told), "")) or NO_REASON
 
 

@@ -154,4 +154,5 @@ def _listening(settings: ServerSettings) -> socket.socket:
         return socket.create_server((host, settings.port), family=family, backlog=2048)
     except OSError as error:
         why = error.strerror or first_line(error)
-        raise SlipstreamError(f"cannot listen on {settings.host}:{settings.port}: {why}") from error
+        shown = f"[{host}]" if ":" in host else host
+        raise SlipstreamError(f"cannot listen on {shown}:{settings.port}: {why}") from error

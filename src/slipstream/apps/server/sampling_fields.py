@@ -96,7 +96,7 @@ def check_supported(fields: SamplingFields) -> None:
     best_of = extra.get("best_of")
     if best_of not in (None, fields.n or 1):
         raise refused(f"best_of={best_of!s:.40}; allowed: the same as n", "best_of")
-    if isinstance(fields, CompletionFields) and fields.suffix is not None:
+    if isinstance(fields, CompletionFields) and fields.suffix:
         raise refused("suffix: filling in the middle is not supported", "suffix")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
