@@ -76,16 +76,16 @@ def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield str(key)
-            yield from _texts_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts_of(item)
+    """All texts in a JSON value, keys included, however deep it is."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
 
 
 def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokenizer | None) -> Rendered:
@@ -117,6 +117,7 @@ def rendered_messages(
     messages = [_message(number, one, read) for number, one in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
     _check_shown(fields, _needed(tokenizer), read)
+    check_json("chat_template_kwargs", fields.chat_template_kwargs)
     if plain_texts:
         parts: list[tuple[str, Any]] = [(f"messages.{number}", message) for number, message in enumerate(messages)]
         parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
@@ -131,7 +132,6 @@ def rendered_messages(
     if goes_on and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
     variables = fields.chat_template_kwargs or {}
-    check_json("chat_template_kwargs", variables)
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
     return messages, _needed(tokenizer).chat(messages, form)
 
