@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
-from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.model_files import is_converted, one_line
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 from slipstream.text.prompts import check_text
 from slipstream.text.tool_calls import CallForm, ParsedAnswer
@@ -186,17 +186,16 @@ def _backend_alone_decodes(kind: Any) -> bool:
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
 
 
-def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:
-    """The tokenizer beside a model, or None where there is none (prompts must then be token ids).
+def load_tokenizer(source: str, folder: str) -> HFTokenizer | None:
+    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
-    options: further arguments of `from_pretrained`, such as gguf_file.
-    """
-    from transformers import AutoTokenizer  # takes seconds
-
-    if Path(folder).is_dir() and not options and not any((Path(folder) / name).exists() for name in FILES):
+    if Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in FILES):
         return None
+    # what stands in a folder made of a GGUF file is the file's; other classes would split texts their own way
+    kind = PreTrainedTokenizerFast if is_converted(Path(folder)) else AutoTokenizer
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
+        return HFTokenizer(kind.from_pretrained(folder))
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files

@@ -16,25 +16,48 @@ from slipstream.models.cache_folder import cache_folder
 
 log = logging.getLogger("slipstream")
 
+MAGIC = b"GGUF"  # the first bytes of such a file
+CONVERSION = "conversion.json"  # which version of the conversion made a folder from a GGUF file; written last
+VERSION = 2  # 2: texts are split as the file says, generation ends where turns end, positions are scaled
 SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for a slip of the other
+
+
+def is_gguf(source: str) -> bool:
+    """Whether this names a GGUF file: by its content, or by its ending where it cannot be read."""
+    path = Path(source).expanduser()
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC or path.suffix.lower() == ".gguf"
+    except OSError:
+        return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether this is a folder that was made from a GGUF file, whole and by this version."""
+    try:
+        return bool(json.loads((folder / CONVERSION).read_text())["version"] == VERSION)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def resolve(source: str) -> str:
     """Turn what the user named into a folder or a hub id, fetching or converting where that is needed."""
     if source == EMBEDDED:
         return str(embedded_model())
-    if source.endswith(".gguf"):
+    if is_gguf(source):
         from slipstream.models.hf.gguf_conversion import convert_gguf
 
         return str(convert_gguf(Path(source).expanduser()))
     if "/" not in source and (cache_folder() / source / "config.json").is_file():
-        return str(cache_folder() / source)  # a name that `slipstream models` lists
+        return str(_cached(source))
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or looks_local:
         if not (path.expanduser() / "config.json").is_file():
-            what = "is not a folder" if not path.expanduser().is_dir() else "has no config.json"
-            raise UsageError(f"model {source!r} {what}; allowed: a Hugging Face model folder, a .gguf file or a hub id")
+            raise UsageError(
+                f"model {source!r} {_otherwise(path.expanduser())}; "
+                "allowed: a Hugging Face model folder, a GGUF file or a hub id"
+            )
         return str(path.expanduser())
     if source == "toy":
         raise UsageError("model 'toy' is built in and has no files; allowed here: a model of transformers")
@@ -43,10 +66,31 @@ def resolve(source: str) -> str:
     return source
 
 
+def _otherwise(path: Path) -> str:
+    """What stands at a path that is no model."""
+    if path.is_file():
+        return "is a file, and no GGUF file (its first four bytes are not 'GGUF')"
+    if not path.is_dir():
+        return "is not a folder"
+    files = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    return f"has no config.json; did you mean its file {files[0]}?" if files else "has no config.json"
+
+
+def _cached(name: str) -> Path:
+    """The folder of a name that `slipstream models` lists, made anew if an older version made it of the file beside."""
+    folder = cache_folder() / name
+    file = folder.with_name(f"{name}.gguf")
+    if not is_converted(folder) and file.is_file():
+        from slipstream.models.hf.gguf_conversion import convert
+
+        convert(file, folder)
+    return folder
+
+
 def embedded_model() -> Path:
     """The folder of the default model, SmolLM2-135M-Instruct, which is fetched and converted once."""
     folder = cache_folder() / EMBEDDED
-    if not (folder / "config.json").is_file():
+    if not is_converted(folder):
         from slipstream.models.hf.gguf_conversion import fetch_embedded
 
         fetch_embedded(EMBEDDED, folder)
