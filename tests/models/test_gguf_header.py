@@ -86,8 +86,9 @@ def test_what_is_no_gguf_file_says_what_it_is(folder: Path, tmp_path: Path) -> N
         ("models", r"has no config.json; did you mean its file some\.gguf\?; allowed"),
         ("named.gguf", "has no config.json; allowed"),
         ("absent.gguf", "does not exist; allowed"),
+        ("models/sum.gguf", r"does not exist; did you mean some\.gguf\? allowed"),
     ):
-        assert is_gguf(str(tmp_path / name)) is (name == "absent.gguf")
+        assert is_gguf(str(tmp_path / name)) is (name in ("absent.gguf", "models/sum.gguf"))
         with pytest.raises(UsageError, match=message):
             resolve(str(tmp_path / name))
 

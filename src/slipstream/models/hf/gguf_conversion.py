@@ -90,7 +90,7 @@ def prepared(name: str, folder: Path) -> Iterator[Path]:
                 item.replace(folder / item.name)
             for item in folder.iterdir():  # of an older version
                 if item.is_file() and item.name not in {new.name for new in items}:
-                    item.unlink()
+                    item.unlink(missing_ok=True)
             # last: its presence marks the folder as complete
             mark = Path(made) / CONVERSION
             mark.write_text(json.dumps({"version": VERSION}))

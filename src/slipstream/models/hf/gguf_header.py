@@ -11,6 +11,7 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -334,9 +335,18 @@ def _two_tensors(file: Path, name: str) -> SlipstreamError:
     return SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
 
 
+def _gguf_names(folder: Path) -> list[str]:
+    try:
+        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    except OSError:
+        return []
+
+
 def _read_part(file: Path) -> GGUFHeader:
     if not file.is_file():
-        raise UsageError(f"model {str(file)!r} does not exist; allowed: a readable .gguf file")
+        near = get_close_matches(file.name, _gguf_names(file.parent), 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"model {str(file)!r} does not exist; {hint}allowed: a readable .gguf file")
     try:
         with file.open("rb") as stream:
             if stream.read(4) != MAGIC:
