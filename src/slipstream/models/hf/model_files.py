@@ -25,11 +25,14 @@ SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for 
 def is_gguf(source: str) -> bool:
     """Whether this names a GGUF file: by its content, or by its ending where it cannot be read."""
     path = Path(source).expanduser()
+    ending = path.suffix.lower() == ".gguf"
     try:
+        if not path.is_file():  # a pipe would not end
+            return ending and not path.is_dir()
         with path.open("rb") as stream:
-            return stream.read(len(MAGIC)) == MAGIC or path.suffix.lower() == ".gguf"
-    except OSError:
-        return path.suffix.lower() == ".gguf" and not path.is_dir()
+            return ending or stream.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return ending
 
 
 def is_converted(folder: Path) -> bool:
