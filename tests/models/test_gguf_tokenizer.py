@@ -109,7 +109,9 @@ def test_a_file_without_a_rule_is_split_by_the_default_with_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING, "slipstream"):
         info = info_of(tmp_path, byte_level(None, {"<end>": 3}, eos="<end>"))
-    assert any("does not say how text is split" in record.message for record in caplog.records)
+        inspect_vocabulary(str(tmp_path / "some.gguf"))
+        resolve(str(tmp_path / "some.gguf"))
+    assert sum("does not say how text is split" in record.message for record in caplog.records) == 3  # each time
     assert tokens(info, "\n\n1") == ["Ċ", "Ċ", "1"]
 
 

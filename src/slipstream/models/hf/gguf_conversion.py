@@ -25,7 +25,7 @@ from slipstream.models.cache_folder import cache_folder, writable
 from slipstream.models.hf.gguf_header import GGUFHeader, read_header
 from slipstream.models.hf.gguf_parts import in_one_file
 from slipstream.models.hf.gguf_rope import scale_positions
-from slipstream.models.hf.gguf_tokenizer import read_text_side
+from slipstream.models.hf.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.hf.model_files import CONVERSION, VERSION, is_converted, one_line
 from slipstream.models.hf.weights import READER_ERRORS, check_weights, quietly
 
@@ -39,6 +39,7 @@ NEEDED = ("gguf", "accelerate")
 def convert_gguf(file: Path) -> Path:
     """Convert a GGUF file to a safetensors folder in the cache, once per content; return the folder."""
     header = read_header(file)
+    check_split(header)
     whole = hashlib.sha256()
     for part in header.parts:
         with part.open("rb") as stream:

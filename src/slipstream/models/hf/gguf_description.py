@@ -18,7 +18,7 @@ from slipstream.models.cache_folder import cache_folder
 from slipstream.models.hf.gguf_conversion import prepared, unreadable_gguf
 from slipstream.models.hf.gguf_header import GGUFHeader, read_header
 from slipstream.models.hf.gguf_parts import in_one_file
-from slipstream.models.hf.gguf_tokenizer import read_text_side
+from slipstream.models.hf.gguf_tokenizer import check_split, read_text_side
 from slipstream.models.hf.model_files import is_converted
 from slipstream.models.hf.weights import READER_ERRORS, quietly
 
@@ -29,6 +29,7 @@ LARGE = 1 << 20  # bytes of a header that is read in a process of its own
 
 def described(header: GGUFHeader) -> Path:
     """A folder with the configuration and the tokenizer of a file, made once."""
+    check_split(header)
     folder = cache_folder() / "gguf" / f"{header.stem}-{header.digest}"
     if is_converted(folder):
         return folder

@@ -112,9 +112,9 @@ class GGUFHeader:
     def scaling(self) -> dict[str, Any]:
         """The metadata `rope.scaling.*` of the architecture."""
         beginning = f"{self.architecture}.rope.scaling."
-        found = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
+        scaling = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
         linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # as it was written once
-        return found if linear is None else {"factor": linear} | found
+        return scaling if linear is None else {"factor": linear} | scaling
 
     def array(self, name: str) -> list[Any]:
         """An array of the metadata; empty where there is none of this name."""
@@ -136,7 +136,7 @@ class GGUFHeader:
         if kind != "model":
             what = OTHER_KINDS.get(kind, "")
             raise SlipstreamError(
-                f"model {str(self.file)!r}: general.type is {kind!r}{what and f', {what}'}; allowed: 'model'"
+                f"model {str(self.file)!r}: general.type is {str(kind)[:60]!r}{what and f', {what}'}; allowed: 'model'"
             )
         if not self.tensors:
             raise SlipstreamError(

@@ -22,7 +22,8 @@ from slipstream.models.hf.model_files import one_line
 log = logging.getLogger("slipstream")
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
-MARK = "an answer"  # content of a message in a rendered conversation
+MOST_SHOWN = 60  # characters of a name in a message
+MARK = "an answer of 7919"  # content of a message in a rendered conversation
 
 # what the patterns are made of
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -88,9 +89,8 @@ def _named(names: str, split: Split) -> dict[str, Split]:
     return dict.fromkeys(names.split(), split)
 
 
-DEFAULT = Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2, ANY, "[0-9][0-9][0-9]"))
 SPLITS: dict[str, Split] = {
-    "default": DEFAULT,
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2, ANY, "[0-9][0-9][0-9]")),
     **_named(
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en jina-v2-code "
         "roberta-bpe mpt olmo jais trillion granite-docling exaone4",
@@ -232,30 +232,32 @@ def read_text_side(header: GGUFHeader, file: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def split_of(header: GGUFHeader) -> Split:
-    """The rule of splitting of a file of byte-level BPE. Raises `SlipstreamError` for one that is not known."""
-    name = header.values.get("tokenizer.ggml.pre")
-    if name is None:
-        log.warning(
-            "model %s does not say how text is split (no tokenizer.ggml.pre): it is split by llama.cpp's default, "
-            "which is hardly what the model was trained with",
-            header.file,
-        )
-        return DEFAULT
-    if name not in SPLITS:
-        near = get_close_matches(str(name), SPLITS, 1)
+def check_split(header: GGUFHeader) -> None:
+    """Raise `SlipstreamError` for a rule of splitting that is not known, and warn of a file that names none."""
+    name = header.values.get("tokenizer.ggml.pre") or None
+    if header.values.get("tokenizer.ggml.model") != "gpt2" or name in SPLITS:
+        return
+    if name is not None:
+        near = get_close_matches(str(name)[:MOST_SHOWN], SPLITS, 1)
         raise SlipstreamError(
-            f"model {str(header.file)!r}: tokenizer.ggml.pre is {name!r}, a way of splitting text that is not known; "
-            f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(sorted(SPLITS))}"
+            f"model {str(header.file)!r}: tokenizer.ggml.pre is {str(name)[:MOST_SHOWN]!r}, a way of splitting text "
+            f"that is not known; {f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(sorted(SPLITS))}"
         )
-    return SPLITS[name]
+    log.warning(
+        "model %s does not say how text is split (no tokenizer.ggml.pre): it is split by llama.cpp's default, which is "
+        "hardly what the model was trained with",
+        header.file,
+    )
 
 
 def _byte_level(header: GGUFHeader) -> Any:
     """A tokenizer of byte-level BPE, built here: its vocabulary, its merges and its split stand in the file."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    split = split_of(header)
+    name = header.values.get("tokenizer.ggml.pre") or "default"
+    if name not in SPLITS:
+        check_split(header)
+    split = SPLITS[name]
     tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(header.array("tokenizer.ggml.tokens"))]
     types = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
@@ -266,7 +268,10 @@ def _byte_level(header: GGUFHeader) -> Any:
         patterns, by_words = split.patterns, split.patterns[-1] == GPT2  # which the library has built in, and faster
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                *(pre_tokenizers.Split(Regex(one), "isolated") for one in (patterns[:-1] if by_words else patterns)),
+                *(
+                    pre_tokenizers.Split(Regex(pattern), "isolated")
+                    for pattern in (patterns[:-1] if by_words else patterns)
+                ),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words),
             ]
         )
