@@ -83,7 +83,7 @@ def test_what_is_no_gguf_file_says_what_it_is(folder: Path, tmp_path: Path) -> N
     (tmp_path / "named.gguf").mkdir()
     for name, message in (
         ("notes.txt", r"is a file, and no GGUF file \(its first four bytes are not 'GGUF'\); allowed: a Hugging Face"),
-        ("models", r"has no config.json; did you mean its file some\.gguf\?; allowed"),
+        ("models", r"has no config.json; did you mean its file some\.gguf\? allowed"),
         ("named.gguf", "has no config.json; allowed"),
         ("absent.gguf", "does not exist; allowed"),
         ("models/sum.gguf", r"does not exist; did you mean some\.gguf\? allowed"),

@@ -58,7 +58,7 @@ def resolve(source: str) -> str:
     if path.exists() or looks_local:
         if not (path.expanduser() / "config.json").is_file():
             raise UsageError(
-                f"model {source!r} {_otherwise(path.expanduser())}; "
+                f"model {source!r} {_otherwise(path.expanduser())} "
                 "allowed: a Hugging Face model folder, a GGUF file or a hub id"
             )
         return str(path.expanduser())
@@ -72,11 +72,11 @@ def resolve(source: str) -> str:
 def _otherwise(path: Path) -> str:
     """What stands at a path that is no model."""
     if path.is_file():
-        return "is a file, and no GGUF file (its first four bytes are not 'GGUF')"
+        return "is a file, and no GGUF file (its first four bytes are not 'GGUF');"
     if not path.is_dir():
-        return "is not a folder"
+        return "is not a folder;"
     files = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
-    return f"has no config.json; did you mean its file {files[0]}?" if files else "has no config.json"
+    return f"has no config.json; did you mean its file {files[0]}?" if files else "has no config.json;"
 
 
 def _cached(name: str) -> Path:
