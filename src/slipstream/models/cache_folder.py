@@ -12,7 +12,12 @@ from slipstream.errors import SlipstreamError
 
 def cache_folder() -> Path:
     """$SLIPSTREAM_MODELS, or ~/.cache/slipstream/models. It may be missing or read-only."""
-    return Path(os.environ.get("SLIPSTREAM_MODELS") or Path.home() / ".cache" / "slipstream" / "models")
+    return Path(os.environ.get("SLIPSTREAM_MODELS") or users_cache_folder())
+
+
+def users_cache_folder() -> Path:
+    """The folder where the environment names none."""
+    return Path.home() / ".cache" / "slipstream" / "models"
 
 
 @contextmanager
