@@ -1,8 +1,9 @@
 """Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
 
 A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed; what it makes is loaded
-again only from a folder that nobody but the user can have written to. Without either, or on a processor without the instructions that the kernels are written for, PyTorch's kernels are used and a warning says why;
-SLIPSTREAM_KERNELS=off in the environment does so without a warning.
+again only from a folder that nobody but the user can have written to. Without either, or on a processor without the
+instructions that the kernels are written for, PyTorch's kernels are used and a warning says why; SLIPSTREAM_KERNELS=off
+in the environment does so without a warning.
 """
 
 from __future__ import annotations
