@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +30,12 @@ log = logging.getLogger("slipstream")
 
 Found = TypeVar("Found")
 
-VERSION = 21  # of what calibration tries; what an earlier one found is not used
+VERSION = 22  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
+# environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
+SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
+THREAD_SETTINGS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
+NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -98,13 +103,51 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
 
 
 def _identity(loaded: Loaded) -> str:
-    backend = loaded.backend
-    machine = (
-        f"{platform.machine()} {processor().model_name} torch {torch.__version__} threads {torch.get_num_threads()}"
+    """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
+    flags, settings = (
+        sorted(processor().flags),
+        {name: os.environ[name] for name in sorted(os.environ) if _rounds(name)},
     )
-    if backend.device.type == "cuda":
-        machine += f" {torch.cuda.get_device_name(backend.device)}"
-    return f"v{VERSION} {machine} {loaded.fingerprint}"
+    machine = [
+        f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} threads {torch.get_num_threads()}",
+        f"transformers {_installed('transformers')} float32 products {torch.get_float32_matmul_precision()}",
+        f"oneDNN {torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled} settings {_digest(settings)}",
+    ]
+    if loaded.backend.device.type == "cuda":
+        matmul, sdpa = torch.backends.cuda.matmul, torch.backends.cuda
+        switches = (matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction)
+        switches += (matmul.allow_bf16_reduced_precision_reduction, torch.are_deterministic_algorithms_enabled())
+        switches += (sdpa.flash_sdp_enabled(), sdpa.mem_efficient_sdp_enabled(), sdpa.math_sdp_enabled())
+        libraries = f"CUDA {torch.version.cuda} cuDNN {torch.backends.cudnn.version()} Triton {_installed('triton')}"
+        machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {libraries} {_digest(switches)}")
+    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_sizes(loaded.model))}"
+
+
+def _rounds(name: str) -> bool:
+    """Whether a variable of the environment tells a library how to compute."""
+    return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    """A model's configuration without what changes no number: heads, windows, kinds of layers and all else."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return {}
+    values: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
+    return {name: value for name, value in values.items() if name not in NAMES and not name.endswith("token_id")}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _file(identity: str) -> Path:
