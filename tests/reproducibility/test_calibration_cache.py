@@ -129,6 +129,14 @@ def test_reproducible_is_refused_where_no_shapes_agree(shaky: RoundingBackend) -
         SpeculativeDecoder("rounding", reproducible=True)
 
 
+def test_a_refusal_says_that_threads_may_be_the_reason(shaky: RoundingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(
+        UsageError, match=r"here with 3 threads; allowed: 'auto' or False, or torch.set_num_threads\(2\)"
+    ):
+        SpeculativeDecoder("rounding", reproducible=True)
+
+
 def test_auto_says_so_where_no_shapes_agree(shaky: RoundingBackend, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="slipstream"):
         made = SpeculativeDecoder("rounding")

@@ -49,15 +49,26 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     if not found.agrees:
         if reproducible is True:
             raise UsageError(
-                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} here; "
-                "allowed: 'auto' or False"
+                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
+                f"{_here(loaded)}; allowed: 'auto' or False{_FEWER if _many_threads(loaded) else ''}"
             )
-        log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
+        log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, found
     if reproducible == "auto" and found.cost > AFFORDABLE:
         log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
         return EXACT_FIT, found
     return found.shapes, found
+
+
+_FEWER = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
+
+
+def _many_threads(loaded: Loaded) -> bool:
+    return loaded.backend.device.type == "cpu" and torch.get_num_threads() > 2
+
+
+def _here(loaded: Loaded) -> str:
+    return f"here with {torch.get_num_threads()} threads" if _many_threads(loaded) else "here"
 
 
 def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
