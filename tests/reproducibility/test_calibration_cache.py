@@ -67,6 +67,16 @@ def test_what_was_found_on_one_machine_says_nothing_of_another(change: str, monk
     assert calibration_cache._identity(loaded) != before
 
 
+def test_the_libraries_of_a_gpu_and_what_they_may_do_are_told() -> None:
+    before, matmul = calibration_cache._cuda_libraries(), torch.backends.cuda.matmul
+    allowed = matmul.allow_tf32
+    try:
+        matmul.allow_tf32 = not allowed
+        assert calibration_cache._cuda_libraries() != before
+    finally:
+        matmul.allow_tf32 = allowed
+
+
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_models_of_other_sizes_are_told_apart_and_others_are_not(name: str) -> None:
     """Some sizes are in no tensor's shape."""

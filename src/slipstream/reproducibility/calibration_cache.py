@@ -119,20 +119,31 @@ def _identity(loaded: Loaded) -> str:
         sorted(processor().flags),
         {name: os.environ[name] for name in sorted(os.environ) if _rounds(name)},
     )
+    mkldnn: Any = torch.backends.mkldnn
     machine = [
         f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} threads {torch.get_num_threads()}",
         f"transformers {_installed('transformers')} float32 products {torch.get_float32_matmul_precision()}",
-        f"oneDNN {torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled} settings {_digest(settings)}",
+        f"oneDNN {mkldnn.is_available() and mkldnn.enabled} settings {_digest(settings)}",
     ]
     if loaded.backend.device.type == "cuda":
-        matmul, sdpa = torch.backends.cuda.matmul, torch.backends.cuda
-        switches = (matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction)
-        switches += (matmul.allow_bf16_reduced_precision_reduction, torch.are_deterministic_algorithms_enabled())
-        switches += (sdpa.flash_sdp_enabled(), sdpa.mem_efficient_sdp_enabled(), sdpa.math_sdp_enabled())
-        libraries = f"CUDA {torch.version.cuda} cuDNN {torch.backends.cudnn.version()} Triton {_installed('triton')}"
-        machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {libraries} {_digest(switches)}")
+        machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {_cuda_libraries()}")
     return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_sizes(loaded.model))}"
+
+
+def _cuda_libraries() -> str:
+    """Versions of CUDA's libraries, and which of their kernels are allowed."""
+    backends: Any = torch.backends  # partly without types
+    cuda, matmul = backends.cuda, backends.cuda.matmul
+    allowed = [
+        matmul.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+    versions = f"CUDA {torch.version.cuda} cuDNN {backends.cudnn.version()} Triton {_installed('triton')}"
+    return f"{versions} {_digest(allowed)}"
 
 
 def _rounds(name: str) -> bool:
