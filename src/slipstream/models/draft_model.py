@@ -17,6 +17,12 @@ def load_options_of(config: DecoderConfig) -> LoadOptions:
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
 
 
+def draft_options_of(config: DecoderConfig) -> LoadOptions:
+    """How the draft model is loaded."""
+    options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
+    return replace(options, extra={name: value for name, value in options.extra.items() if name != PLAN})
+
+
 def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Loaded | None:
     """The draft model in its own precision, or None if there is none.
 
@@ -34,6 +40,4 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Load
         raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    options = load_options_of(config).for_draft(dtype, vocabulary)
-    options = replace(options, extra={name: value for name, value in options.extra.items() if name != PLAN})
-    return load(draft, options, tokenizer if is_loaded(draft) else None)
+    return load(draft, draft_options_of(config), tokenizer if is_loaded(draft) else None)

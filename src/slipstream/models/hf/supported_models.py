@@ -25,6 +25,14 @@ KINDS = frozenset(("full_attention", "sliding_attention"))
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
 
 
+def without_weights(model: Any) -> str | None:
+    """Why a model has no weights to compute with; None if it has, or something brings them when they are needed."""
+    moved = any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    if not moved and any(parameter.device.type == "meta" for parameter in model.parameters()):
+        return "its weights are on the meta device, without numbers; allowed: a model whose weights are loaded"
+    return None
+
+
 def check_supported(model: Any) -> None:
     """Refuse, by name and with the reason, models whose state cannot be addressed by position."""
     if (reason := not_by_position(model)) is not None:
