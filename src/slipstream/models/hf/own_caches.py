@@ -232,6 +232,10 @@ class OwnCacheBackend:
         inputs = self.model.prepare_inputs_for_generation(
             everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given
         )
+        embedded = inputs.get("inputs_embeds")
+        if embedded is not None and embedded.shape[1] > width:
+            extra = embedded.shape[1] - width
+            raise ValueError(f"prepare_inputs_for_generation adds {extra} virtual tokens, as prompt tuning does")
         if "logits_to_keep" in self._accepts:
             inputs["logits_to_keep"] = 0 if logits else 1  # 0: all
         self.module_state.restore(None if state is None else state.in_modules)

@@ -38,7 +38,7 @@ from slipstream.models.hf.model_view import ModelView
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
-from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
+from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
@@ -102,7 +102,7 @@ def _backend(
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
-        check_causal(HFBackend(model), model)
+        reason = why_not_on_slots(model, lambda: check_causal(HFBackend(model), model) is None)
     if convert is not None:
         _convert(model, convert)
     elif captured and fast is True:
@@ -115,8 +115,10 @@ def _backend(
                 make_graphs_faster(graphed, OwnLogits(backend))
             return graphed or backend
         own = OwnLogits(backend, passed)
-        if "slots of a cache" in own.passed or not differ(model, own.logits):
-            own.passed.add("slots of a cache")
+        name = "slots of a cache"
+        reason = why_not_on_slots(model, lambda: name in own.passed or not differ(model, own.logits))
+        if reason is None:
+            own.passed.add(name)
             if owned is not None:
                 _TRIED.add(owned)
             if graphed is not None and fast is True:
@@ -124,7 +126,6 @@ def _backend(
             elif faster:
                 make_faster(backend, own)
             return graphed or backend
-        reason = "its attention takes neither positions nor masks as they are given"
     if captured and fast is True:
         raise _cannot_be_captured(model, reason)
     log.info("%s runs on caches of its own: %s", type(model).__name__, reason)

@@ -27,7 +27,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # difference of logits, rela
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
 # what a model's own code raises on inputs that it does not take
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
@@ -63,6 +63,19 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
             f"model {name} is not supported: a forward of a few tokens fails: {first_line(error)}"
         ) from error
     return backend
+
+
+def why_not_on_slots(model: Any, try_forward: Callable[[], bool]) -> str | None:
+    """Why a model cannot run on the slots of a cache, as far as a trial shows; None if it can.
+
+    try_forward: whether the model gives its own logits there. Raises `UsageError` for a model that is refused anyway.
+    """
+    try:
+        return None if try_forward() else "its attention takes neither positions nor masks as they are given"
+    except UsageError:
+        raise
+    except MODEL_ERRORS as error:  # its code wants a cache of its own kind, or a mask of two dimensions
+        return f"its forward fails on the slots of a cache: {first_line(error)}"
 
 
 def check_causal(backend: Backend, model: Any) -> None:
