@@ -72,6 +72,9 @@ class DecoderConfig:
     load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if callable(getattr(value, "tolist", None)):  # numbers of numpy and PyTorch
+                object.__setattr__(self, name, value.tolist())
         LengthChoice.parse(self.num_draft_tokens)
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):

@@ -78,6 +78,9 @@ class SamplingParams:
     constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "logits_processors":
+                object.__setattr__(self, name, _as_python(value))
         self._number("temperature", 0.0, math.inf)
         self._integer("top_k", 0)
         self._number("top_p", 0.0, 1.0, open_below=True)
@@ -178,6 +181,17 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
+
+
+def _as_python(value: Any) -> Any:
+    """Numbers and arrays of numpy and PyTorch as Python has them, in lists and mappings too."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_python, value))
+    if type(value) is dict:
+        return {_as_python(key): _as_python(item) for key, item in value.items()}
+    return value
 
 
 def _is_int(value: object) -> bool:

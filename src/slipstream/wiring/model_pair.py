@@ -54,6 +54,8 @@ class ModelPair:
     ) -> ModelPair:
         """Load both and choose the target's forward shapes."""
         target, draft = _inner(target), _inner(draft)
+        tokenizer = _tokenizer(tokenizer, "tokenizer")
+        draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
         refuse_unused(load_options_of(config), (target, draft))
         given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
         with ExclusiveUse(given):  # they are tried and calibrated now
@@ -74,6 +76,7 @@ class ModelPair:
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
+        tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
         return self._beside(load_draft(_inner(draft), config, tokenizer), config)
 
     def _beside(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
@@ -191,6 +194,15 @@ def _inner(model: Any) -> Any:
     from slipstream.models.hf.wrapped_model import unwrapped
 
     return unwrapped(model)
+
+
+def _tokenizer(given: Any, name: str) -> Any:
+    """A tokenizer that was handed over under this name, or None."""
+    if given is None:
+        return None
+    from slipstream.models.hf.hf_tokenizer import tokenizer_in
+
+    return tokenizer_in(given, name)
 
 
 def _is_changed(view: View) -> bool:

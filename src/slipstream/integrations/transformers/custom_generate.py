@@ -20,7 +20,13 @@ from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.decoder_cache import DecoderSettings, decoder_for
-from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
+from slipstream.integrations.transformers.generate_options import (
+    NotPassedOn,
+    Options,
+    read_prompts,
+    refuse_options,
+    refuse_row_hooks,
+)
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
 from slipstream.text.stats import Stats
 
@@ -100,6 +106,7 @@ class CustomGenerate:
             "draft_tokenizer": draft_tokenizer,
         }
         settings = replace(self, **{name: value for name, value in own.items() if value is not None})
+        refuse_row_hooks(model)
         cached = settings.decoder_of(model)
         decoder = cached.using(
             settings.drafter, num_draft_tokens=settings.num_draft_tokens, acceptance=settings.acceptance

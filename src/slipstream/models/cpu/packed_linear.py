@@ -11,7 +11,7 @@ several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def unsupported(model: Any) -> str | None:
     return None
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether this is an `nn.Linear` that computes nothing else: hooks and forwards of others' go with the layer."""
     hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
     return type(module) is nn.Linear and not hooked

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.byte_tokens import ByteTokens
@@ -22,6 +23,18 @@ from slipstream.text.tool_calls import CallForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def tokenizer_in(given: Any, name: str) -> Any:
+    """A tokenizer that was handed over, or that of a processor. Raises `UsageError` for anything else.
+
+    name: of the argument.
+    """
+    for tokenizer in (given, getattr(given, "tokenizer", None)):
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            return tokenizer
+    value = f"{given!r:.60}" if isinstance(given, str | int | float) else f"a {type(given).__name__}"
+    raise UsageError(f"{name}={value}; allowed: a Hugging Face tokenizer, such as AutoTokenizer.from_pretrained(...)")
 
 
 class HFTokenizer:

@@ -8,6 +8,7 @@ its model, so that whatever the owner has changed meanwhile is seen.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from copy import copy, deepcopy
 from functools import partial, update_wrapper
 from types import MethodType
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-CONTAINERS = frozenset(map(type, (vars(nn.Module())["_parameters"], vars(nn.Module())["_forward_hooks"], [], set(), {})))
+CONTAINERS = frozenset((list, set, dict, OrderedDict))
 SETTINGS = (PreTrainedConfig, GenerationConfig)
 OURS = "_slipstream"  # attributes that Slipstream keeps on a model begin so
 MOST_SAMPLES = 1 << 16  # numbers of a tensor that are read to see whether it has changed

@@ -1,4 +1,4 @@
-"""Whether a model's `prepare_inputs_for_generation` does what that of transformers does, tried and not assumed."""
+"""What a model's forward is to be given: on which device, and whether by `prepare_inputs_for_generation`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ from slipstream.models.hf.cache_names import NAMES, cache_name, prepared_name
 
 SHORT, LONG = 9, 4096  # tokens of texts that are prepared
 LATEST = 3  # of them that are not cached yet, the second time
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model wants token ids: beside its embedding, or where that is brought to compute (by accelerate)."""
+    embedding = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embedding, "_hf_hook", None)
+    places = [getattr(part, "execution_device", None) for part in (hook, *getattr(hook, "hooks", ()))]
+    return torch.device(next((place for place in places if place is not None), "cpu"))
+
+
+def vocab_size_of(model: Any) -> int:
+    """How many logits a token has: by its output layer or, where that does not say, by its configuration."""
+    size = getattr(model.get_output_embeddings(), "out_features", None)
+    return int(size or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def prepares_inputs_differently(model: Any) -> bool:
@@ -34,10 +51,9 @@ def prepares_inputs_differently(model: Any) -> bool:
 
 @torch.inference_mode()
 def _is_usual(model: Any, length: int, cached: int) -> bool:
-    """Whether the inputs for a text of some length are those of transformers. cached: how much of it is in the cache."""
-    embedding = model.get_input_embeddings().weight
-    ids = torch.arange(length, device=embedding.device)[None] % len(embedding)
-    positions = torch.arange(length, device=embedding.device)[None]
+    """Whether a text's inputs are those that transformers prepares. cached: how many of its tokens the cache holds."""
+    positions = torch.arange(length, device=input_device(model))[None]
+    ids = positions % len(model.get_input_embeddings().weight)
     prepared = []
     for method in (model.prepare_inputs_for_generation, _usual_method(model)):
         cache: dict[str, Any] = {}

@@ -38,7 +38,7 @@ from slipstream.models.hf.model_view import ModelView
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
-from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend, why_not_on_slots
+from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
@@ -102,7 +102,7 @@ def _backend(
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
-        reason = why_not_on_slots(model, lambda: check_causal(HFBackend(model), model) is None)
+        reason = why_not_on_slots(model, lambda: is_causal(HFBackend(model), model))
     if convert is not None:
         _convert(model, convert)
     elif captured and fast is True:

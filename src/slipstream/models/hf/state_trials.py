@@ -17,6 +17,7 @@ from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.fast_forwards import START, a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.prepared_inputs import input_device
 
 log = logging.getLogger("slipstream")
 
@@ -46,7 +47,7 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         ids = _ids(backend)
         whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
         backend.module_state.find()
-        check_causal(backend, model)
+        is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(whole, _steps(backend, ids)):
             raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
@@ -78,11 +79,11 @@ def why_not_on_slots(model: Any, try_forward: Callable[[], bool]) -> str | None:
         return f"its forward fails on the slots of a cache: {first_line(error)}"
 
 
-def check_causal(backend: Backend, model: Any) -> None:
-    """Refuse models whose configuration makes them attend to later tokens, as encoders do."""
+def is_causal(backend: Backend, model: Any) -> bool:
+    """True; refuses models whose configuration makes them attend to later tokens, as encoders do."""
     switches = [name for name in SWITCHES if getattr(model.config, name, None) is False]
     if not switches:
-        return
+        return True
     backend.reserve(1, TOKENS)
     ids = _ids(backend)
     whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
@@ -90,6 +91,7 @@ def check_causal(backend: Backend, model: Any) -> None:
         raise UsageError(
             f"model {type(model).__name__} attends to later tokens: {switches[0]}=False in its config; allowed: True"
         )
+    return True
 
 
 @torch.inference_mode()
@@ -98,7 +100,7 @@ def differ(model: Any, logits: Tensor) -> bool:
 
     Either in one forward or, where quantised layers read many tokens in another precision, in as many tokens at a time.
     """
-    tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
+    tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
     given, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
     own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits

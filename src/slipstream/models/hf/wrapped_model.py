@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedModel
 
 from slipstream.errors import UsageError
 
@@ -30,10 +30,7 @@ def unwrapped(model: Any) -> Any:
             break
     if isinstance(model, GenerationMixin):
         return model
-    if isinstance(model, PreTrainedTokenizerBase):
-        raise UsageError(f"model of type {type(model).__name__} is a tokenizer; allowed: a model, with tokenizer=...")
-    inner = _inner_model(model) if isinstance(model, nn.Module) else ""
-    if inner:
+    if inner := _inner_model(model):
         raise UsageError(f"model of type {type(model).__name__} wraps another one; allowed: that one, {inner}")
     if isinstance(model, PreTrainedModel):
         raise UsageError(
