@@ -28,6 +28,7 @@ from slipstream.integrations.transformers.generate_options import (
     refuse_row_hooks,
 )
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
+from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.text.stats import Stats
 
 
@@ -137,7 +138,7 @@ class CustomGenerate:
     def decoder_of(self, model: Any) -> SpeculativeDecoder:
         """The decoder over the model and the draft, cached on the model."""
         for one in (model, self.draft):
-            if isinstance(one, torch.nn.Module) and one.training:
+            if isinstance(one, torch.nn.Module) and unwrapped(one).training:
                 raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
         settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=self.draft_tokenizer)
         return decoder_for(model, replace(settings, max_batch_size=self.max_batch_size))
