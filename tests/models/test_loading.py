@@ -421,9 +421,10 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
 def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
     model = fresh(name)
     made = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
-    assert any(type(module) is PackedLinear for module in model.modules())
-    assert not any(type(module) is torch.nn.Linear for module in model.modules())
-    assert made.target.packed
+    packed: Any = made.target.backend
+    assert any(type(module) is PackedLinear for module in packed.model.modules())
+    assert not any(type(module) is torch.nn.Linear for module in packed.model.modules())
+    assert made.target.packed and not any(type(module) is PackedLinear for module in model.modules())
     assert made.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
 
 

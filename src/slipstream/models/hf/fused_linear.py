@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import is_plain
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.prepared_inputs import input_device
 
 
 class FusedLinear(nn.Module):
@@ -162,7 +161,7 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
     Layers whose weights others use are left out, and all that are called the same but for numbers.
     """
     seen: list[tuple[nn.Linear, Tensor]] = []
-    names, device = _names(model), input_device(model)
+    names, device = _names(model), next(model.parameters()).device
     hooks = [
         linear.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0]))) for linear in names
     ]

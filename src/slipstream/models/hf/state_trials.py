@@ -17,7 +17,7 @@ from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.fast_forwards import START, a_few_tokens
 from slipstream.models.hf.own_caches import OwnCacheBackend
-from slipstream.models.hf.prepared_inputs import input_device
+from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
 
 log = logging.getLogger("slipstream")
 
@@ -54,6 +54,9 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         backend.reads_on = backend.reads_on and _agree(steps, several)
         if not backend.reads_on:
             warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
+        elif prepares_inputs_differently(model):  # what it does to several at once need not be what it does to each
+            backend.reads_on = False
+            warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
         if not _agree(several if backend.reads_on else steps, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
