@@ -14,6 +14,7 @@ import torch
 import transformers
 from tiny import fresh, reference, tokenizer
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -326,6 +327,32 @@ def test_other_wrappers_are_told_which_model_is_inside() -> None:
         decoder_of(wrapper)
     with pytest.raises(UsageError, match="model LlamaModel is not supported: it does not generate"):
         decoder_of(fresh("llama").model)
+
+
+def test_an_adapters_folder_is_told_from_a_models(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    with pytest.raises(UsageError, match=r"is an adapter without its base model; allowed: the model that PEFT makes"):
+        decoder_of(str(tmp_path))
+
+
+def test_pruned_and_parametrised_layers_run_as_their_owner_has_them() -> None:
+    class Negated(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return -weight
+
+    model = fresh("llama")
+    decoders = [decoder_of(model, fast=fast) for fast in (False, True)]
+    down, head = model.model.layers[0].mlp.down_proj, model.lm_head
+    changes: list[Callable[[], Any]] = [
+        lambda: prune.l1_unstructured(down, "weight", amount=0.7),
+        lambda: prune.remove(down, "weight"),
+        lambda: parametrize.register_parametrization(head, "weight", Negated()),
+        lambda: parametrize.remove_parametrizations(head, "weight"),
+    ]
+    for change in changes:
+        change()
+        expected = reference(model, PROMPT, COUNT)
+        assert [decoder.generate(PROMPT, PARAMS).token_ids for decoder in decoders] == [expected] * 2
 
 
 def test_a_compiled_forward_is_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:

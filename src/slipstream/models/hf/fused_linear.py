@@ -162,10 +162,11 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
     """
     seen: list[tuple[nn.Linear, Tensor]] = []
     names, device = _names(model), next(model.parameters()).device
+    plain = [linear for linear in names if is_plain(linear)]  # pruning, for one, hides the weight
     hooks = [
         linear.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0]))) for linear in names
     ]
-    for linear in names:
+    for linear in plain:
         linear.__class__ = _ObservedLinear
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
@@ -177,6 +178,6 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
         for hook in hooks:
             hook.remove()
         used = {name for linear, name in names.items() if vars(linear).pop("is_used_by_others", False)}
-        for linear in names:
+        for linear in plain:
             linear.__class__ = nn.Linear
     return [(linear, x) for linear, x in seen if names[linear] not in used]
