@@ -220,6 +220,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         from slipstream.jobs.batch_job import run_batch
 
+        self.renew()
         return run_batch(self, source, output, params, options)
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
@@ -235,7 +236,8 @@ class SpeculativeDecoder(ModelHolder):
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
         with self._use:
-            return self._models.next_logits(self.rows([token_ids], SamplingParams(max_tokens=1))[0])
+            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            return self._models.next_logits(row)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""

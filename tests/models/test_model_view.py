@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,6 +176,18 @@ def test_the_drop_in_follows_the_change(change: Callable[[Any], None]) -> None:
     assert drop_in_text(model) == reference(model, PROMPT, COUNT)
     expected = changed_text(model, change)
     assert drop_in_text(model) == expected
+
+
+@pytest.mark.parametrize("change", [load_other, replace_layer])
+def test_logits_and_batches_follow_the_change(change: Callable[[Any], None], tmp_path: Path) -> None:
+    model = fresh("llama")
+    decoder = decoder_of(model)
+    decoder.generate(PROMPT, PARAMS)
+    expected = changed_text(model, change)
+    assert int(decoder.next_logits(PROMPT).argmax()) == expected[0]
+    expected = changed_text(model, edit_data)
+    decoder.batch([{"id": "1", "prompt": PROMPT, "max_tokens": COUNT}], tmp_path / "out.jsonl", token_ids=True)
+    assert json.loads((tmp_path / "out.jsonl").read_text())["token_ids"] == expected
 
 
 @pytest.mark.parametrize("fast", [False, True])
