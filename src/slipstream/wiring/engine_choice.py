@@ -23,6 +23,7 @@ from slipstream.errors import UsageError
 from slipstream.predicted_outputs.prediction_policy import PredictionLimits
 from slipstream.reproducibility.draft_times import DraftTimes
 from slipstream.sampling.sampler import Sampler
+from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 from slipstream.wiring.predicting_engine import (
     longest_prediction,
@@ -116,7 +117,8 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             free_drafts=not (traits.costs_time or traits.weighs_costs),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
-    return EngineChoice(engine, name, traits, coupled, no_predictions)
+    guarded = GuardedEngine.of(engine, target, models.draft_session)
+    return EngineChoice(guarded, name, traits, coupled, no_predictions)
 
 
 def _in_vocabulary(
