@@ -23,7 +23,7 @@ from slipstream.core.loop import STEPS, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.errors import SlipstreamError, first_line
+from slipstream.errors import first_line
 from slipstream.sampling.params import SamplingParams
 
 log = logging.getLogger("slipstream")
@@ -88,7 +88,14 @@ class GuardedEngine(Engine):
             if row.finish_reason is None:
                 self._guarded(row, partial(self._alone, rows, place, begun[place], error))
         if all(row.error is not None for row in rows):
-            self._check(error)
+            try:
+                self._check(error)
+            except BaseException:
+                for row in rows:  # it is not theirs, and another engine may go on with them
+                    if not row.rounds[-1].tokens:
+                        row.rounds.pop()
+                    row.finish_reason = row.error = None
+                raise
         return [done for row, count in zip(rows, begun, strict=True) for done in row.rounds[count:]]
 
     def _alone(self, rows: Sequence[Row], place: int, begun: int, error: BaseException) -> None:
@@ -126,7 +133,7 @@ class GuardedEngine(Engine):
                 raise
             self._tidy([])
             if not isinstance(error, Exception):  # a panic in Rust
-                error = SlipstreamError(f"{type(error).__name__}: {first_line(error)}")
+                error = RuntimeError(f"{type(error).__name__}: {first_line(error)}")
             row.fail(error)
             start, step = len(row.tokens), next(STEPS)
             row.rounds.append(Round(row.index, step, 1, start, (), (), 0, rejected=False, finish_reason="error"))

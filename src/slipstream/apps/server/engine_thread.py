@@ -156,6 +156,12 @@ class EngineThread:
             else:
                 self._decode(job)
 
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a job with what it failed with; the others go on."""
+        job.row.fail(error)
+        self._running.pop(job.row.index, None)
+        self._end(job, Ended(job.choice, "error", monotonic(), error))
+
     def _take_background(self) -> Job | None:
         """The next job that nobody waits for. One place is left to those who come, where there is more than one."""
         under_way = [*self._running.values(), *self._scoring]
@@ -180,7 +186,14 @@ class EngineThread:
         """A round of every row, and as much of new prompts as the rows may wait for."""
         read = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
-        rounds = self._scheduler.step()
+        try:
+            rounds = self._scheduler.step()
+        except Exception as error:  # before the round itself, as where there is no memory for those who have begun
+            new = [job for job in self._running.values() if not job.row.rounds]
+            if not new:
+                raise
+            self._fail(max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens), error)
+            return []
         if rounds:
             self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
         return rounds
@@ -202,7 +215,13 @@ class EngineThread:
             return
         job = self._scoring[0]
         assert job.echo is not None
-        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
+        try:
+            scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
+        except Exception as error:
+            self._scoring.pop(0)
+            self._scores.pop(job, None)
+            self._fail(job, error)
+            return
         self._scores[job] = scores
         if scores.finished:
             self._scoring.pop(0)
@@ -225,7 +244,10 @@ class EngineThread:
 
     def _publish(self, told: Told, rounds: list[Round]) -> None:
         for request, event in told:
-            request.put(event)
+            try:
+                request.put(event)
+            except Exception as error:  # or the requests behind it would wait for ever
+                request.fail(error)
         tell_all(dict.fromkeys(request for request, _ in told))
         if rounds:
             self._on_step(rounds)

@@ -100,9 +100,9 @@ class LiveRequest:
 
     def put(self, event: Event) -> None:
         """Called on the event loop; `tell` follows once all events of a step are there."""
-        self.watch(self, event)
         self._ended += isinstance(event, Ended)
         self._events.append(event)
+        self.watch(self, event)
 
     def tell(self) -> None:
         """Have the handler read what has happened."""
