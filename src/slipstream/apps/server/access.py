@@ -29,35 +29,54 @@ OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the p
 PAGE = "/page/"
 FILES = "/v1/files"
 SHORTEST_KEY = 8
+UNNAMED = "sha256:"  # how the owner of a key without a name begins
 DIRECT = "slipstream.send"  # of a scope: sends the body of an answer past the layers that look at its beginning alone
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The digests of the keys and the names of their owners."""
+    """The digests of the keys and the names of their owners; that of a key without a name is made of its digest."""
 
     digests: tuple[tuple[str, bytes], ...] = ()
 
     @staticmethod
     def read(file: str) -> ApiKeys:
-        """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out."""
+        """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out.
+
+        UsageError for what is no key, and for names and keys that come twice: their owners could not be told apart.
+        """
         if not file:
             return ApiKeys()
         try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--api-key-file {file!r} cannot be read: {error}") from error
         found: list[tuple[str, bytes]] = []
+        seen: dict[str | bytes, int] = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
-            name, colon, key = line.rpartition(":")
+            name, _, key = (part.strip() for part in line.rpartition(":"))
             if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
                 raise UsageError(
                     f"--api-key-file {file!r}, line {number}: a key of {len(key)} characters; allowed: at least "
                     f"{SHORTEST_KEY} printable ASCII characters without spaces"
                 )
-            found.append((name if colon else f"key {len(found) + 1}", _digest(key)))
+            digest = _digest(key)
+            if name.startswith(UNNAMED) or not name.isprintable():
+                raise UsageError(
+                    f"--api-key-file {file!r}, line {number}: the name {name!r:.80}; allowed: printable characters, "
+                    f"not {UNNAMED!r} in front"
+                )
+            name = name or f"{UNNAMED}{digest.hex()[:32]}"
+            for what, part in (("key", digest), ("name", name)):
+                if part in seen:
+                    raise UsageError(
+                        f"--api-key-file {file!r}, line {number}: the {what} is that of line {seen[part]}; "
+                        f"allowed: each {what} once"
+                    )
+                seen[part] = number
+            found.append((name, digest))
         if not found:
             raise UsageError(f"--api-key-file {file!r} holds no keys; allowed: one per line")
         return ApiKeys(tuple(found))

@@ -72,8 +72,7 @@ def _runner(http: Request) -> BatchRunner:
 async def upload(http: Request) -> dict[str, Any]:
     """Keep a file of requests: a form with `file` and `purpose=batch`."""
     store = _runner(http).store
-    content = store.upload()
-    try:
+    with store.upload(http.state.owner) as content:
         form = UploadForm(http.headers.get("content-type", ""), content)
         await form.read(http.stream())
         if form.fields.get("purpose") != "batch":
@@ -85,8 +84,6 @@ async def upload(http: Request) -> dict[str, Any]:
             raise refused("the file is empty; allowed: at least one line", "file")
         await asyncio.to_thread(sync, content)
         return store.add_file(http.state.owner, form.filename or "", "batch", content).to_dict()
-    finally:
-        content.unlink(missing_ok=True)
 
 
 @router.get("/files", response_model=None, responses=answers(FileList))

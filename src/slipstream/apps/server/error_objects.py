@@ -93,7 +93,8 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code
-        answer = ApiError(status, _said(status, request)).response()
+        said = _said_of_body(error.__cause__, request) if status == 400 else _said(status, request)
+        answer = ApiError(status, said).response()
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
@@ -120,6 +121,19 @@ def _said(status: int, request: Request) -> str:
     if status == 413:
         return "the request body is too large"
     return f"{path}: {HTTPStatus(status).phrase.lower()}"
+
+
+def _said_of_body(cause: BaseException | None, request: Request) -> str:
+    """Why a body could not be read."""
+    if coding := request.headers.get("content-encoding"):
+        return f"the request body has content-encoding {coding!r:.40}; allowed: none"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the request body is not valid UTF-8 at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "the request body is not valid JSON here: lists and objects are nested too deep"
+    if isinstance(cause, ValueError):
+        return f"the request body is not valid JSON here: {first_line(cause).partition(';')[0]}"
+    return _said(400, request)
 
 
 SOURCES = ("body", "query", "path", "header")  # of a field, as the web framework has them

@@ -12,6 +12,7 @@ from slipstream.errors import UsageError
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+FILES_PER_KEY = 25  # of the largest size
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
@@ -84,6 +85,11 @@ class ServerSettings:
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
                 "--host 127.0.0.1, or --insecure"
             )
+
+    @property
+    def max_stored_bytes(self) -> int:
+        """What the files of one key may take on the disk together."""
+        return FILES_PER_KEY * self.max_file_bytes
 
     @property
     def is_local(self) -> bool:

@@ -57,7 +57,7 @@ class Service:
         self._pool: TextPool | None = None
         self.batches: BatchRunner | None = None
         folder = settings.batch_folder
-        self._store = BatchStore(Path(folder).expanduser()) if folder else None
+        self._store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
         self._background: set[LiveRequest] = set()
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
         self._idle = asyncio.Event()
