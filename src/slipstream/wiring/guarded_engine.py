@@ -29,6 +29,7 @@ from slipstream.sampling.params import SamplingParams
 log = logging.getLogger("slipstream")
 
 NOT_OF_A_ROW = (KeyboardInterrupt, SystemExit, GeneratorExit)
+PROBE_PROMPT = 16  # tokens, so that a prompt is read as well
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # long enough to be drafted for
 
 
@@ -160,7 +161,7 @@ class GuardedEngine(Engine):
                 raise error from None
 
     def _decode_probe(self) -> None:
-        row = Row(-1, [0], PROBE, 0, group="probe")
+        row = Row(-1, [0] * PROBE_PROMPT, PROBE, 0, group="probe")
         for session in (self.target, self.draft_session):
             if session is not None:
                 session.reserve(1, len(row.tokens) + PROBE.max_tokens)

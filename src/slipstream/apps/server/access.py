@@ -5,6 +5,7 @@ Everything is checked on `scope["path"]`, the address that the routes see, and e
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -95,7 +96,9 @@ def _digest(key: str) -> bytes:
 
 
 class Access:
-    """Lets requests through to an app, or refuses them; notes in `scope["state"]["owner"]` whose they are.
+    """Lets requests through to an app, or refuses them; notes in `scope["state"]` whose they are.
+
+    owner: the name of the key; caller: with whom they take turns, without keys everyone at an address.
 
     count: see `Count`.
     """
@@ -109,7 +112,8 @@ class Access:
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["owner"] = self._check(scope)
+            owner = scope.setdefault("state", {})["owner"] = self._check(scope)
+            scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])
         except ApiError as error:
             response = error.response()
             for origin in filter(self._is_listed, _headers(scope, b"origin")):  # or a page there would not see why
@@ -120,12 +124,20 @@ class Access:
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
-        """Break off bodies that grow too large without having said so."""
-        size = 0
+        """Break off bodies that grow too large without having said so, or that do not end in time."""
+        size, ended = 0, False
+        until = asyncio.get_running_loop().time() + self._settings.request_timeout
 
         async def receiving() -> MutableMapping[str, Any]:
-            nonlocal size
-            message = await receive()
+            nonlocal size, ended
+            if ended:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408) from None
+            ended = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self._largest(scope):
                 raise HTTPException(413)

@@ -31,7 +31,7 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
     if fields.stream_options is not None and not fields.stream:
         raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
     owner: str = http.state.owner
-    live = service.enter(http.scope["path"], owner, fields.cache_salt)
+    live = service.enter(http.scope["path"], owner, fields.cache_salt, http.state.caller)
     streaming = False
     try:
         writer = await until_gone(http, prepare(service, live, fields))

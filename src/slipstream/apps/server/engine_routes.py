@@ -79,7 +79,7 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     again = _plain(fields)
     check_model(service.facts.name, again.model)
     count_unknown(service, fields)
-    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt)
+    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt, http.state.caller)
     try:
         writer = await until_gone(http, prepare(service, live, again))
         if len(live.jobs) != 1:

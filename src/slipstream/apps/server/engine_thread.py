@@ -24,6 +24,7 @@ from slipstream.wiring.prompt_scores import PromptScores
 log = logging.getLogger("slipstream.server")
 
 GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
+SHORT_ROW = 256  # tokens; a place that such a row has is soon free again
 SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
 
 Told = list[tuple[LiveRequest, Event]]
@@ -146,7 +147,7 @@ class EngineThread:
     def _begin(self) -> None:
         """Give free places to those that wait longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
-            job = self._line.take() or self._take_background()
+            job = self._line.take(self._may_begin) or self._take_background()
             if job is None:
                 return
             job.started = True
@@ -161,6 +162,13 @@ class EngineThread:
         job.row.fail(error)
         self._running.pop(job.row.index, None)
         self._end(job, Ended(job.choice, "error", monotonic(), error))
+
+    def _may_begin(self, job: Job) -> bool:
+        """The last place is kept from long rows of a request that has others: it could be minutes until one is free."""
+        under_way = [*self._running.values(), *self._scoring]
+        if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW:
+            return True
+        return all(other.request is not job.request for other in under_way)
 
     def _take_background(self) -> Job | None:
         """The next job that nobody waits for. One place is left to those who come, where there is more than one."""

@@ -118,6 +118,8 @@ def _said(status: int, request: Request) -> str:
         return f"{path}: there is no such address"
     if status == 405:
         return f"{path}: this address does not take this method"
+    if status == 408:
+        return "the request body did not arrive in time"
     if status == 413:
         return "the request body is too large"
     return f"{path}: {HTTPStatus(status).phrase.lower()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -12,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from slipstream.apps.server.app_factory import Load, make_app
+from slipstream.apps.server.connections import ConnectionLimits
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
@@ -20,6 +22,7 @@ from slipstream.models.cpu.thread_placement import free_thread
 
 log = logging.getLogger("slipstream.server")
 MOST_CONNECTIONS = 1024
+OTHER_FILES = 256  # that a server has open
 FORCED = 2.0  # seconds that a step under way may take to end after a second signal
 
 
@@ -43,14 +46,13 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http="h11",
+                http=ConnectionLimits(MOST_CONNECTIONS, settings.request_timeout).protocol(),
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=5,
-                limit_concurrency=MOST_CONNECTIONS,
             )
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
@@ -117,6 +119,7 @@ def serve(
 ) -> None:
     """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
+    _allow_files(2 * MOST_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
         server = Server(settings, lambda: _uncollected(load()), on_ready, cores)
         try:
@@ -144,6 +147,14 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     gc.collect()
     gc.freeze()
     return decoder
+
+
+def _allow_files(count: int) -> None:
+    """Let the process have so many files and connections open, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listening(settings: ServerSettings) -> socket.socket:

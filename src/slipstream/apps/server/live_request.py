@@ -78,7 +78,8 @@ class Job:
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
-    owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
+    owner: the name of the caller's key; caller: by which turns go, the owner or an address.
+    group: with whom its rows share cached prompts and what drafters learn.
     background: nobody waits for its answer now; others go first. listener: called to `read` what there is, instead of
     waking who waits for an error; it returns what is left to do once the listeners of other requests have read.
     """
@@ -91,6 +92,7 @@ class LiveRequest:
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
     background: bool = False
+    caller: str = ""
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
     listener: Listener | None = None
     _events: deque[Event] = field(default_factory=deque)

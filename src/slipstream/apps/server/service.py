@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.apps.server.batch_runner import BatchRunner
 
 log = logging.getLogger("slipstream.server")
+MOST_SHARES = 4  # times a limit that all callers together may have waiting
 ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -117,13 +118,15 @@ class Service:
             why = {"loading": "the model is being loaded", "draining": "the server is shutting down"}
             raise ApiError(503, why.get(self.state, "the engine has stopped"), code="not_ready")
 
-    def enter(self, endpoint: str, owner: str, salt: str | None) -> LiveRequest:
-        """A new request, counted before any work is done for it; refused where too many wait."""
+    def enter(self, endpoint: str, owner: str, salt: str | None, caller: str = "") -> LiveRequest:
+        """A new request, counted before any work is done for it; refused where too many of its caller's wait."""
         self.check_ready()
-        if len(self._waiting) >= self.settings.max_queued_requests:
+        caller = caller or owner
+        waiting, share = self._share(caller, self.settings.max_queued_requests)
+        if len(waiting) >= share or len(self._waiting) >= MOST_SHARES * self.settings.max_queued_requests:
             self.metrics.rejected("requests")
-            raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
-        live = self._live(endpoint, owner, salt)
+            raise ApiError(429, f"{len(waiting)} requests wait already; try again later", code="queue_full")
+        live = self._live(endpoint, owner, salt, caller=caller)
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
@@ -137,18 +140,26 @@ class Service:
         ]
         return live
 
-    def _live(self, endpoint: str, owner: str, salt: str | None, *, background: bool = False) -> LiveRequest:
+    def _share(self, caller: str, limit: int) -> tuple[list[LiveRequest], int]:
+        """The requests of a caller that wait, and its part of a limit: all of it while no other's wait."""
+        callers = {live.caller for live in self._waiting} | {caller}
+        return [live for live in self._waiting if live.caller == caller], max(1, limit // len(callers))
+
+    def _live(
+        self, endpoint: str, owner: str, salt: str | None, *, caller: str = "", background: bool = False
+    ) -> LiveRequest:
         group = "" if self.settings.share_learning else owner
         group = group if salt is None else f"{group}\n{salt}"
-        return LiveRequest(endpoint, owner, group, background=background, watch=self._watch)
+        return LiveRequest(endpoint, owner, group, background=background, caller=caller or owner, watch=self._watch)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
-        """Queue the rows of a request; refused where too many prompt tokens wait."""
+        """Queue the rows of a request; refused where too many prompt tokens of its caller's wait."""
         if live.error is not None:  # it came too late
             raise live.error
         tokens = sum(job.row.prompt_length for job in jobs)
-        waiting = sum(self._waiting.values())
-        if waiting and waiting + tokens > self.settings.max_queued_tokens:
+        others, share = self._share(live.caller, self.settings.max_queued_tokens)
+        waiting = sum(self._waiting[other] for other in others)
+        if waiting and waiting + tokens > share:
             self.metrics.rejected("tokens")
             raise ApiError(429, f"{waiting} prompt tokens wait already; try again later", code="queue_full")
         self._waiting[live] = tokens
