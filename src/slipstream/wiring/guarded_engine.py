@@ -90,7 +90,7 @@ class GuardedEngine(Engine):
                 self._guarded(row, partial(self._alone, rows, place, begun[place], error))
         if all(row.error is not None for row in rows):
             try:
-                self._check(error)
+                self.check(error)
             except BaseException:
                 for row in rows:  # it is not theirs, and another engine may go on with them
                     if not row.rounds[-1].tokens:
@@ -147,8 +147,9 @@ class GuardedEngine(Engine):
             for reader in filter(None, (self.target, self.draft_session)):
                 reader.settle(rows)
 
-    def _check(self, error: BaseException) -> None:
-        """Every row of a step has failed. Raises `error` unless a plain row can be decoded, if with empty caches."""
+    @torch.inference_mode()
+    def check(self, error: BaseException) -> None:
+        """Raise what a step failed with unless a plain row can be decoded, if with empty caches."""
         try:
             self._decode_probe()
         except Exception as again:

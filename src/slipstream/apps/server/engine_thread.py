@@ -19,6 +19,7 @@ from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
+from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
@@ -198,8 +199,10 @@ class EngineThread:
             rounds = self._scheduler.step()
         except Exception as error:  # before the round itself, as where there is no memory for those who have begun
             new = [job for job in self._running.values() if not job.row.rounds]
-            if not new:
+            engine = self._scheduler.engine
+            if not new or not isinstance(engine, GuardedEngine):
                 raise
+            engine.check(error)
             self._fail(max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens), error)
             return []
         if rounds:
