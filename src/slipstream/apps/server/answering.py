@@ -60,7 +60,9 @@ def count_unknown(service: Service, fields: Fields) -> None:
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    work = service.pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer))
+    work = service.pool.run(
+        lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer), live.caller
+    )
     return await live.before_failing(work)
 
 

@@ -60,6 +60,7 @@ class EngineThread:
         self._numbers = 0
         self._told: Told = []
         self._budget = PromptBudget()
+        self._step_begun: float | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
 
     def start(self) -> None:
@@ -89,6 +90,12 @@ class EngineThread:
         """Whether the thread works."""
         return self._thread.is_alive()
 
+    @property
+    def step_seconds(self) -> float:
+        """For how long the step under way has been; 0 between steps."""
+        begun = self._step_begun
+        return 0.0 if begun is None else monotonic() - begun
+
     def _post(self, what: str, job: Job) -> None:
         with self._wake:
             self._mail.append((what, job))
@@ -104,9 +111,11 @@ class EngineThread:
             while self._read_mail():
                 self._begin()
                 self._deliver([])  # who has begun no longer waits, however long the step takes
+                self._step_begun = monotonic()
                 rounds = self._step() if self._running else []
                 self._note(rounds)
                 self._score()
+                self._step_begun = None
                 self._deliver(rounds)
         except BaseException as reason:  # whatever it is, every request must be told
             if not isinstance(reason, SlipstreamError):  # which says all there is to say

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from slipstream.models.cpu.thread_placement import free_thread
 log = logging.getLogger("slipstream.server")
 MOST_CONNECTIONS = 1024
 OTHER_FILES = 256  # that a server has open
+CLOSES = 30.0  # seconds that all else may take when the server ends, connections and threads included
 FORCED = 2.0  # seconds that a step under way may take to end after a second signal
 
 
@@ -30,7 +33,8 @@ class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
     on_ready: told the service once the models are loaded. cores: those that its own thread is let run on; see
-    `free_thread`. failure: what ended the engine, if that is why it ended.
+    `free_thread`. last_resort: told, when the server is to end, in how many seconds at the latest the process must.
+    failure: what ended the engine, if that is why it ended.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Server(uvicorn.Server):
         load: Load,
         on_ready: Callable[[Server], None] = lambda server: None,
         cores: frozenset[int] = frozenset(),
+        last_resort: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         app = make_app(settings, load, self._make_service)
         super().__init__(
@@ -56,6 +61,7 @@ class Server(uvicorn.Server):
             )
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
+        self._last_resort = last_resort
         self.service: Service | None = None
         self.failure: BaseException | None = None
         self._listens = False
@@ -99,12 +105,14 @@ class Server(uvicorn.Server):
         """A signal: the first begins to shut down, the second ends it."""
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
+            self._last_resort(CLOSES)
             return
         self._loop.call_soon_threadsafe(self.begin_shutdown)
 
     def begin_shutdown(self) -> None:
         """Refuse new requests, let the others finish, then end. Called on the event loop."""
         if self._draining is None:
+            self._last_resort(self.settings.drain_timeout + CLOSES)
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -121,7 +129,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
     _allow_files(2 * MOST_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
-        server = Server(settings, lambda: _uncollected(load()), on_ready, cores)
+        server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # of uvicorn, if it could not start
@@ -129,6 +137,7 @@ def serve(
                 raise
         finally:
             gc.unfreeze()
+            faulthandler.cancel_dump_traceback_later()
     if server.failure is not None:
         if isinstance(server.failure, SlipstreamError):
             raise server.failure
@@ -137,6 +146,12 @@ def serve(
         if server.service is not None:
             server.service.close(FORCED)
         raise KeyboardInterrupt
+
+
+def _end_in(seconds: float) -> None:
+    """End the process in so many seconds, whatever its threads do then, one that never lets others run included."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115  # of where threads are nobody needs to read
+    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:

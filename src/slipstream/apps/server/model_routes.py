@@ -95,7 +95,7 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
             check_plain([("prompt", fields.prompt or "")], tokenizer)
         return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
-    tokens = await until_gone(http, service.pool.run(work))
+    tokens = await until_gone(http, service.pool.run(work, http.state.caller))
     count_unknown(service, fields)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
@@ -118,7 +118,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
             raise refused("this model has no tokenizer", "tokens")
         return tokenizer.decode(fields.tokens)
 
-    return {"prompt": await until_gone(http, service.pool.run(work))}
+    return {"prompt": await until_gone(http, service.pool.run(work, http.state.caller))}
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
@@ -142,10 +142,11 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
 @router.get("/health", responses=HEALTH)
 @router.get("/ping", include_in_schema=False)
 async def health(http: Request) -> JSONResponse:
-    """Whether requests are answered: 503 while loading, while shutting down and after the engine has ended."""
+    """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
-    ready = service.state == "ready" and service.engine is not None and service.engine.alive
-    return JSONResponse({"status": service.state}, 200 if ready else 503)
+    status = "stalled" if service.stalled else service.state
+    ready = status == "ready" and service.engine is not None and service.engine.alive
+    return JSONResponse({"status": status}, 200 if ready else 503)
 
 
 @router.get("/live", responses=HEALTH)

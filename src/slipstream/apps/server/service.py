@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.apps.server.batch_runner import BatchRunner
 
 log = logging.getLogger("slipstream.server")
+STALLED = 60.0  # seconds; see `Service.stalled`
 MOST_SHARES = 4  # times a limit that all callers together may have waiting
 ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
 State = Literal["loading", "ready", "draining", "ended"]
@@ -106,6 +107,13 @@ class Service:
         self.check_ready()
         assert self._pool is not None
         return self._pool
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step, or a text that waits to be read, takes longer than anything that gets on."""
+        if self.state != "ready" or self.engine is None or self._pool is None:
+            return False
+        return max(self.engine.step_seconds, self._pool.waiting_seconds) > STALLED
 
     @property
     def num_waiting(self) -> int:
