@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from job_cases import by_id, chat
 from served import Served, served, toy
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.core.types import Row
 
 MARK = "!!!"  # a prompt with it fails
@@ -138,3 +140,85 @@ def test_a_job_whose_engine_has_failed_says_so_and_keeps_what_is_answered(tmp_pa
         decoder.batch(LINES, tmp_path / "output.jsonl")
     report = toy(max_batch_size=2).batch(LINES, tmp_path / "output.jsonl")
     assert report.answered_before > 0 and report.answered + report.answered_before == len(LINES)
+
+
+def fatal(**settings: Any) -> SpeculativeDecoder:
+    """The toy, whose drafter never works again once it has seen a marked prompt."""
+    decoder = toy(**settings)
+    drafter: Any = decoder.drafter
+    propose, seen = drafter.propose, list[Row]()
+
+    def failing(rows: Sequence[Row], *rest: Any) -> Any:
+        seen.extend(filter(is_bad, rows))
+        if seen:
+            raise RuntimeError("the device is gone")
+        return propose(rows, *rest)
+
+    drafter.propose = failing
+    return decoder
+
+
+def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
+    """A server over a folder, which begins a batch or goes on: whether it lived, and what it says of the batch."""
+    with served(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
+        store = server.service.batches.store
+        if lines is not None:
+            data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            file = server.http.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]
+            server.http.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"})
+        (record,) = store.batches.values()
+        server.wait_until(lambda: server.service.state == "ended" or not record.unfinished)
+        if server.service.state == "ended":
+            return False, None
+        told = server.http.get(f"/v1/batches/{record.id}").json()
+        texts = [server.http.get(f"/v1/files/{told[f'{name}_file_id']}/content").text for name in ("output", "error")]
+        return True, (told, texts)
+
+
+def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_path: Path) -> None:
+    ends, found = 0, served_batch(tmp_path / "b", LINES)
+    while not found[0]:
+        ends, found = ends + 1, served_batch(tmp_path / "b", None)
+        assert ends < 5
+    told, (output, errors) = found[1]
+    assert ends <= 2 and told["status"] == "completed"
+    assert told["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+    (error,) = map(json.loads, errors.splitlines())
+    assert error["custom_id"] == "c5" and "it is not tried again" in error["error"]["message"]
+    toy(max_batch_size=3).batch([line for line in LINES if line["custom_id"] != "c5"], tmp_path / "good.jsonl")
+    (tmp_path / "output.jsonl").write_text(output)
+    assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
+
+
+def test_a_line_that_was_the_only_one_is_not_tried_again(tmp_path: Path) -> None:
+    assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
+    lived, found = served_batch(tmp_path / "b", None)
+    assert lived and found[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+
+
+def test_of_a_server_that_is_told_to_end_no_line_is_suspected(tmp_path: Path) -> None:
+    async def work() -> None:
+        path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
+        for orderly, fatal, suspects in ((True, set(), set()), (False, set(), set(keys[:2]))):
+            lines = LinesUnderWay(path, ["b"])
+            async with lines.entered(keys[0]), lines.entered(keys[1]):
+                async with lines.entered(keys[2]):
+                    pass
+                lines.close(orderly=orderly)
+            lines = LinesUnderWay(path, ["b"])
+            assert (lines.fatal, lines.suspects) == (fatal, suspects)
+            lines.close(orderly=False)
+        lines = LinesUnderWay(path, ["b"])
+        assert lines.suspects == set(keys[:2])  # until they were tried
+        async with lines.entered(keys[0]):
+            other = asyncio.ensure_future(lines.entered(keys[2]).__aenter__())
+            await asyncio.sleep(0)
+            assert not other.done()
+            with path.open("ab") as file:
+                file.write(b'["b", 2')  # a dying process writes no more
+            lines.close(orderly=False)
+        await other
+        assert LinesUnderWay(path, ["b"]).fatal == {keys[0]} and LinesUnderWay(path, ["b"]).fatal == {keys[0]}
+        assert LinesUnderWay(path, ["c"]).fatal == set()
+
+    asyncio.run(work())

@@ -89,7 +89,7 @@ class Service:
 
     def _ended(self, error: BaseException | None) -> None:
         self.state = "ended"
-        self._stop_batches()
+        self._stop_batches(orderly=error is None)
         for live in self.live | self._background:
             live.fail(ApiError(500, "the engine has stopped"))
         self._on_end(error)
@@ -200,9 +200,9 @@ class Service:
         self.batches = BatchRunner(self, self._store)
         self.batches.start()
 
-    def _stop_batches(self) -> None:
+    def _stop_batches(self, *, orderly: bool) -> None:
         if self.batches is not None:
-            self.batches.stop()
+            self.batches.stop(orderly=orderly)
 
     def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
@@ -246,7 +246,7 @@ class Service:
         """Refuse what is new and wait for what runs; what is left after the timeout ends with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
-        self._stop_batches()
+        self._stop_batches(orderly=True)
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
