@@ -41,7 +41,7 @@ class LinesUnderWay:
         while self._running if alone else self._running < 0:
             self._news.clear()
             await self._news.wait()
-            self._running = -1 if alone else self._running + 1
+        self._running = -1 if alone else self._running + 1
         self._note(key, "begun")
         try:
             yield
