@@ -102,6 +102,14 @@ class SpeculativeDecoder(ModelHolder):
         self.coupled = chosen.coupled  # every token is the target's own draw, so that a seed has one text
         self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
 
+    def renew(self) -> None:
+        """See that the models are used as their owners have them now; every call that reads prompts begins so."""
+        with self._use:
+            models = self._models.current(self.config)
+            if models is not self._models:
+                self._take(models)
+                self._choose_engine()
+
     @property
     def drafter_name(self) -> str:
         """The drafter in use, with "auto" resolved."""
@@ -193,6 +201,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         prompts = read_prompts(prompt)
         with self._use:
+            self.renew()
             groups = self.reader.sample_rows(prompts.items, params, chat=chat)
             texts = iter(self.decode([row for group in groups for row in group]))
         if prompts.single and groups[0][0].error is not None:
@@ -215,6 +224,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         from slipstream.jobs.batch_job import run_batch
 
+        self.renew()
         return run_batch(self, source, output, params, options)
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
@@ -230,16 +240,26 @@ class SpeculativeDecoder(ModelHolder):
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
         with self._use:
-            return self._models.next_logits(self.rows([token_ids], SamplingParams(max_tokens=1))[0])
+            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            return self._models.next_logits(row)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
         with self._use:
+            self.renew()
             return self.reader.rows(list(prompts), params, chat=chat)
 
     def run(self, rows: Sequence[Row]) -> Iterator[Round]:
-        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
-        yield from self.scheduler().run(rows)
+        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
+
+        Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.
+        """
+        models = self._models
+        num_writes = models.num_writes()
+        for facts in self.scheduler().run(rows):
+            yield facts
+            if models.num_writes() != num_writes:
+                raise UsageError("weights were changed while a text was being written; allowed: before or after it")
 
     def decode(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""

@@ -313,3 +313,11 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
         shared("llama").generate(**batch(), **GREEDY, logits_processor=[fails], custom_generate=custom_generate)
     ours, plain = both({})
     assert torch.equal(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values")  # transformers calls it cache from 5.24 on
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_refused_by_the_names_that_it_has(name: str) -> None:
+    options = {name: DynamicCache(), "custom_generate": custom_generate}
+    with pytest.raises(UsageError, match=r"^past_key_values \(cache\) is given; allowed: input_ids and attention_mask"):
+        shared("llama").generate(torch.tensor([[5, 9, 11]]), max_new_tokens=4, pad_token_id=0, **options)

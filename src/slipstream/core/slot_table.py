@@ -113,7 +113,7 @@ class SlotTable:
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
         self._save(slot, source, row)
-        self._copy(source, slot, SlotState(row, most, most, len(row.rounds), self.shapes))
+        self.copy(source, slot, SlotState(row, most, most, len(row.rounds), self.shapes))
         left = self.states[source]
         if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
             self.states[source] = SlotState()
@@ -126,7 +126,7 @@ class SlotTable:
         least, place = min(((self._need(i, row), i) for i in longest_ago), default=(need, slot))
         if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
-            self._copy(slot, place, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
+            self.copy(slot, place, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
 
     def _need(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
@@ -142,7 +142,8 @@ class SlotTable:
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
         return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
-    def _copy(self, source: int, slot: int, state: SlotState) -> None:
+    def copy(self, source: int, slot: int, state: SlotState) -> None:
+        """Let a slot hold what `state` says, from another slot, which holds at least that."""
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
             self.backend.copy(source, slot, state.base)

@@ -19,6 +19,14 @@ def load_options_of(config: DecoderConfig) -> LoadOptions:
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
 
 
+def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) -> LoadOptions:
+    """How the draft model is loaded. beside: where the target is, if its load options have put it there."""
+    options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
+    if "device_map" in config.load_options and options.device == "auto" and beside is not None:
+        options = replace(options, device=str(beside))  # the map names the target's layers
+    return options
+
+
 def load_draft(
     draft: Any, config: DecoderConfig, tokenizer: Any = None, *, beside: torch.device | None = None
 ) -> Loaded | None:
@@ -39,7 +47,4 @@ def load_draft(
         raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    options = load_options_of(config).for_draft(dtype, vocabulary)
-    if "device_map" in config.load_options and options.device == "auto" and beside is not None:
-        options = replace(options, device=str(beside))  # the map names the target's layers
-    return load(draft, options, tokenizer)
+    return load(draft, draft_options_of(config, beside), tokenizer)

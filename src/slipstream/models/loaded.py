@@ -21,6 +21,26 @@ FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token
 WHICH_FILES = ("code_revision", "revision", "subfolder")
 
 
+class View(Protocol):
+    """What is seen of changes that the owner of a loaded model makes to it."""
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether something was made of the weights that does not follow when their values change."""
+
+    def is_same_model(self) -> bool:
+        """Whether the model consists of what it consisted of, weights' values apart."""
+
+    def has_same_weights(self) -> bool:
+        """Whether weights have the values that they had, or that were accepted since."""
+
+    def accept_weights(self) -> None:
+        """Take the values that weights have now for those that they had."""
+
+    def num_writes(self) -> int:
+        """How often a weight was changed in place; cheap enough for every round."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model ready for use.
@@ -28,7 +48,8 @@ class Loaded:
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
     and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
     vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype. source, rounding: what
-    it was loaded from, and `LoadOptions.rounding`; the name tells of both.
+    it was loaded from, and `LoadOptions.rounding`; the name tells of both. view: of a model that somebody else owns;
+    the backend then runs the view's modules, and `model` is as its owner has it.
     """
 
     backend: Backend
@@ -42,6 +63,12 @@ class Loaded:
     arithmetic: str = ""
     source: str = ""
     rounding: str = "none"
+    view: View | None = None
+
+    @property
+    def plain_model(self) -> Any:
+        """The framework's own object with ordinary weights; None if that is not in memory."""
+        return None if self.packed and self.view is None else self.model
 
     @property
     def precision(self) -> str:

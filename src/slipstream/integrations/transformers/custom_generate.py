@@ -20,8 +20,15 @@ from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.decoder_cache import DecoderSettings, decoder_for
-from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
+from slipstream.integrations.transformers.generate_options import (
+    NotPassedOn,
+    Options,
+    read_prompts,
+    refuse_options,
+    refuse_row_hooks,
+)
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
+from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.text.stats import Stats
 
 
@@ -103,6 +110,7 @@ class CustomGenerate:
         settings = replace(self, **{name: value for name, value in own.items() if value is not None})
         if settings.draft is None and own["draft_tokenizer"] is not None:
             raise UsageError("draft_tokenizer (assistant_tokenizer) without a draft model; allowed: with draft=...")
+        refuse_row_hooks(model)
         cached = settings.decoder_of(model)
         decoder = cached.using(
             settings.drafter, num_draft_tokens=settings.num_draft_tokens, acceptance=settings.acceptance
@@ -133,7 +141,7 @@ class CustomGenerate:
     def decoder_of(self, model: Any) -> SpeculativeDecoder:
         """The decoder over the model and the draft, cached on the model."""
         for one in (model, self.draft):
-            if isinstance(one, torch.nn.Module) and one.training:
+            if isinstance(one, torch.nn.Module) and unwrapped(one).training:
                 raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
         spoken = None if self.draft is None else self.draft_tokenizer  # it may be here for calls with a draft model
         settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=spoken)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[An
         raise UsageError("stopping_criteria: ConfidenceCriteria reads scores; allowed: criteria that read input_ids")
 
 
+def refuse_row_hooks(model: Any) -> None:
+    """Refuse, by name, options that a library has bound to hooks row by row, such as PEFT's adapter_names."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for name, value in (hook.keywords if isinstance(hook, partial) else {}).items():
+                if isinstance(value, list | tuple):
+                    raise UsageError(
+                        f"{name}={value!r:.60} cannot be combined with slipstream.custom_generate, which decodes rows "
+                        "on their own; allowed: one choice for all rows, such as model.set_adapter(...)"
+                    )
+
+
 def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PaddedPrompt]:
     """The rows of input_ids [B, n] without their left padding; other inputs of the model are refused."""
     inputs = {name: value for name, value in model_kwargs.items() if value is not None and name not in HARMLESS}
@@ -81,7 +94,8 @@ def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any])
         if any(kind in name for kind in MEDIA):
             raise UsageError(f"{name} is given; allowed: text only, as input_ids and attention_mask")
         if not _is_default_type(model, name, value):
-            raise UsageError(f"{name} is given; allowed: input_ids and attention_mask only")
+            what = "past_key_values (cache)" if name in NAMES else name
+            raise UsageError(f"{what} is given; allowed: input_ids and attention_mask only")
     if input_ids.shape != mask.shape:
         raise UsageError(f"attention_mask {list(mask.shape)}, input_ids {list(input_ids.shape)}; allowed: one shape")
     if positions is not None and bool(((positions != mask.cumsum(1) - 1) & mask).any()):

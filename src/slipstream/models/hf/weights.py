@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf.model_files import not_loaded, resolve
+from slipstream.models.hf.model_files import is_gguf, not_loaded, resolve
 from slipstream.models.loaded import PLAN, LoadOptions
 
 log = logging.getLogger("slipstream")
@@ -31,6 +31,7 @@ READER_ERRORS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    AssertionError,
     RuntimeError,
     ImportError,
     EOFError,
@@ -44,7 +45,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """The folder or hub id to take the tokenizer from, and the loaded model."""
     if PLAN in options.extra:
         raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
-    if source.endswith(".gguf") and options.dtype == "float32" and not options.extra:
+    if is_gguf(source) and options.dtype == "float32" and not options.extra:
         return _dequantised(source, options.device)
     folder = resolve(source, options.extra)
     _read_ahead(Path(folder))
@@ -90,7 +91,7 @@ def _dequantised(source: str, device: str) -> tuple[str, Any]:
     from slipstream.models.hf.gguf_header import read_header
 
     header = read_header(Path(source).expanduser())
-    header.check()
+    header.check_model()
     return str(described(header)), dequantised(header.file, torch.float32).to(device_named(device))
 
 
