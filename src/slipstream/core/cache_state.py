@@ -57,11 +57,6 @@ class Shapes:
         padded = self.pad(tokens, 1)
         return padded if padded in self.widths else None
 
-    @property
-    def shared_chunk(self) -> int:
-        """How many tokens of several prompts one forward reads; the last one's may be padded."""
-        return self.chunk - PROMPT_UNIT if self.widths else self.chunk
-
 
 EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 64)))
 

@@ -123,7 +123,7 @@ class SlotTable:
         left = self.states[source]
         begins_short = left.row is row and (left.begins_short or is_long > left.is_long)
         new = SlotState(row, most, most, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
-        self._copy(source, slot, new)
+        self.copy(source, slot, new)
         if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
             self.states[source] = SlotState()
 
@@ -136,7 +136,7 @@ class SlotTable:
         if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
             kept = replace(ended, base=known, written=known, round=len(ended.row.rounds), branches=0)
-            self._copy(slot, place, kept)
+            self.copy(slot, place, kept)
 
     def _need(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
@@ -152,7 +152,8 @@ class SlotTable:
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
         return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
-    def _copy(self, source: int, slot: int, state: SlotState) -> None:
+    def copy(self, source: int, slot: int, state: SlotState) -> None:
+        """Let a slot hold what `state` says, from another slot, which holds at least that."""
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
             self.backend.copy(source, slot, state.base)

@@ -22,6 +22,7 @@ from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.attention_masks import MaskBuilder, Masks
 from slipstream.models.hf.cache_names import cache_name
+from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
 from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
 from slipstream.models.hf.recurrent.mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
@@ -44,9 +45,9 @@ class HFBackend:
         if cache is None:
             check_supported(model)
         self.model = model.eval()
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = input_device(model)
         config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().out_features
+        self.vocab_size = vocab_size_of(model)
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from slipstream.models.hf.activation import activated
 from slipstream.models.hf.cache_names import given_cache
 from slipstream.models.hf.fused_linear import FusedOutput
 from slipstream.models.hf.grouped_attention import attend, attend_in_blocks
@@ -166,7 +167,7 @@ class LayerOps:
         x: Tensor = self.out(attended)
         x = hidden + (x if self.after_attention is None else self.after_attention(x))
         gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)
-        y: Tensor = self.down(self.act(gate).mul_(up))
+        y: Tensor = self.down(activated(self.act, gate).mul_(up))
         return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
