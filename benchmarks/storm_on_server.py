@@ -1,4 +1,4 @@
-"""Thousands of requests on a server, good, malformed, slow and given up: what became of them, and what is left behind.
+"""Thousands of requests on a server, good, broken, hostile, slow and given up: what became of them, and what is left.
 
     python benchmarks/storm_on_server.py --target toy --requests 2000
 
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -27,11 +28,12 @@ from server_processes import end_on_signals, slipstream_serve
 from terminal import in_one_line, positive
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from server_storm import Storm
+from server_storm import HOSTILE, KINDS, Storm
 
 PATIENCE = 120.0  # seconds until a server is ready, or has nothing left to do
 LOST = 48 << 20  # bytes that the second half of the requests may leave behind: allocators keep some
 ERRORS = "internal errors"
+SENT = KINDS | {kind: share for kind, share in HOSTILE.items() if kind != "fault"}
 HELD = ("slipstream:tasks", "slipstream:threads", "process_open_fds")
 
 
@@ -97,7 +99,7 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
         begun, storms, left = time.monotonic(), [], [settled(client)]
         for seed in (options.seed, options.seed + 1):
             size = options.requests // 2
-            storms.append(Storm(url, size, seed, options.at_once, options.longest).run())
+            storms.append(Storm(url, size, seed, options.at_once, options.longest, kinds=SENT).run())
             left.append(settled(client))
         seconds = time.monotonic() - begun
         texts = storms[0].texts
@@ -143,7 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = measure(given.url, given)
     else:
         started = ["--target", given.target, "--request-timeout", given.request_timeout]
-        with slipstream_serve(started + (["--draft", given.draft] if given.draft else [])) as url:
+        started += ["--draft", given.draft] if given.draft else []
+        with TemporaryDirectory() as folder, slipstream_serve([*started, "--batch-folder", folder]) as url:
             found = measure(url, given)
     print(json.dumps(found))
     return 0 if found["ok"] else 1

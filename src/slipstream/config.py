@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -69,17 +69,21 @@ class DecoderConfig:
     )
     reproducible: bool | str = setting("auto", "auto | true | false: forwards keep to a fixed set of shapes")
     max_batch_size: int = setting(8, "rows decoded together")
-    load_options: dict[str, Any] = setting({}, "further from_pretrained arguments, as JSON")
+    load_options: dict[str, Any] = setting({}, "further from_pretrained arguments of the target, as JSON")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if callable(getattr(value, "tolist", None)):  # numbers of numpy and PyTorch
+                object.__setattr__(self, name, value.tolist())
         LengthChoice.parse(self.num_draft_tokens)
         for name in ("drafter", "acceptance", "device"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: a name (text)")
         named = {"dtype": DTYPES, "draft_dtype": DRAFT_DTYPES, "activations": ACTIVATIONS, "quantize": QUANTIZE}
         for name, allowed in named.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+            if (value := getattr(self, name)) not in allowed:
+                near = did_you_mean(str(value), *allowed)
+                raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}{near}")
         for name in ("fast", "reproducible"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or value == "auto"):
@@ -120,7 +124,8 @@ class DecoderConfig:
         known = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or (unknown := [key for key in values if key not in known]):
             what = "is not an object" if not isinstance(values, dict) else f"has the unknown key {unknown[0]!r}"
-            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(known)}")
+            near = did_you_mean(unknown[0], *known) if isinstance(values, dict) else ""
+            raise UsageError(f"config file {str(path)!r} {what}; allowed: {', '.join(known)}{near}")
         return replace(defaults or cls(), **values)
 
 

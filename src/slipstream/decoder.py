@@ -18,6 +18,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
 from slipstream.draft_length.awaited_rows import awaited_together
 from slipstream.errors import UsageError
+from slipstream.models.generation_settings import warn_of_unread_settings
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_forms import read_prompts
 from slipstream.text.requests import Message, Prompt, RequestReader
@@ -37,13 +38,14 @@ class SpeculativeDecoder(ModelHolder):
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`.
-    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a loaded draft model's, if another.
+    tokenizer: needed only with loaded models and text prompts; draft_tokenizer: a draft model's, if another.
     The other arguments are the fields of `DecoderConfig`, where their meaning and defaults are written down.
     Several threads may use one decoder, or several over the same models: they take turns, `generate` for a whole call
     and streams round by round. A decoder belongs to the process that made it.
     """
 
     KEPT = ("config", "rule", "_name")
+    TOLD_BY_GENERATE = False  # whether each call brings what the model's generation_config says
 
     def __init__(
         self,
@@ -87,6 +89,8 @@ class SpeculativeDecoder(ModelHolder):
         self._drafter: str | Drafter = drafter
         self.rule: Rule | None = None  # an acceptance rule given as an object
         self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
+        if not self.TOLD_BY_GENERATE:
+            warn_of_unread_settings(self.target)
         with self._use:
             self._choose_engine()
         if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:
@@ -97,6 +101,14 @@ class SpeculativeDecoder(ModelHolder):
         self._engine, self._name, self.traits = chosen.engine, chosen.name, chosen.traits
         self.coupled = chosen.coupled  # every token is the target's own draw, so that a seed has one text
         self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
+
+    def renew(self) -> None:
+        """See that the models are used as their owners have them now; every call that reads prompts begins so."""
+        with self._use:
+            models = self._models.current(self.config)
+            if models is not self._models:
+                self._take(models)
+                self._choose_engine()
 
     @property
     def drafter_name(self) -> str:
@@ -189,6 +201,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         prompts = read_prompts(prompt)
         with self._use:
+            self.renew()
             groups = self.reader.sample_rows(prompts.items, params, chat=chat)
             texts = iter(self.decode([row for group in groups for row in group]))
         if prompts.single and groups[0][0].error is not None:
@@ -211,6 +224,7 @@ class SpeculativeDecoder(ModelHolder):
         """
         from slipstream.jobs.batch_job import run_batch
 
+        self.renew()
         return run_batch(self, source, output, params, options)
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
@@ -226,16 +240,26 @@ class SpeculativeDecoder(ModelHolder):
     def next_logits(self, token_ids: list[int]) -> Tensor:
         """[V] logits of the target after these tokens, in the precision it works in."""
         with self._use:
-            return self._models.next_logits(self.rows([token_ids], SamplingParams(max_tokens=1))[0])
+            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            return self._models.next_logits(row)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
         with self._use:
+            self.renew()
             return self.reader.rows(list(prompts), params, chat=chat)
 
     def run(self, rows: Sequence[Row]) -> Iterator[Round]:
-        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`."""
-        yield from self.scheduler().run(rows)
+        """Decode rows, yielding the facts of every round; `result` makes a finished row a `Result`.
+
+        Weights that are changed before the rows have ended raise `UsageError`: such a text would be no model's.
+        """
+        models = self._models
+        num_writes = models.num_writes()
+        for facts in self.scheduler().run(rows):
+            yield facts
+            if models.num_writes() != num_writes:
+                raise UsageError("weights were changed while a text was being written; allowed: before or after it")
 
     def decode(self, rows: Sequence[Row]) -> list[Result]:
         """Decode rows to their ends, in the order that is fastest; other threads wait until all are finished."""

@@ -1,5 +1,7 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
+from difflib import get_close_matches
+
 
 class SlipstreamError(Exception):
     """Something failed; the message is one line a user can act on."""
@@ -12,3 +14,8 @@ class UsageError(SlipstreamError, ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its class if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(name: str, *known: str) -> str:
+    """The end of a message: the known name that a wrong one is nearest to; nothing if none is near."""
+    return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1, 0.7) if near != name)

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from talk import Recorder
 
+from slipstream import SamplingParams
 from slipstream.apps.chat.remote_api import KEYS, RemoteApi
+from slipstream.apps.chat.remote_conversation import RemoteChat
+from slipstream.apps.chat.server_events import ServerEvent, events_of
 from slipstream.errors import SlipstreamError, UsageError
 
 ENDS = [b"SSH-2.0-x\r\n", b"", b"HTTP/1.1 500 x\r\ncontent-length: 99\r\n\r\n{", b"HTTP/1.1 x\r\n\r\n"]
@@ -137,3 +141,145 @@ def test_a_chunk_without_an_error_goes_on() -> None:
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         RemoteApi.at(url)
+
+
+HI, OVER = b'{"choices":[{"delta":{"content":"hi"}}]}', b'{"choices":[{"delta":{},"finish_reason":"stop"}]}'
+TWO_LINES = b'data: {"choices":\ndata:[{"delta":{"content":"hi"}}]}\n\n'
+STREAM = b"\xef\xbb\xbf: hello\r\nid: 7\r\ndata: %s\r\n\r\nevent: message\r\n%s\r\ndata: [DONE]\r\n\r\n" % (
+    HI,
+    TWO_LINES.replace(b"\n", b"\r\n"),
+)
+
+
+def sse(*data: bytes, kind: bytes = b"text/event-stream") -> bytes:
+    body = b"".join(b"data: %s\n\n" % one for one in data)
+    return typed(body, kind)
+
+
+def typed(body: bytes, kind: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
+def test_events_are_read_by_the_standard(ends: bytes, size: int) -> None:
+    stream = STREAM.replace(b"\r\n", ends)
+    pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+    found = list(events_of(pieces))
+    assert found == [
+        ServerEvent("message", HI.decode()),
+        ServerEvent("message", '{"choices":\n[{"delta":{"content":"hi"}}]}'),
+        ServerEvent("message", "[DONE]"),
+    ]
+
+
+def test_an_event_is_told_once_its_line_ends_whatever_comes_behind() -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"data: x\r\r"
+        raise AssertionError("the event was complete")
+
+    assert next(events_of(pieces())) == ServerEvent("message", "x")
+    assert list(events_of([b"data: x\r", b"\n\r", b"\ndata:  y"])) == [
+        ServerEvent("message", one) for one in ("x", " y")
+    ]
+    assert list(events_of([b"event: error\n\ndata\ndata: \xff\n\n"])) == [
+        ServerEvent("message", "\n\N{REPLACEMENT CHARACTER}")
+    ]
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
+def test_every_event_of_a_stream_is_shown(ends: bytes) -> None:
+    with sending(typed(STREAM.replace(b"\r\n", ends), b"text/event-stream")) as api:
+        assert list(api.pieces({})) == ["hi", "hi"]
+
+
+CALL = b'{"choices":[{"delta":{"tool_calls":[{"function":{"name":"add"}}]},"finish_reason":"tool_calls"}]}'
+WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (
+            typed(b"<html><title>Sign in</title></html>", b"text/html"),
+            r"sent text/html \(Sign in\) instead of a streamed",
+        ),
+        (typed(b'{"response":"hi"}\n{"response":"!"}\n', b"application/x-ndjson"), "sent application/x-ndjson"),
+        (typed(b'{"id":"x"}', b"application/json"), r"sent application/json \(\{\"id\":\"x\"\}\) instead"),
+        (typed(b"", b"text/event-stream"), "sent nothing instead"),
+        (
+            sse(CALL.replace(b'"tool_calls":[{"function":', b'"function_call":').replace(b"}]}", b"}", 1)),
+            "of tools.*'add'",
+        ),
+        (
+            typed(b'event: message_start\ndata: {"type":"message_start"}\n\n', b"text/event-stream"),
+            "sent text/event-stream",
+        ),
+        (sse(b"[DONE]"), "instead of a streamed answer"),
+        (sse(CALL, b"[DONE]"), "no text, but calls of tools, which this chat cannot answer: 'add'"),
+        (sse(b'{"choices":[{"delta":{"refusal":"I will not."}}]}', OVER), "no text, but a refusal: I will not."),
+        (sse(b'{"choices":[{"delta":{"reasoning_content":"hm"}}]}', OVER), "no text, but reasoning"),
+        (
+            sse(b'{"choices":[{"delta":{},"finish_reason":"content_filter"}]}'),
+            "no text, but an end by the server's content",
+        ),
+        (sse(HI), "broke off: the stream ended before the answer did"),
+        (sse(HI, b'{"error":{"message":"out of memory"}}'), "out of memory"),
+        (sse(HI, b'{"object":"error","message":"out of memory","code":500}'), "out of memory"),
+        (sse(HI, b'{"detail":"out of memory"}'), "out of memory"),
+        (typed(b"data: %s\n\nevent: error\ndata: out of memory\n\n" % HI, b"text/event-stream"), "out of memory"),
+        (typed(b'event: error\ndata: {"message":"out of memory"}\n\n', b"text/event-stream"), "out of memory"),
+        (typed(b'{"object":"error","message":"out of memory"}', b"application/json"), "out of memory"),
+    ],
+)
+def test_what_comes_instead_of_an_answer_is_told_in_one_line(answer: bytes, why: str) -> None:
+    with sending(answer) as api, pytest.raises(SlipstreamError, match=why) as told:
+        list(api.pieces({}))
+    assert str(told.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("answer", "note"),
+    [
+        (typed(WHOLE, b"application/json"), "sent its answer whole, not as a stream"),
+        (sse(HI, CALL, b"[DONE]"), "the answer also has calls of tools, which this chat cannot answer: 'add'"),
+        (sse(b'{"choices":[{"delta":{"content":[{"type":"text","text":"hi"}]}}]}', b"[DONE]"), ""),
+        (sse(HI, OVER), ""),
+        (sse(WHOLE), ""),
+    ],
+)
+def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, note: str) -> None:
+    notes = list[str]()
+    with sending(answer) as api:
+        assert list(api.pieces({}, notes.append)) == ["hi"]
+    assert len(notes) == bool(note) and all(note in line for line in notes)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"object":"error","message":"no such model","code":404}', "no such model"),
+        (b'{"detail":"Not authenticated"}', "Not authenticated"),
+        (b'{"detail":[{"loc":["body","n"],"msg":"too large"},{"msg":"x"}]}', "body.n: too large; x"),
+        (b'{"error":"busy"}', "busy"),
+        (b'{"code":1301,"msg":"busy"}', "busy"),
+        (b'[{"error":{"code":429,"message":"quota"}}]', "quota"),
+        (b'{"errors":[{"message":"a"},{"message":"b"}]}', "a; b"),
+        (b"<html><head><style>p {}</style></head><h1>502 Bad Gateway</h1>", "502 Bad Gateway"),
+        (b"Too Many Requests\n", "Too Many Requests"),
+        (b"", "no reason given"),
+        (b'{"error":{"type":"x"}}', "no reason given"),
+    ],
+)
+def test_every_form_of_an_error_is_told(body: bytes, why: str) -> None:
+    said = b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with sending(said) as api, pytest.raises(SlipstreamError, match=f"status 400: {why}$"):
+        list(api.pieces({}))
+
+
+def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
+    with sending(sse(HI, b'{"detail":"out of memory"}')) as api:
+        face = Recorder()
+        chat = RemoteChat(api.url, face, SamplingParams(), model="m")
+        chat.handle("hello")
+    assert face.pieces == ["hi", "\n"] and chat.turns == [] and "out of memory" in face.errors[0]

@@ -155,7 +155,9 @@ def test_fast_replaces_layers_whichever_decoder_came_first(monkeypatch: pytest.M
     texts = []
     for one in settings:
         decoder = SpeculativeDecoder(model, drafter="none", **one)
-        assert isinstance(decoder.target.backend, GraphedBackend) == any(map(is_fused, model.modules())) == one["fast"]
+        backend: Any = decoder.target.backend
+        assert isinstance(backend, GraphedBackend) == any(map(is_fused, backend.model.modules())) == one["fast"]
+        assert not any(map(is_fused, model.modules()))
         texts.append(decoder.generate(text, GREEDY).token_ids)
     assert texts[0] == texts[1] == texts[2]
 
@@ -164,7 +166,7 @@ def test_fast_replaces_layers_whichever_decoder_came_first(monkeypatch: pytest.M
 def test_a_decoder_over_captured_models_says_what_a_plain_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for backend in (HFBackend, lambda model: GraphedBackend(model, Tape())):
-        monkeypatch.setattr(loading, "_backend", lambda model, fast, convert, make=backend: make(model))
+        monkeypatch.setattr(loading, "_backend", lambda model, *_, make=backend, **__: make(model))
         decoder = SpeculativeDecoder(shared("qwen2"), perturbed("qwen2"), num_draft_tokens=3, reproducible=False)
         texts.append([result.token_ids for result in decoder.generate(prompts((4, 20, 9)), GREEDY)])
     assert texts[0] == texts[1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tiny import fresh, reference, tokenizer
 from tokenizers import Tokenizer, models
 
-from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.hf.vocabulary import differing_tokens
 
 CONTEXT = 32
@@ -166,6 +168,10 @@ def test_draft_with_a_tokenizer_that_cannot_be_read_as_bytes_is_refused_naming_b
 
 
 def test_draft_of_another_size_is_refused_where_no_tokenizers_can_be_compared() -> None:
+    with pytest.raises(
+        UsageError, match="draft_tokenizer is given, but there is no draft model; allowed: with a draft"
+    ):
+        SpeculativeDecoder("toy", draft_tokenizer=words(WORDS))
     with pytest.raises(UsageError, match=r"has 7 logits, target .* has 5, and no tokenizers are at hand"):
         SpeculativeDecoder(tiny(), tiny(vocab=7))
 
@@ -188,3 +194,66 @@ def test_differing_tokens_are_described_in_the_order_of_the_targets_ids() -> Non
         "'d' is 3 in the target and absent in the draft",
         "'e' is absent in the target and 4 in the draft",
     ]
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "draft_tokenizer"])
+def test_what_is_no_tokenizer_is_refused_at_once(name: str) -> None:
+    model = fresh("llama")
+    for value, shown in (("smollm2", "'smollm2'"), (model, "a LlamaForCausalLM"), (5, "5")):
+        with pytest.raises(UsageError, match=f"^{name}={shown}; allowed: a Hugging Face tokenizer, such as Auto"):
+            SpeculativeDecoder(model, model, reproducible=False, **{name: value})
+
+
+def test_a_processors_tokenizer_serves() -> None:
+    processor = SimpleNamespace(tokenizer=tokenizer())
+    decoder = SpeculativeDecoder(fresh("llama"), tokenizer=processor, reproducible=False)
+    assert decoder.encode("ab", chat=False) == tokenizer()("ab")["input_ids"]
+
+
+def test_objects_that_are_no_models_are_refused_in_one_line() -> None:
+    for source in (tokenizer(), [fresh("llama")], fresh("llama").config):
+        with pytest.raises(UsageError, match=r"^model .{1,60} is a \w+.*; allowed: a hub id, a folder, ") as refusal:
+            SpeculativeDecoder(source)
+        assert "\n" not in str(refusal.value)
+        assert ("a tokenizer goes into tokenizer=" in str(refusal.value)) == hasattr(source, "decode")
+
+
+class Doubled(torch.nn.Module):
+    """An output layer of somebody's own, which does not say how many outputs it has."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return -self.inner(x)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_output_layer_of_ones_own_serves(fast: bool) -> None:
+    model = fresh("llama")
+    model.lm_head = Doubled(model.lm_head)
+    decoder = SpeculativeDecoder(model, model, fast=fast, reproducible=False)
+    expected = reference(model, [5, 9, 11], 8)
+    assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == expected
+
+
+class Proposes:
+    """A drafter of somebody's own that proposes one and the same id."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+        return Draft.from_lists([[self.token] * length for length in lengths], sampler.device)
+
+
+@pytest.mark.parametrize("token", [-1, -5, 61, 10**12])
+def test_ids_that_the_target_does_not_have_are_drafts_like_others(token: int) -> None:
+    model, options = fresh("llama"), {"num_draft_tokens": 2, "reproducible": False}
+    for acceptance in ("match", "rejection", "block"):
+        decoder = SpeculativeDecoder(model, drafter=Proposes(token), acceptance=acceptance, **options)
+        assert decoder.generate([5, 9, 11], SamplingParams(max_tokens=8)).token_ids == reference(model, [5, 9, 11], 8)
+        sampled = SamplingParams(max_tokens=8, temperature=0.9, seed=3)
+        texts = [d.generate([5, 9, 11], sampled).token_ids for d in (decoder, decoder.using("none"))]
+        assert len(texts[0]) == 8 and (acceptance != "match" or texts[0] == texts[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -231,6 +233,48 @@ def test_a_decoder_made_in_a_fork_works_even_if_the_lock_was_taken_before() -> N
     leave.set()
     holder.join()
     assert said == expected
+
+
+FORKS = """
+import multiprocessing
+import torch
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models import exclusive_use
+
+exclusive_use.TRIAL_SECONDS = 60.0  # a trial that ends may take its time on a busy machine
+torch.set_num_threads(2)
+
+
+def text(threads):
+    torch.set_num_threads(threads)
+    try:
+        print(repr(SpeculativeDecoder("toy").generate("A heron", SamplingParams(max_tokens=4)).text), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+
+
+def in_a_fork(work, *inputs):
+    child = multiprocessing.get_context("fork").Process(target=work, args=inputs)
+    child.start()
+    child.join()
+
+
+in_a_fork(text, 2)  # nothing has been computed before
+torch.zeros(1 << 20)
+exclusive_use.TRIAL_SECONDS = 1.0  # it hangs for ever
+in_a_fork(text, 2)
+in_a_fork(text, 1)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems' OpenMP, or no forks")
+def test_a_fork_in_which_threads_would_hang_is_refused_in_one_line() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, env=environment, timeout=120)
+    unused, used, single = ran.stdout.splitlines()
+    assert unused == single == repr(" and")
+    assert used.startswith("UsageError: process ") and "which are gone, and would wait for them for ever" in used
+    assert "allowed: processes by multiprocessing's start method 'spawn'" in used and "after the fork" not in used
 
 
 USES: dict[str, Callable[[SpeculativeDecoder], Any]] = {

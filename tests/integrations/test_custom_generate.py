@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,8 +52,23 @@ def test_a_draft_model_of_another_vocabulary_needs_both_tokenizers() -> None:
         return_dict_in_generate=True,
     )
     assert torch.equal(drafted.sequences, plain) and drafted.slipstream_stats.num_draft_tokens > 0
-    with pytest.raises(UsageError, match="no tokenizers are at hand"):
+    spoken = replace(spoken, draft_tokenizer=tokenizer_of("sentencepiece"))  # of calls that have a draft model
+    assert torch.equal(target.generate(ids, **given, custom_generate=spoken, drafter="none"), plain)
+    with pytest.raises(
+        UsageError, match=r"no tokenizers are at hand.*tokenizer= and draft_tokenizer= of .*CustomGenerate"
+    ):
         target.generate(ids, **given, custom_generate=CustomGenerate(drafter="model"), draft=draft)
+    as_transformers_says_it = target.generate(
+        ids,
+        **given,
+        custom_generate=CustomGenerate(drafter="model", num_draft_tokens=3),
+        assistant_model=draft,
+        tokenizer=tokenizer_of("bytes"),
+        assistant_tokenizer=tokenizer_of("sentencepiece"),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(as_transformers_says_it.sequences, plain)
+    assert as_transformers_says_it.slipstream_stats.num_draft_tokens > 0
 
 
 def test_a_lossy_rule_fails_the_comparison() -> None:
@@ -127,10 +143,10 @@ def test_stop_strings_stay_in_the_text() -> None:
         **batch(), **options, stopping_criteria=criteria, custom_generate=custom_generate, **drafted
     )
     assert torch.equal(ours, plain)
-    with pytest.raises(UsageError, match="stop_strings"):
-        shared("llama").generate(
-            **batch(), **options, stop_strings=[piece], tokenizer=spoken, custom_generate=custom_generate
-        )
+    told = {"stop_strings": [piece], "tokenizer": spoken, "custom_generate": custom_generate}
+    assert torch.equal(shared("llama").generate(**batch(), **options, **told), plain)
+    with pytest.raises(UsageError, match=r"stop_strings=.* without a tokenizer; allowed: .*CustomGenerate\(tokenizer="):
+        shared("llama").generate(**batch(), **options, stop_strings=[piece], custom_generate=custom_generate)
 
 
 def test_max_time_ends_every_row() -> None:
@@ -216,6 +232,8 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "row 1 is not padding": {"attention_mask": torch.tensor([[1], [0], [1], [1]]).expand(-1, WIDTH)},
     "allowed: padding on the left": {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([19]), 0)},
     "at most 1024": {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 1005},
+    "assistant_tokenizer are both": {"assistant_tokenizer": tokenizer(), "draft_tokenizer": tokenizer()},
+    r"draft_tokenizer \(assistant_tokenizer\) without a draft model": {"assistant_tokenizer": tokenizer()},
     "assistant_model are both": {"assistant_model": shared("llama"), "draft": shared("llama")},
     "drafter='nothing'": {"drafter": "nothing"},
     "num_draft_tokens": {"num_draft_tokens": -1},
@@ -230,6 +248,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)
     assert "\n" not in str(error.value)
+
+
+def test_a_draft_model_drafts_for_several_sequences_of_a_prompt() -> None:
+    options = batch() | GREEDY | {"do_sample": True, "num_return_sequences": 2, "custom_generate": custom_generate}
+    torch.manual_seed(3)
+    plain = shared("llama").generate(**options, drafter="none")
+    torch.manual_seed(3)
+    assert torch.equal(shared("llama").generate(**options, draft=perturbed("llama")), plain) and len(plain) == 8
 
 
 def test_a_processor_with_state_is_refused_by_its_own_name() -> None:
@@ -287,3 +313,11 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
         shared("llama").generate(**batch(), **GREEDY, logits_processor=[fails], custom_generate=custom_generate)
     ours, plain = both({})
     assert torch.equal(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values")  # transformers calls it cache from 5.24 on
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_is_refused_by_the_names_that_it_has(name: str) -> None:
+    options = {name: DynamicCache(), "custom_generate": custom_generate}
+    with pytest.raises(UsageError, match=r"^past_key_values \(cache\) is given; allowed: input_ids and attention_mask"):
+        shared("llama").generate(torch.tensor([[5, 9, 11]]), max_new_tokens=4, pad_token_id=0, **options)

@@ -125,7 +125,7 @@ def test_the_distribution_of_every_row_is_the_one_generate_would_sample_from(nam
     ids, processors = kept["input_ids"], kept["logits_processor"]
     chosen = Options.of(kept["generation_config"], processors, kept["stopping_criteria"], len(ids))
     rows = []
-    for prompt in read_prompts(ids, {"attention_mask": kept["attention_mask"]}):
+    for prompt in read_prompts(shared("llama"), ids, {"attention_mask": kept["attention_mask"]}):
         params = chosen.params(prompt, 0)
         rows.append(Row(prompt.index, list(prompt.tokens), params, 0, chosen.end_ids))
     changed = {field for field, value in vars(params).items() if value != getattr(SamplingParams(), field)}

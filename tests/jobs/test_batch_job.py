@@ -200,7 +200,7 @@ def test_a_line_is_checked_together_with_the_options_of_its_job(decoder: Specula
     found = {line["id"]: line for line in read(tmp_path / "out.jsonl")}
     assert set(found) == {"n", "m"} and len(found["n"]["alternatives"]) == 2 and found["m"]["output_tokens"] > 200
     assert [one.partition("line ")[2] for one in report.errors] == [
-        f"3: unknown option 'temprature'; allowed: {', '.join(vars(SamplingParams()))}",
+        f"3: unknown option 'temprature'; allowed: {', '.join(vars(SamplingParams()))}; did you mean 'temperature'?",
         "4: min_tokens=206; allowed: 0 to max_tokens (205)",
     ]
 

@@ -1,5 +1,7 @@
 """Check every causal language model of transformers: tiny random models, our texts against `generate`'s.
 
+Each as it is and, where that works, with fast=True; texts reach beyond every position at which a model changes.
+
 Usage, from the root: python -m tests.models.check_architectures [TYPE ...] [--json FILE] [--table]
 """
 
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from architecture_checks import Outcome, check
 from architectures import model_types
 
-SECONDS, TOGETHER = 180, 2
+SECONDS, TOGETHER = 240, 2
 SERVER = get_context("forkserver")  # each model has a process of its own; they share the imports
 WORDS = {"works": "works", "refused": "refused", "differs": "differs", "crashes": "crashes", "unbuilt": "not built"}
 
@@ -42,8 +44,11 @@ def main() -> int:
     for name, outcome in check_all(options.types or model_types()):
         outcomes[name] = outcome
         print(line(name, outcome), flush=True)
-    counts = Counter(outcome.verdict for outcome in outcomes.values())
-    print(f"{len(outcomes)} architectures:", ", ".join(f"{counts[v]} {words}" for v, words in WORDS.items()))
+    fast = [outcome.fast for outcome in outcomes.values() if outcome.fast is not None]
+    counts = Counter(outcome.verdict for outcome in (*outcomes.values(), *fast))
+    print(f"{len(outcomes)} architectures: {totals(list(outcomes.values()))}")
+    fused = sum("fused layers" in outcome.how for outcome in fast)
+    print(f"{len(fast)} of them with fast=True: {totals(fast)}; {fused} by fused layers")
     if options.json:
         rows = {name: asdict(outcome) for name, outcome in outcomes.items()}
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -52,26 +57,42 @@ def main() -> int:
     return int(counts["differs"] + counts["crashes"] > 0)
 
 
+def totals(outcomes: list[Outcome]) -> str:
+    """How many have which verdict."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in WORDS.items())
+
+
 def line(name: str, outcome: Outcome) -> str:
-    """One architecture in words."""
+    """One architecture in words, in two columns."""
+    fast = "" if outcome.fast is None else f" | fast=True: {column(outcome.fast)}"
+    return f"{name}, {column(outcome)}{fast}"
+
+
+def column(outcome: Outcome) -> str:
+    """An outcome in words."""
     says = f": {outcome.detail}" if outcome.detail else ""
     if outcome.margin:
         says += f" (margin {outcome.margin:.1e} of the largest logit)"
     if outcome.verdict == "works":
         ties = f", {outcome.ties} near-ties" if outcome.ties else ""
-        says = f" ({outcome.tokens_per_round:.1f} tokens a round{ties})"
-    return f"{name}, {WORDS[outcome.verdict]}{says}"
+        says = f" ({outcome.tokens_per_round:.1f} tokens a round{ties}; {outcome.how})"
+    return f"{WORDS[outcome.verdict]}{says}"
 
 
 def table(outcomes: dict[str, Outcome]) -> list[str]:
     """The outcomes as rows of a Markdown table, those that are alike together."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for name, outcome in outcomes.items():
         why = outcome.detail.partition(" is not supported: ")
-        groups.setdefault((WORDS[outcome.verdict], outcome.how or why[2] or why[0]), []).append(name)
+        fast = outcome.fast
+        with_fast = "" if fast is None else WORDS[fast.verdict]
+        if fast is not None and "fused layers" in fast.how:
+            with_fast += ", fused layers"
+        groups.setdefault((WORDS[outcome.verdict], outcome.how or why[2] or why[0], with_fast), []).append(name)
     ordered = sorted(groups.items(), key=lambda item: (list(WORDS.values()).index(item[0][0]), -len(item[1])))
-    rows = [f"| {verdict} | {len(names)} | {', '.join(names)} | {why} |" for (verdict, why), names in ordered]
-    return ["| | count | model types | how, or why not |", "|---|---|---|---|", *rows]
+    rows = [f"| {said[0]} | {len(names)} | {', '.join(names)} | {said[1]} | {said[2]} |" for said, names in ordered]
+    return ["| | count | model types | how, or why not | with fast=True |", "|---|---|---|---|---|", *rows]
 
 
 def check_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from slipstream.core.trees import depths, path_to, segments_of
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.block_kernels import block_kernels
+from slipstream.models.cpu.block_structs import BlockLinearStruct, FloatCacheStruct, FloatLayerStruct, FloatNormStruct
 from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
 from slipstream.models.cpu.compiled_layer import CompiledOps, recognise
 from slipstream.models.cpu.kernel_build import address
@@ -20,7 +22,7 @@ from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
 from slipstream.models.hf.activation import GELU, SILU
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.tree_attention import TreeRows, tree_rows
@@ -112,7 +114,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch: pytest.Mo
     assert layers(backend) and all(type(layer.ops) is LayerOps for layer in layers(backend))
     monkeypatch.undo()
     expected = logits(fast("llama", torch.bfloat16, fused=False, head_dim=32))
-    assert (expected - logits(backend)).abs().max() <= TOLERANCE[torch.bfloat16] * expected.abs().max()
+    assert (expected - logits(backend)).abs().max() <= 0.1 * expected.abs().max()
 
 
 def test_quantised_layers_are_compiled_for_few_tokens_and_keep_their_operators_for_many() -> None:
@@ -155,15 +157,19 @@ def attention(
     tree: TreeRows | None = None,
 ) -> Tensor:
     """The same by the kernel, which also writes the memory. tree: where the tokens of branches are written."""
-    library, tokens, size = kernels(), len(places), heads.shape[2]
-    assert library is not None
-    none, no_norm = LinearStruct(), NormStruct()
-    layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
+    tokens, size, cache = len(places), heads.shape[2], CacheStruct
+    layer: ctypes.Structure
+    if heads.dtype == torch.float32:
+        library, cache = block_kernels(), FloatCacheStruct
+        none, no_norm = BlockLinearStruct(), FloatNormStruct()
+        layer = FloatLayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 0, 1.0, 0.0)
+    else:
+        library = kernels()
+        none, no_norm = LinearStruct(), NormStruct()
+        layer = LayerStruct(none, none, none, none, *[no_norm] * 6, 64, 64, 4, 2, size, 1.0, 0.0)
     slots, positions = (torch.tensor(part) for part in zip(*places, strict=True))
     own = (positions, None, None, None) if tree is None else (tree.into[1], tree.forks, tree.begins, tree.paths)
-    where = CacheStruct(
-        *map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own))
-    )
+    where = cache(*map(address, memory), memory[0].shape[2], window, 1 / 8, *map(address, (slots, positions, *own)))
     out, groups = heads.new_empty(tokens, 4, size), torch.empty(2 * tokens, dtype=torch.int64)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (heads, out, groups)]
     library.attend(ctypes.byref(layer), ctypes.byref(where), pointers[0], ctypes.c_int64(tokens), *pointers[1:])
@@ -233,6 +239,45 @@ def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
         for part in left:
             part[slot, :, end:] = float("nan")
     assert torch.equal(attention(heads, (left[0], left[1]), places, 0), attention(heads, clean, places, 0))
+
+
+both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+@both_types
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("window", "at"), [(0, 65), (0, 90), (7, 40), (7, 65), (50, 3)])
+def test_a_token_that_is_no_number_reaches_those_that_see_it_and_no_others(
+    window: int, at: int, broken: float, dtype: torch.dtype
+) -> None:
+    places = PLACES["a prompt"]
+    heads = numbers(100, 8, 64).to(dtype)
+    clean = attention(
+        heads, (numbers(3, 2, 256, 64, seed=1).to(dtype), numbers(3, 2, 256, 64).to(dtype)), places, window
+    )
+    heads[at, 4:] = broken
+    memory = numbers(3, 2, 256, 64, seed=1).to(dtype), numbers(3, 2, 256, 64).to(dtype)
+    found = attention(heads, memory, places, window)
+    sees = [at <= position < at + (window or 100) for _, position in places]
+    assert all(torch.equal(found[i], clean[i]) for i in range(100) if not sees[i])
+    assert all(not found[i].isfinite().any() for i in range(100) if sees[i])
+    alone = attention(heads[:at], memory, places[:at], window)
+    assert torch.equal(alone, clean[:at])
+
+
+@both_types
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("first", [0, 40])
+def test_scores_that_are_no_numbers_give_no_numbers(first: int, broken: float, dtype: torch.dtype) -> None:
+    """Not weights that look like any others: a broken model is to be noticed."""
+    places = PLACES["a prompt"][first:80]
+    heads, memory = numbers(len(places), 8, 64).to(dtype), [numbers(3, 2, 256, 64, seed=s).to(dtype) for s in (1, 2)]
+    heads[5, :4, 3] = broken  # of one token's queries; keys and values are numbers
+    if broken == float("inf"):
+        heads[5, :4, 4] = -broken  # two products of which the sum is none, whatever the keys' signs
+        memory[0][..., 3:5] = heads[:, 4:6, 3:5] = 1
+    found = attention(heads, (memory[0], memory[1]), places, 0)
+    assert found[5].isnan().all() and found[:5].isfinite().all() and found[6:].isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0])

@@ -186,33 +186,40 @@ def recipe(tmp_path: Path) -> Recipe:
     return Recipe("short", sources, COMMON_FLAGS)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where libraries are kept."""
+    made = tmp_path / "kernels"
+    made.mkdir(mode=0o700)
+    return made
+
+
 @needs_kernels
-def test_a_compiler_may_have_options(tmp_path: Path, recipe: Recipe) -> None:
-    made = [built(tmp_path / "cache", {"CC": compiler}, recipe) for compiler in ("gcc -g0", "gcc")]
+def test_a_compiler_may_have_options(folder: Path, recipe: Recipe) -> None:
+    made = [built(folder, {"CC": compiler}, recipe) for compiler in ("gcc -g0", "gcc")]
     assert made[0] != made[1]
     assert all((library.one(), library.two()) == (1, 2) for library in map(ctypes.CDLL, map(str, made)))
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'cannot compile this' >&2\nexit 3\n")
     compiler.chmod(0o755)
     with pytest.raises(NoKernelsError, match="broken failed: cannot compile this"):
-        built(tmp_path / "cache", {"CC": str(compiler)}, PLAIN)
-    assert not list((tmp_path / "cache").iterdir())
+        built(folder, {"CC": str(compiler)}, PLAIN)
+    assert not list(folder.iterdir())
 
 
 @needs_kernels
-def test_the_library_is_compiled_once(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "cache"
-    made = built(cache, {}, recipe)
+def test_the_library_is_compiled_once(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = built(folder, {}, recipe)
     monkeypatch.setattr(kernel_build, "_run", lambda command: pytest.fail("compiled again"))
-    assert built(cache, {}, recipe) == made and list(cache.iterdir()) == [made]
+    assert built(folder, {}, recipe) == made and list(folder.iterdir()) == [made]
     with pytest.raises(pytest.fail.Exception):
-        built(cache, {}, replace(recipe, flags=(*recipe.flags, "-g")))
+        built(folder, {}, replace(recipe, flags=(*recipe.flags, "-g")))
     recipe.sources[1].write_text("int two(void) { return 3; }\n")
     with pytest.raises(pytest.fail.Exception):
-        built(cache, {}, recipe)
+        built(folder, {}, recipe)
 
 
 def test_without_kernels_a_warning_says_why_once(

@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import VOCAB, fast, fresh
 from tiny import ragged_logits as logits
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.errors import UsageError
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import TOLERANCE, fuse_layers, group_queries
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries, later_starts, tolerance
 from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
+from slipstream.models.hf.fused_linear import fuse
+from slipstream.models.hf.pretrained import wrap_model
+from slipstream.models.loaded import LoadOptions
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 OTHERS = ("phi3", "olmo2", "gpt2")
@@ -80,7 +86,7 @@ def test_layers_that_compute_something_else_keep_their_forward_with_a_warning(
     fuse_layers(backend)
     assert num_fused(backend) == 0
     assert torch.equal(logits(backend), expected)
-    assert "keeps its layers' own forward: the fused one gives other logits" in caplog.text
+    assert "keeps its layers' own forward: the fused one gives other numbers" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, AttributeError, KeyError])
@@ -202,5 +208,130 @@ def test_other_norms_are_refused(norm: nn.Module) -> None:
         RootMeanSquare(norm)
 
 
-def test_the_tolerance_of_a_faster_forward_is_below_one() -> None:
-    assert all(0 < tolerance < 1 for tolerance in TOLERANCE.values())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_layers_of_every_type_are_tried_with_a_tolerance_of_their_own(dtype: torch.dtype) -> None:
+    model = fresh("llama", dtype=dtype)
+    fuse(model)
+    backend = HFBackend(model)
+    assert torch.finfo(dtype).eps < tolerance(model) <= 0.02
+    group_queries(backend)
+    fuse_layers(backend)
+    assert num_fused(backend) == 2
+
+
+LATER = 40  # the position from which on these models compute something else
+
+
+def ministral3(dtype: torch.dtype = torch.float32) -> Any:
+    rope = {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": LATER,
+        "llama_4_scaling_beta": 0.1,
+        "rope_theta": 1e4,
+    }
+    shape = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    sizes = dict(vocab_size=VOCAB, head_dim=32, max_position_embeddings=16 * LATER, initializer_range=0.4)
+    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    config = transformers.Ministral3Config(**shape, **sizes, **ends, rope_parameters=rope)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaling_that_begins_at_a_later_position_is_not_left_out(dtype: torch.dtype) -> None:
+    model = ministral3(dtype)
+    ids = torch.randint(3, VOCAB, (1, 160), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits.float()
+    backend = wrap_model(model, None, LoadOptions(fast=True)).backend
+    backend.reserve(1, 256)
+    found = backend.forward(ids, [0], first_slot=0, logits=True).float()
+    assert (found - expected).square().mean().sqrt() <= (1e-4 if dtype == torch.float32 else 0.05) * expected.std()
+    backend.model.config.rope_parameters["llama_4_scaling_beta"] = 0  # what a layer that knew nothing of it gives
+    without = backend.forward(ids, [0], first_slot=0, logits=True).float()
+    assert (without - found)[:, LATER:].square().mean().sqrt() > 0.08 * expected.std()
+    assert torch.equal(without[:, :LATER], found[:, :LATER])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_alone_would_see_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.models.hf.fast_forwards.unimplemented", lambda *_: None)
+    assert num_fused(wrap_model(ministral3(dtype), None, LoadOptions(fast=True)).backend) == 0
+    for module in ("fast_forwards", "state_trials"):
+        monkeypatch.setattr(f"slipstream.models.hf.{module}.later_starts", lambda model: [0])
+    assert num_fused(wrap_model(ministral3(dtype), None, LoadOptions(fast=True)).backend) == 2
+
+
+class OtherLater(LlamaDecoderLayer):
+    """A layer that adds a little more from a position on, which no field of the configuration says."""
+
+    def forward(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
+        out = super().forward(hidden_states, *inputs, **options)
+        return out + 0.05 * (out - hidden_states) * (options["position_ids"] >= LATER)[..., None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_layers_that_compute_something_else_at_later_positions_keep_their_forward(dtype: torch.dtype) -> None:
+    model = fresh("llama", dtype=dtype)
+    fuse(model)
+    backend = HFBackend(model)
+    group_queries(backend)
+    for layer in model.model.layers:
+        layer.__class__ = OtherLater
+    model.config.original_max_position_embeddings = LATER
+    assert later_starts(model) == [0, LATER - 6, 1024 - 9]
+    fuse_layers(backend)
+    assert num_fused(backend) == 0
+    for layer in model.model.layers:
+        layer.__class__ = LlamaDecoderLayer
+    fuse_layers(backend)
+    assert num_fused(backend) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_fused"),
+    [
+        ("residual_multiplier", 0.22, False),
+        ("attn_logit_softcapping", 50.0, False),
+        ("attn_logit_softcapping", 1.0, False),
+        ("attn_temperature_tuning", True, False),
+        ("use_logn_attn", True, False),
+        ("clip_qkv", 8.0, False),
+        ("some_scaling", {"beta": 0.1}, False),
+        ("residual_multiplier", 1.0, True),
+        ("attn_logit_softcapping", None, True),
+        ("attn_temperature_tuning", False, True),
+        ("some_scaling", {"beta": 0.0}, True),
+        ("embedding_multiplier", 12.0, True),
+        ("final_logit_softcapping", 30.0, True),
+        ("quantization_config", {"activation_scale_ub": 1200.0}, True),
+    ],
+)
+def test_layers_whose_configuration_has_a_number_that_is_not_known_keep_their_forward(
+    field: str, value: Any, is_fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_slower.cache_clear()
+    backend = fast("llama", fused=False)
+    setattr(backend.model.config, field, value)
+    fuse_layers(backend)
+    assert num_fused(backend) == (2 if is_fused else 0)
+    name, number = next(iter(value.items())) if isinstance(value, dict) else (field, value)
+    assert (f"its configuration has {name}={number!r}" in caplog.text) != is_fused
+
+
+class Stretched(LlamaRotaryEmbedding):
+    """Frequencies that depend on the whole call, as no method that transformers knows."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x, position_ids / (1 + position_ids.max() // 64))
+
+
+def test_a_model_whose_texts_depend_on_their_neighbours_is_refused() -> None:
+    model = fresh("llama")
+    model.model.rotary_emb.__class__ = Stretched
+    with pytest.raises(UsageError, match="depends on how long the texts beside it are"):
+        wrap_model(model, None, LoadOptions())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.fused_linear import FusedLinear, FusedOutput, fuse
+from slipstream.models.hf.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
 
 GROUPS = {
     "llama": 4,
@@ -131,3 +131,34 @@ def test_a_model_that_refuses_the_trial_keeps_its_layers_with_a_warning(caplog: 
     warn_slower.cache_clear()
     assert fuse(Odd(["ax"])) == 0
     assert "Odd keeps its layers apart: a forward of two tokens fails: needs more than ids" in caplog.text
+
+
+class ReadsItsWeight(nn.Module):
+    """A layer around a linear one, that asks for the type of its weight, as adapters do."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.to(self.inner.weight.dtype))
+        return out
+
+
+def test_layers_whose_weights_others_use_and_layers_with_hooks_stay() -> None:
+    model = fresh("llama")
+    tokens = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = ReadsItsWeight(layer.self_attn.q_proj)
+        layer.self_attn.o_proj = ReadsItsWeight(layer.self_attn.o_proj)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    expected = logits(model, tokens)
+    calls = linear_calls(model)
+    leave = called_by_none(model, calls)
+    names = {name for name, module in model.named_modules() if module in leave}
+    assert names == {f"model.layers.{i}.self_attn.{name}_proj.inner" for i in (0, 1) for name in "qo"}
+    fuse(model, calls=calls)
+    pack(model, leave=leave)
+    kept = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert kept == names | {"model.layers.0.mlp.up_proj"}
+    assert torch.allclose(logits(model, tokens), expected, atol=1e-4)

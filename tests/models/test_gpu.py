@@ -88,7 +88,7 @@ def test_no_drafter_changes_a_text(name: str, fast: bool, reproducible: bool | s
     plain = plain_decoder(name, torch.float32, fast, max_batch_size=4, reproducible=reproducible)
     assert isinstance(plain.target.backend, GraphedBackend) == fast
     if fast and name in BY_KERNELS:
-        assert uses_kernels(plain.target.model)
+        assert uses_kernels(plain.target.backend.model)
     for params in (GREEDY, SEEDED):
         expected = one_by_one(plain, PROMPTS, params)
         assert texts(plain, PROMPTS, params) == expected

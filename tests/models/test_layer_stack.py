@@ -83,6 +83,34 @@ def test_a_model_that_computes_more_around_its_layers_keeps_its_own_forward() ->
     assert backend.stack is None and backend.ragged
 
 
+@pytest.mark.parametrize("cap", [30.0, 1000.0])
+def test_logits_that_are_capped_stay_capped(cap: float) -> None:
+    """Even where it changes them by less than rounding."""
+    backend = stacked("gemma3", final_logit_softcapping=cap)
+    assert backend.stack is None and backend.ragged
+    without = stacked("gemma3")
+    assert without.stack is not None
+    capped = cap * torch.tanh(logits(without) / cap)
+    assert (logits(backend) - capped).square().mean().sqrt() <= 0.05 * capped.std()
+
+
+@pytest.mark.parametrize("place", ["embedding", "layer", "head"])
+def test_a_model_that_changes_anything_between_its_parts_keeps_its_own_forward(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = fast("llama", torch.bfloat16, fused=False, head_dim=64)
+    model: Any = backend.model
+    part = {"embedding": model.model.layers[0], "layer": model.model.layers[1], "head": model.lm_head}[place]
+    own = type(part).__call__
+
+    def louder(self: Any, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
+        return own(self, hidden * 1.02 if self is part else hidden, *inputs, **options)
+
+    monkeypatch.setattr(type(part), "__call__", louder)
+    fuse_layers(backend)
+    assert backend.stack is None and backend.ragged
+
+
 def test_a_stack_of_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(self: LayerStack, tokens: Tensor, *rest: Any) -> Tensor:
         return torch.ones(*tokens.shape, self._model.config.vocab_size, dtype=torch.bfloat16)

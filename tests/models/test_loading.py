@@ -1,6 +1,7 @@
 """From a name to a model: what loads, what is refused and in which words, and what loading must leave alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
 from slipstream.models.hf import gguf_conversion as conversion
 from slipstream.models.hf import model_files as files
+from slipstream.models.hf.vocabulary_info import inspect_vocabulary
 
 PARAMS = SamplingParams(max_tokens=12)
 PROMPT = prompts([9])[0]
@@ -77,12 +80,47 @@ def test_a_loaded_model_is_not_told_to_be_another(options: dict[str, Any]) -> No
         SpeculativeDecoder(shared("llama"), **options)
 
 
-def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_end_ids_are_those_of_generate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = fresh("llama")
     model.config.eos_token_id, model.generation_config.eos_token_id = 4, [5, 6]
-    assert SpeculativeDecoder(model).target.end_ids == (5, 6)
+    assert SpeculativeDecoder(model).target.end_ids == (5, 6) and not caplog.text
     model.generation_config.eos_token_id = None
-    assert SpeculativeDecoder(model).target.end_ids == (4,)
+    assert SpeculativeDecoder(model).target.end_ids == ()
+    assert "generation_config names no end token" in caplog.text and "stop_token_ids=[4]" in caplog.text
+    model.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path / "bare")
+    for folder, ends in ((tmp_path, ()), (tmp_path / "bare", (4,))):  # without the file the configuration counts
+        if folder != tmp_path:
+            (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        assert inspect_vocabulary(str(folder)).end_ids == ends
+        for fast in (False, "auto"):
+            assert SpeculativeDecoder(str(folder), fast=fast, reproducible=False).target.end_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3, which generate applies .*: repetition_penalty$"),
+        (
+            {"suppress_tokens": [5, 6], "min_new_tokens": 3},
+            r"min_new_tokens=3, suppress_tokens=\[5, 6\], .*: min_tokens, l",
+        ),
+        ({"forced_eos_token_id": 0, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2, forced_eos_token_id=0, .*"),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.0, "min_length": 0}, None),
+    ],
+)
+def test_settings_that_only_generate_follows_are_told(
+    settings: dict[str, Any], says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh("llama")
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    SpeculativeDecoder(model)
+    assert re.search(says, caplog.text.strip()) if says else not caplog.text
+    caplog.clear()
+    ids = torch.tensor([PROMPT])  # here they are followed, so that there is nothing to say
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, custom_generate=custom_generate)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -210,10 +248,11 @@ def test_a_broken_gguf_file_is_refused_and_leaves_nothing_behind(
 
 
 def little_gguf(file: Path) -> None:
-    """A file with one tensor."""
+    """A file with two tensors."""
     whole = GGUFWriter(file, "llama")
     whole.add_block_count(1)
     whole.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    whole.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
     whole.write_header_to_file()
     whole.write_kv_data_to_file()
     whole.write_tensors_to_file()
@@ -230,7 +269,7 @@ def test_a_truncated_gguf_file_is_called_so(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(SlipstreamError, match=r"cut\.gguf' is truncated: the file ends before") as error:
             SpeculativeDecoder(str(tmp_path / "cut.gguf"))
         one_line(error)
-    with pytest.raises(SlipstreamError, match=r"do not fit config\.json: 10 are missing"):  # all there, but few
+    with pytest.raises(SlipstreamError, match=r"its metadata describe [\d,]+ weights; allowed: up to .* 288$"):
         SpeculativeDecoder(str(tmp_path / "whole.gguf"))
 
 
@@ -420,9 +459,10 @@ def test_a_packed_layer_is_the_linear_layer_it_replaces(
 def test_a_packed_model_keeps_its_greedy_text(name: str) -> None:
     model = fresh(name)
     made = SpeculativeDecoder(model, num_draft_tokens=3, fast=True)
-    assert any(type(module) is PackedLinear for module in model.modules())
-    assert not any(type(module) is torch.nn.Linear for module in model.modules())
-    assert made.target.packed
+    packed: Any = made.target.backend
+    assert any(type(module) is PackedLinear for module in packed.model.modules())
+    assert not any(type(module) is torch.nn.Linear for module in packed.model.modules())
+    assert made.target.packed and not any(type(module) is PackedLinear for module in model.modules())
     assert made.generate(PROMPT, PARAMS).token_ids == reference(shared(name), PROMPT, 12)
 
 
@@ -438,6 +478,8 @@ def test_a_draft_folder_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None
     other.save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())
     assert decoder._models.bridged is not None  # it drafts through bytes
+    told = SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer(), draft_tokenizer=tokenizer())
+    assert told._models.bridged is None
     shared("llama").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     assert SpeculativeDecoder(shared("llama"), str(tmp_path), tokenizer=tokenizer())._models.bridged is None

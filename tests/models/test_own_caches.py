@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from copy import deepcopy as copy_whole
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from architecture_checks import PROMPTS, QUEUE, Liar
 from architectures import tiny_model
 from fast_part import mostly_slow
 from queued_texts import GREEDY, QueuedTexts
+from tiny import fresh, reference
 from transformers.cache_utils import DynamicLayer
 
+import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
@@ -225,3 +229,114 @@ def test_of_older_states_those_far_apart_are_kept() -> None:
 def test_a_cache_by_another_kind_is_none() -> None:
     assert cache_name(tiny_model("xlm")) is None  # its `cache` is a dictionary of tensors
     assert cache_name(tiny_model("llama")) in KEYS_AND_VALUES
+
+
+class ShiftsInputs(transformers.LlamaForCausalLM):
+    """Reads every token as the next one, if the text is long enough."""
+
+    shortest = 0
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        if input_ids.shape[1] > self.shortest:
+            inputs["input_ids"] = (inputs["input_ids"] + 1) % 60
+        return inputs
+
+
+class ShiftsLongInputs(ShiftsInputs):
+    shortest = 12  # longer than the texts that models are tried with
+
+
+class AddsAnInput(transformers.LlamaForCausalLM):
+    """Its forward does something else where `generate` calls it."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"temper": torch.tensor(-1.0)}
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        cache: Any = None,
+        logits_to_keep: Any = 0,
+        temper: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+        out = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **given, **kwargs)
+        if temper is not None:
+            out.logits = temper * out.logits
+        return out
+
+
+class PassesOn(transformers.LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+
+class WantsOtherInputs(transformers.LlamaForCausalLM):
+    """Fails where its mask or cache is of another kind than that of `generate`."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        cache: Any = None,
+        logits_to_keep: Any = 0,
+        **kwargs: Any,
+    ) -> Any:
+        self.check(attention_mask, cache)
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
+        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **given, **kwargs)
+
+    def check(self, mask: Any, cache: Any) -> None:
+        if mask is not None:
+            _, _ = mask.shape  # ValueError
+
+
+class Asserts(WantsOtherInputs):
+    def check(self, mask: Any, cache: Any) -> None:
+        assert mask is None or mask.dim() == 2
+
+
+class WantsDynamicCache(WantsOtherInputs):
+    def check(self, mask: Any, cache: Any) -> None:
+        if not isinstance(cache, transformers.DynamicCache | None):
+            raise TypeError("no DynamicCache")
+
+
+class Divides(WantsOtherInputs):
+    def check(self, mask: Any, cache: Any) -> None:
+        1 / (mask is None or mask.dim() == 2)
+
+
+def of_class(kind: Any) -> Any:
+    base = fresh("llama")
+    model = kind(copy_whole(base.config))
+    model.load_state_dict(base.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", [ShiftsInputs, ShiftsLongInputs, AddsAnInput, PassesOn])
+def test_inputs_that_a_model_prepares_in_its_own_way_are_honoured(kind: Any, fast: bool) -> None:
+    model, prompt, params = of_class(kind), [5, 9, 11, 5, 9, 11, 5], SamplingParams(max_tokens=12)
+    expected, usual = reference(model, prompt, 12), reference(fresh("llama"), prompt, 12)
+    assert (expected == usual) == (kind is PassesOn)
+    decoder = SpeculativeDecoder(model, drafter="ngram", fast=fast, reproducible=False)
+    assert decoder.generate(prompt, params).token_ids == expected
+    assert isinstance(decoder.target.backend, OwnCacheBackend) == (kind is not PassesOn)
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    made = model.generate(torch.tensor([prompt]), custom_generate=slipstream.custom_generate, **options)
+    assert made[0, len(prompt) :].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", [WantsOtherInputs, Asserts, WantsDynamicCache, Divides])
+def test_a_forward_that_fails_on_slots_runs_on_caches_of_its_own(kind: Any) -> None:
+    model, prompt = of_class(kind), [5, 9, 11, 5, 9, 11, 5]
+    for fast in (False, True):
+        decoder = SpeculativeDecoder(model, fast=fast, reproducible=False)
+        assert isinstance(decoder.target.backend, OwnCacheBackend)
+        assert decoder.generate(prompt, SamplingParams(max_tokens=12)).token_ids == reference(model, prompt, 12)

@@ -65,14 +65,22 @@ def test_a_model_that_passed_is_made_the_same_without_trials(folder: str, tried:
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", ["file", "configuration", "dtype", "switch", "code", "damage"])
+@pytest.mark.parametrize("change", ["file", "weights", "configuration", "dtype", "switch", "code", "damage"])
 def test_whatever_a_trial_depends_on_has_it_made_again(
     folder: str, tried: list[Any], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     load(folder, LoadOptions())
     before, options = len(tried), LoadOptions()
+    others = {file.name: file.stat().st_mtime_ns for file in Path(folder).iterdir()}
     if change == "file":
         os.utime(Path(folder) / "model.safetensors", ns=(1, 1))
+    elif change == "weights":  # copied over the others with their size and time
+        weights = Path(folder) / "model.safetensors"
+        size = weights.stat().st_size
+        fresh("llama", seed=1, dtype=torch.bfloat16, head_dim=32).save_pretrained(folder)
+        assert weights.stat().st_size == size
+        for name, time in others.items():
+            os.utime(Path(folder) / name, ns=(time, time))
     elif change == "configuration":
         config = Path(folder) / "config.json"
         config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))

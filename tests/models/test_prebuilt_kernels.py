@@ -16,7 +16,7 @@ import pytest
 from slipstream.models.cpu import kernel_build
 from slipstream.models.cpu.bfloat16_kernels import recipe_of
 from slipstream.models.cpu.instruction_sets import NEEDED, NoKernelsError, isa_of
-from slipstream.models.cpu.kernel_build import SOURCES, Recipe, first_that_loads, library_file, prebuilt_name
+from slipstream.models.cpu.kernel_build import SOURCES, Recipe, first_that_loads, loaded, prebuilt_file, prebuilt_name
 from slipstream.models.cpu.processor import AMX, Processor, asked, processor
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_a_prebuilt_library_of_these_sources_needs_no_compiler(
     without_compiler(monkeypatch)
     made = folders[0] / prebuilt_name(RECIPE, sys.platform)
     made.touch()
-    assert library_file(RECIPE) == made
+    assert prebuilt_file(RECIPE) == made
 
 
 def test_one_of_other_sources_is_not_used(
@@ -69,7 +69,7 @@ def test_one_of_other_sources_is_not_used(
     (folders[0] / prebuilt_name(other, sys.platform)).touch()
     caplog.set_level("INFO", "slipstream")
     with pytest.raises(NoKernelsError, match=r"no C compiler \(gcc or cc\)"):
-        library_file(RECIPE)
+        loaded(RECIPE)
     assert "was built of other sources: the kernels are compiled" in caplog.text
 
 

@@ -144,7 +144,8 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
     results = decoder.generate([PROMPT, PROMPT[:4]], params)
     plain = decoder.using("none").generate([PROMPT, PROMPT[:4]], params)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
-    assert any(type(m) is QuantisedLinear for m in draft.modules())
+    assert any(type(m) is QuantisedLinear for m in decoder.draft.backend.model.modules())
+    assert not any(type(m) is QuantisedLinear for m in draft.modules())
     assert decoder.draft is not None and isinstance(decoder.draft.backend, HFBackend)  # rounding is no other attention
     assert all(r.stats.num_draft_tokens > 0 for r in results)
     if temperature == 0:
@@ -158,7 +159,8 @@ def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypat
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path))
     assert decoder.draft is not None
-    counts = [sum(type(m) is QuantisedLinear for m in one.model.modules()) for one in (decoder.target, decoder.draft)]
+    models = decoder.target.model, decoder.draft.model
+    counts = [sum(type(module) is QuantisedLinear for module in model.modules()) for model in models]
     assert counts[0] == 0 and counts[1] > 0  # "auto" quantises the draft alone
     assert decoder.generate(PROMPT, SamplingParams(max_tokens=12)).token_ids == reference(shared("llama"), PROMPT, 12)
 
@@ -180,7 +182,7 @@ def test_auto_leaves_models_that_fit_the_caches_and_plain_weights_alone(tmp_path
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path), fast=fast, reproducible=False)
     assert decoder.draft is not None and decoder.draft.packed == (fast == "auto")
-    assert not any(type(m) is QuantisedLinear for m in decoder.draft.model.modules())
+    assert not any(type(m) is QuantisedLinear for m in decoder.draft.backend.model.modules())
 
 
 def test_a_draft_dtype_of_its_own(tmp_path: Path) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 from rounding import BATCH, ReadsLess, RoundingBackend, without
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend
 from slipstream.models.loaded import Loaded
+from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
@@ -32,6 +38,64 @@ def test_a_calibration_is_remembered_by_fingerprint(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "calibration").iterdir())) == 2
     short = remembered(_loaded(ReadsLess((128,)), "three"), BATCH)
     assert short.attended_lengths and remembered(_loaded(again, "three"), BATCH) == short
+
+
+def _flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = calibration_cache.processor()
+    monkeypatch.setattr(calibration_cache, "processor", lambda: replace(here, flags=here.flags | {"of_another"}))
+
+
+OTHER_MACHINES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "processor of the same name": _flags,
+    "capability": lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+    "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 33),
+    "float32 products": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "other"),
+    "oneDNN off": lambda patch: patch.setattr(torch.backends.mkldnn, "is_available", lambda: False),
+    "oneDNN's instructions": lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "its old name": lambda patch: patch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16"),
+    "MKL's mode": lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE"),
+    "version of the forwards": lambda patch: patch.setattr(calibration_cache, "version", lambda package: "0.0"),
+}
+OTHER_MODELS = {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize("change", OTHER_MACHINES)
+def test_what_was_found_on_one_machine_says_nothing_of_another(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _loaded(RoundingBackend())
+    before = calibration_cache._identity(loaded)
+    OTHER_MACHINES[change](monkeypatch)
+    assert calibration_cache._identity(loaded) != before
+
+
+def test_the_libraries_of_a_gpu_and_what_they_may_do_are_told() -> None:
+    before, matmul = calibration_cache._cuda_libraries(), torch.backends.cuda.matmul
+    allowed = matmul.allow_tf32
+    try:
+        matmul.allow_tf32 = not allowed
+        assert calibration_cache._cuda_libraries() != before
+    finally:
+        matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_models_of_other_sizes_are_told_apart_and_others_are_not(name: str) -> None:
+    """Some sizes are in no tensor's shape."""
+
+    def identity(**changes: object) -> str:
+        config = transformers.LlamaConfig(num_hidden_layers=2, **changes)
+        return calibration_cache._identity(Loaded(RoundingBackend(), "it", (), model=SimpleNamespace(config=config)))
+
+    assert identity(**{name: OTHER_MODELS[name]}) != identity()
+    same = identity(eos_token_id=7, name_or_path="elsewhere", architectures=["Other"], use_cache=False)
+    assert same == identity()
+
+
+def test_threads_of_libraries_are_seen_in_the_number_of_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _loaded(RoundingBackend())
+    before = calibration_cache._identity(loaded)
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert calibration_cache._identity(loaded) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"widths": 5}', b'{"identity": "another"}'])
@@ -72,6 +136,14 @@ def shaky(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RoundingBackend:
 
 def test_reproducible_is_refused_where_no_shapes_agree(shaky: RoundingBackend) -> None:
     with pytest.raises(UsageError, match=r"reproducible=True, but no set of .* allowed: 'auto' or False"):
+        SpeculativeDecoder("rounding", reproducible=True)
+
+
+def test_a_refusal_says_that_threads_may_be_the_reason(shaky: RoundingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(
+        UsageError, match=r"here with 3 threads; allowed: 'auto' or False, or torch.set_num_threads\(2\)"
+    ):
         SpeculativeDecoder("rounding", reproducible=True)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
 
@@ -179,3 +182,38 @@ def test_token_ids_beyond_the_vocabulary_are_refused(options: dict[str, Any], fi
 def test_params_are_checked_without_pytorch() -> None:
     code = "import sys, slipstream; slipstream.SamplingParams(top_k=5); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_numbers_and_arrays_of_numpy_and_pytorch_count_as_pythons() -> None:
+    made = SamplingParams(
+        temperature=np.float32(0.5),
+        max_tokens=np.int64(4),
+        seed=np.uint8(3),
+        top_k=torch.tensor(3),
+        top_p=torch.tensor(0.5),
+        ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([3, 4]),
+        logit_bias={np.int64(3): np.float32(1)},
+        bad_words=[torch.tensor([3, 5]), "x"],
+        prediction=[np.int32(7)],
+    )
+    told = {name: value for name, value in made.to_dict().items() if value != getattr(SamplingParams(), name)}
+    assert json.loads(json.dumps(told)) == {
+        "temperature": 0.5,
+        "max_tokens": 4,
+        "seed": 3,
+        "top_k": 3,
+        "top_p": 0.5,
+        "ignore_eos": True,
+        "stop_token_ids": [3, 4],
+        "logit_bias": {"3": 1.0},
+        "bad_words": [[3, 5], "x"],
+        "prediction": [7],
+    }
+    for options, message in (
+        ({"temperature": np.float32("nan")}, "temperature=nan; allowed: a finite number"),
+        ({"max_tokens": np.float64(4.5)}, "max_tokens=4.5; allowed: a whole number"),
+        ({"max_tokens": np.array([4])}, r"max_tokens=\[4\]; allowed: a whole number"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            SamplingParams(**options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.sampling.sampler import Sampler
 
@@ -22,7 +23,7 @@ Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
 
 COUNT = 20  # tokens of a text
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [11, 12, 13], [3, 4] * 12]
-QUEUE = [*PROMPTS, [21, 22, 23, 21, 22, 23, 21], [30]]  # more rows than a batch holds
+QUEUE = [*PROMPTS, [21, 22, 23] * 13, [30]]  # more rows than a batch holds, one of them beyond every threshold
 LENGTHS = [6, COUNT, 9, 14, 17]
 MOST_WRONG = 4
 TIE = 1e-4  # of the largest logit: as near as float32 tells two tokens apart after a few layers
@@ -34,6 +35,7 @@ class Outcome:
 
     margin: where a text differs, how much of the largest logit lies between `generate`'s token and ours, by the
     model's own forward over the whole text. tokens_per_round: of a model that drafts for itself. how: on which cache.
+    fast: the same with fast=True, of a model that works without.
     """
 
     verdict: Verdict
@@ -42,6 +44,7 @@ class Outcome:
     ties: int = 0
     tokens_per_round: float = 0.0
     how: str = ""
+    fast: Outcome | None = None
 
 
 @dataclass
@@ -68,13 +71,15 @@ class Liar:
 
 @dataclass
 class Checks:
-    """The checks of one model. prompts: whose texts are known."""
+    """The checks of one model. prompts: whose texts are known. draft: by default the model; fast: of the decoder."""
 
     model: Any
     prompts: Sequence[list[int]] = tuple(QUEUE)
     ties: int = 0
     margin: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    draft: Any = None
+    fast: bool | str = "auto"
 
     @cached_property
     def texts(self) -> dict[tuple[int, ...], list[int]]:
@@ -83,9 +88,9 @@ class Checks:
 
     @cached_property
     def decoder(self) -> SpeculativeDecoder:
-        return SpeculativeDecoder(
-            self.model, self.model, drafter="model", num_draft_tokens=3, max_batch_size=3, reproducible=False
-        )
+        draft = self.model if self.draft is None else self.draft
+        shared = {"drafter": "model", "num_draft_tokens": 3, "max_batch_size": 3, "reproducible": False}
+        return SpeculativeDecoder(self.model, draft, fast=self.fast, **shared)
 
     def run(self, quick: bool = False) -> Outcome:
         """All checks, or with `quick` those of greedy texts."""
@@ -114,7 +119,8 @@ class Checks:
         """Which cache the model runs on."""
         backend = self.decoder.target.backend
         if isinstance(backend, HFBackend):
-            return "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
+            where = "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
+            return where + (", fused layers" if any(map(is_fused, self.model.modules())) else "")
         assert isinstance(backend, OwnCacheBackend)
         return "caches of its own" + ("" if backend.reads_on else ", drafts token by token")
 
@@ -206,11 +212,17 @@ def greedy(length: int) -> SamplingParams:
 
 
 def check(model_type: str, quick: bool = False) -> Outcome:
-    """Build the tiny model of a type and check it."""
+    """Build the tiny model of a type and check it; not quickly also as it is with fast=True."""
     try:
         model = tiny_model(model_type)
     except Unbuilt as error:
         return Outcome("unbuilt", str(error))
     except Exception as error:
         return Outcome("unbuilt", f"{type(error).__name__}: {first_line(error)[:120]}")
-    return Checks(model, PROMPTS if quick else QUEUE).run(quick)
+    checks = Checks(model, PROMPTS if quick else QUEUE)
+    outcome = checks.run(quick)
+    if quick or outcome.verdict != "works":
+        return outcome
+    packed = Checks(tiny_model(model_type), QUEUE, draft=tiny_model(model_type), fast=True)
+    packed.texts = checks.texts  # the model's own, before its layers were replaced
+    return replace(outcome, fast=packed.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WIDTH, FFN, LAYERS, HEADS, HEAD_DIM, POSITIONS, WINDOW = 32, 64, 3, 4, 8, 256, 16
+ORIGINAL = 32  # positions before a rotation was stretched
 
 # by the names that configurations give them; a type gets those it has
 SIZES: dict[str, Any] = {
@@ -96,7 +97,33 @@ QWEN4: dict[str, Any] = {
 # sizes of the parts of a model that reads bytes: it cuts texts into patches and predicts the bytes of the next
 PART = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": FFN}
 
+LONG_ROPE: dict[str, Any] = {
+    "max_position_embeddings": POSITIONS,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 4.0, 6.0, 9.0],
+        "partial_rotary_factor": 1.0,
+    },
+}
+PHI3 = LONG_ROPE | {"original_max_position_embeddings": ORIGINAL}
+PHIMOE = {"rope_parameters": LONG_ROPE["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.4}}
+# factors that are 1 by default
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.25,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), GRANITE),
+    "hyperclovax": GRANITE,
+    "gemma3_text": {"final_logit_softcapping": 5.0},
+    "phi3": PHI3,
+    "phimoe": PHIMOE,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1"), MLA),
     **dict.fromkeys(("deepseek_v32", "axk2"), INDEXED),
     "glm_moe_dsa": INDEXED | {"indexer_types": ["full", "shared", "full"]},
@@ -135,7 +162,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": KIMI | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "kimi_linear": KIMI | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "granitemoehybrid": GRANITE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from architecture_configs import CONFIGS, NOT_CAUSAL, SCALES, SIZES
+from architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -33,7 +33,17 @@ def tiny_config(model_type: str) -> Any:
     sizes = {field: size for name, size in SIZES.items() if (field := settable(default, name))}
     # the default has more layers; lists of them are made anew from their number, except those with several kinds
     lists = {field: None for name in PER_LAYER if (field := settable(default, name)) and getattr(default, name)}
-    return type(default)(**lists | sizes | layer_kinds(default, lists, own) | own)
+    stretched = stretched_early(default)
+    return type(default)(**lists | sizes | stretched | layer_kinds(default, lists, own) | own)
+
+
+def stretched_early(default: Any) -> dict[str, Any]:
+    """The rotation of a configuration that was stretched, from a position on that the texts of checks reach."""
+    rope = getattr(default, "rope_parameters", None)
+    if not isinstance(rope, dict) or "original_max_position_embeddings" not in rope:
+        return {}
+    both = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": POSITIONS}
+    return {"rope_parameters": rope | {name: both[name] for name in both.keys() & rope.keys()}}
 
 
 def settable(config: Any, name: str) -> str | None:

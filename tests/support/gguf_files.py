@@ -9,11 +9,13 @@ from typing import Any
 import numpy
 import torch
 from tiny import fresh
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
 
+ALPHABET = sorted(ByteLevel.alphabet(), key=ord)  # the characters that stand for bytes
 BY_NAME = {block.name: block for block in FORMATS}
 # where float16 numbers stand in a block, and how many
 HALVES = {"Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1)} | {
@@ -63,11 +65,14 @@ def write_model(
     name: str = "llama",
     kinds: Mapping[str, str] | str = "Q8_0",
     more: Callable[[Any], None] = lambda writer: None,
+    part_tensors: int = 0,
+    tokenizer: Callable[[Any], None] | None = None,
     **changes: Any,
 ) -> Any:
     """Write a tiny random model; returns it, with the numbers of the file where no rows are reordered.
 
-    more: adds further values and tensors to the file.
+    more: adds further values and tensors to the file. part_tensors: how many tensors each of several files has.
+    tokenizer: adds the vocabulary; without it a few tokens of no alphabet.
     kinds: the type of matrices whose name holds a key; "" is that of the others. Types that the gguf package cannot
     make of numbers (Q4_K and the like) get random blocks.
     """
@@ -75,7 +80,7 @@ def write_model(
 
     model = fresh(name, **(SHAPE | changes))
     config, wanted = model.config, {"": kinds} if isinstance(kinds, str) else kinds
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=part_tensors)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -88,7 +93,7 @@ def write_model(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer)
+    (tokenizer or _add_tokenizer)(writer)
     more(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
@@ -133,6 +138,29 @@ def _add(writer: Any, name: str, numbers: Any, kind: str) -> Tensor:
 def _interleaved(weight: Any, heads: int) -> Any:
     """Rows of queries and keys in the order of llama.cpp: both halves of a head take turns."""
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def byte_level(
+    pre: str | None, added: Mapping[str, int] | None = None, merges: tuple[str, ...] = ("Ċ Ċ", "Ġ Ġ"), **ids: str
+) -> Callable[[Any], None]:
+    """Writes a vocabulary of byte-level BPE: the 256 bytes, what the merges make, and these.
+
+    added: the types of further tokens. ids: tokens that the metadata name, such as eos="<end>".
+    """
+
+    def write(writer: Any) -> None:
+        kinds = dict.fromkeys([*ALPHABET, *(merge.replace(" ", "") for merge in merges)], 1) | dict(added or {})
+        tokens = list(kinds)
+        writer.add_tokenizer_model("gpt2")
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types(list(kinds.values()))
+        writer.add_token_merges(list(merges))
+        for name, token in ids.items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", tokens.index(token))
+
+    return write
 
 
 def _add_tokenizer(writer: Any) -> None:

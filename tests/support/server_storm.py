@@ -27,7 +27,44 @@ MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("/detokenize", b'{"tokens": [99999999]}'),
     ("/v1/completions", b'{"prompt": "x", "temperature": NaN}'),
 )
+NESTED: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+NESTED |= {"additionalProperties": False}
+BOMBS: tuple[dict[str, Any], ...] = (  # constraints that nothing finite satisfies, that are too much or none at all
+    {"structured_outputs": {"json": {"$defs": {"A": NESTED}, "$ref": "#/$defs/A"}}},
+    {"structured_outputs": {"regex": "(" * 200 + "a" + ")" * 200}},
+    {"structured_outputs": {"regex": "(x{1,5000}){1,5000}"}},
+    {"structured_outputs": {"grammar": "start: start"}},
+    {"structured_outputs": {"choice": ["a" * 5000]}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}},
+    {"logit_bias": {str(at): -100 for at in range(256)}, "max_tokens": 3},
+)
+PURPOSE = b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FORMS: tuple[bytes, ...] = (
+    b"",
+    b"--B--",
+    PURPOSE,
+    PURPOSE + b"--B--\r\n",
+    PURPOSE
+    + b"--B\r\ncontent-disposition: form-data; name=\"file\"; filename*=idna''"
+    + b"a" * 300
+    + b"\r\n\r\nx\r\n--B--",
+    PURPOSE + b"--B\r\ncontent-disposition: form-data; name=file; filename*=unicode_escape''%5Cud800\r\n\r\nx\r\n--B--",
+    PURPOSE * 20,
+    b"--B\r\n" + b"x" * 20_000,
+    b"--B\r\ncontent-disposition: form-data; name=file\r\n\r\n" + b"x" * 5000,
+)
+BEGINNINGS: tuple[bytes, ...] = (  # of requests that go no further
+    b"",
+    b"POST /v1/comp",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
+    b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n--B\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+)
+FAULT = "!!!"  # a server under a storm may be made to fail at prompts that begin so, once they have some output
 KINDS = {"whole": 4, "stream": 4, "left": 2, "slow": 1, "gone": 1, "hasty": 1, "long": 1, "malformed": 1, "failing": 1}
+# of these `fault` needs a server that was made to fail (`weak`)
+HOSTILE = {"bomb": 2, "fault": 1, "form": 1, "silent": 2, "health": 1}
 FOR_NOW = (429, 503)  # what a client is told that shall come again
 UNSEEN = ("num_draft_tokens",)  # of a body: what no text depends on
 
@@ -48,6 +85,8 @@ class Storm:
     left after some chunks, or read slowly; clients that are gone before the answer or in the middle of their request,
     or give up after some milliseconds; long texts, which a server may break off in the end; malformed bodies; rows
     that fail while others run beside them.
+    Hostile ones: constraints that are bombs, faults within the engine, broken forms, sockets that bring no request and
+    stay open until the storm is over (`silent`), and questions after the server's health.
     """
 
     url: str
@@ -55,6 +94,8 @@ class Storm:
     seed: int = 0
     at_once: int = 12
     longest: int = 600
+    kinds: dict[str, int] = field(default_factory=lambda: KINDS)
+    silent: list[RawClient] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     texts: dict[str, set[str]] = field(default_factory=dict)
 
@@ -74,10 +115,14 @@ class Storm:
                         await asyncio.sleep(0.05)  # asked again, as clients do, so that each request comes to its end
                     self.outcomes[outcome] += 1
 
-            await asyncio.gather(*(one(seeds.getrandbits(32)) for _ in range(self.requests)))
+            try:
+                await asyncio.gather(*(one(seeds.getrandbits(32)) for _ in range(self.requests)))
+            finally:
+                for raw in self.silent:
+                    raw.reset()
 
     async def _one(self, client: httpx.AsyncClient, choose: random.Random) -> str:
-        (kind,) = choose.choices([*KINDS], [*KINDS.values()])
+        (kind,) = choose.choices([*self.kinds], [*self.kinds.values()])
         try:
             await getattr(self, f"_{kind}")(client, choose)
         except Refused:
@@ -90,6 +135,35 @@ class Storm:
         path, body = choose.choice(MALFORMED)
         answer = await client.post(path, content=body, headers={"content-type": "application/json"})
         assert 400 <= answer.status_code < 500 and "error" in answer.json(), (path, body, answer.status_code)
+
+    async def _bomb(self, client: httpx.AsyncClient, choose: random.Random) -> None:
+        body = request(choose) | choose.choice(BOMBS)
+        path = "/v1/completions"
+        if "response_format" in body:
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": body.pop("prompt")}]
+        answer = await client.post(path, json=body)
+        if answer.status_code == 503:
+            raise Refused
+        assert answer.status_code == 200 or "error" in answer.json(), (body, answer.text)
+
+    async def _fault(self, client: httpx.AsyncClient, choose: random.Random) -> None:
+        body = request(choose) | {"prompt": FAULT, "max_tokens": 30, "num_draft_tokens": 4}
+        answer = _checked(await client.post("/v1/completions", json=body), 500)
+        assert answer.json()["error"]["type"] == "server_error"
+
+    async def _form(self, client: httpx.AsyncClient, choose: random.Random) -> None:
+        headers = {"content-type": choose.choice(("multipart/form-data; boundary=B", "multipart/form-data", "x"))}
+        answer = await client.post("/v1/files", content=choose.choice(FORMS), headers=headers)
+        assert answer.status_code in (400, 404, 429) and "error" in answer.json(), answer.text
+
+    async def _silent(self, client: httpx.AsyncClient, choose: random.Random) -> None:
+        raw = await RawClient.open(self.url)
+        self.silent.append(raw)
+        await asyncio.get_running_loop().sock_sendall(raw.socket, choose.choice(BEGINNINGS))
+
+    async def _health(self, client: httpx.AsyncClient, choose: random.Random) -> None:
+        answer = await client.get("/health")
+        assert answer.status_code == 200 and answer.json() == {"status": "ready"}
 
     async def _failing(self, client: httpx.AsyncClient, choose: random.Random) -> None:
         """A row that has no token to choose from, beside others of the same batch."""
@@ -193,3 +267,17 @@ def request(choose: random.Random) -> dict[str, Any]:
     if choose.random() < 0.3:
         body["num_draft_tokens"] = choose.choice((0, 7))
     return body
+
+
+def weak(decoder: Any) -> Any:
+    """A decoder whose drafter fails at prompts that begin with `FAULT`, once they have some output."""
+    drafter, mark = decoder.drafter, list(FAULT.encode())
+    propose = drafter.propose
+
+    def failing(rows: Any, *rest: Any) -> Any:
+        if any(row.tokens[: len(mark)] == mark and row.num_output_tokens > 2 for row in rows):
+            raise RuntimeError("a fault of the storm")
+        return propose(rows, *rest)
+
+    drafter.propose = failing
+    return decoder

@@ -76,6 +76,16 @@ def test_several_prompts_in_every_form(form: str) -> None:
             [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image", "url": "x"}]}],
             "^message 0 has a part of type 'image'; allowed: 'text'",
         ),
+        ([{"role": "user", "content": "hi"}, {"content": "x"}], "^message 1 has the role None; allowed: a name"),
+        ([{"role": 5, "content": "hi"}], "^message 0 has the role 5; allowed: a name"),
+        (
+            [{"role": "user", "content": "hi"}, "and"],
+            "^message 1 is a str; allowed: a dictionary with role and content",
+        ),
+        ([{"role": "user"}], "^message 0 has a role alone; allowed: with content, or with tool_calls"),
+        ([{"role": "user", "content": 5}], "^message 0 has the content 5; allowed: a text, or a list of text parts"),
+        ([{"role": "user", "content": ["hi"]}], "^message 0 has a part of type 'str'; allowed: 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "^message 0 has a part without a text; allowed"),
         ("a\ud800b", r"^prompt has '\\ud800' at character 1; allowed: valid Unicode"),
         (["fine", "\udcff"], r"^prompt has '\\udcff' at character 0; allowed: valid Unicode"),
         ([{"role": "user", "content": "\udcff"}], r"^prompt \(a chat message\) has '\\udcff'"),
@@ -86,6 +96,40 @@ def test_other_forms_are_refused_in_one_line(prompt: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as refusal:
         decoder.generate(prompt, SamplingParams(max_tokens=2))
     assert "\n" not in str(refusal.value)
+
+
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": CALL}, {"role": "tool", "content": "four"}],
+    [{"role": "assistant", "content": None, "tool_calls": CALL}, {"role": "user", "content": "hi"}],
+    [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]}],
+]
+WITH_CALLS = (
+    "{% for m in messages %}{{ m.role }} {% if m.tool_calls %}calls {{ m.tool_calls[0].function.name }}"
+    "{% elif m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }} {% endfor %}"
+    "{% endif %}.{% endfor %}"
+)
+
+
+def test_messages_are_rendered_as_transformers_renders_them() -> None:
+    words = tokenizer(template=WITH_CALLS)
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
+    for chat in CHATS:
+        expected = words(words.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
+        assert decoder.generate(chat, SamplingParams(max_tokens=2)).prompt_token_ids == expected
+    several = decoder.generate(CHATS, SamplingParams(max_tokens=2))
+    assert [result.prompt_token_ids for result in several] == [decoder.encode(chat) for chat in CHATS]
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 'u' + messages[0].content }}"]
+)
+def test_a_template_for_texts_alone_is_given_the_text_of_parts(template: str) -> None:
+    words = tokenizer(extra="\n", template=template)
+    decoder = SpeculativeDecoder(shared("llama"), tokenizer=words, drafter="none")
+    parts, text = CHATS[2], [{"role": "user", "content": "hi\nthere"}]
+    assert decoder.encode(parts) == decoder.encode(text)
+    assert "hi" in words.decode(decoder.encode(parts)) and "type" not in words.decode(decoder.encode(parts))
 
 
 def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:

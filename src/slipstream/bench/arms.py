@@ -10,7 +10,7 @@ from slipstream.bench.records import Arm
 from slipstream.core.acceptance import load_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.sampling.params import SamplingParams
 
 PLAIN = "none"
@@ -79,7 +79,8 @@ def reference_of(arms: Sequence[Arm], name: str | None) -> str:
     """The arm that speed-ups refer to: the one named, else plain decoding, else the first."""
     names = [arm.name for arm in arms]
     if name is not None and name not in names:
-        raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}")
+        near = did_you_mean(name, *names)
+        raise UsageError(f"reference {name!r} is not among the arms; allowed: {', '.join(names)}{near}")
     return name or (PLAIN if PLAIN in names else names[0])
 
 

@@ -94,8 +94,8 @@ class Baseline:
 
 def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
-    if not loaded.packed:
-        return loaded.model
+    if loaded.plain_model is not None:
+        return loaded.plain_model
     from slipstream.models.hf.block_loading import load_unpacked
 
     return load_unpacked(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))

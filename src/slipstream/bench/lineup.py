@@ -85,7 +85,7 @@ class Lineup:
         """Target and draft model as transformers loads them, the draft model None where there is none."""
         decoder, config = self.decoder, self.decoder.config
         options = LoadOptions(config.dtype, config.device, False, config.load_options)
-        draft = None if decoder.draft is None else plain_model(decoder.draft, options)
+        draft = None if decoder.draft is None else plain_model(decoder.draft, options.for_draft(config.dtype))
         return plain_model(decoder.target, options), draft
 
     @cached_property

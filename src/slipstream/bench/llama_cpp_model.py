@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.hf.model_files import is_gguf
 
 PACKAGE = "llama-cpp-python"
 NEEDED = "{} needs llama-cpp-python; run: pip install 'slipstream-lm[llama]'"
@@ -43,7 +44,7 @@ def versions(what: str) -> dict[str, str]:
 def gguf_file(source: str, what: str) -> Path:
     """The file of a target that is one; `UsageError` for any other."""
     file = Path(source).expanduser()
-    if file.suffix != ".gguf":
+    if not is_gguf(source):
         raise UsageError(f"{what} needs a .gguf file; target {source!r} is none")
     if not file.is_file():
         raise UsageError(f"target {source!r} is no file; allowed: a .gguf file")

@@ -13,14 +13,14 @@ from slipstream.models.loaded import Loaded, LoadOptions
 
 
 def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
-    """A float32 copy of the target; the target itself where it is float32 and not packed."""
-    if loaded.model.dtype == torch.float32 and not loaded.packed:
-        return loaded.model
-    if loaded.packed:
+    """A float32 copy of the target; the target itself where it is that already."""
+    if loaded.plain_model is None:
         from slipstream.models.hf.block_loading import load_unpacked
 
         wanted = replace(options, dtype="float32", rounding=loaded.rounding)
         return load_unpacked(loaded.source or loaded.name, wanted)
+    if loaded.model.dtype == torch.float32 and not loaded.model.training:
+        return loaded.model
     return copy.deepcopy(loaded.model).float().eval()
 
 

@@ -81,7 +81,7 @@ def distribution_test(decoders: Sequence[SpeculativeDecoder], targets: Sequence[
         degrees += max(0, len(cells) - 1)
         drafted += sum(part.drafted for part in parts)
         accepted += sum(part.accepted for part in parts)
-    half = torch.tensor([max(1, degrees) / 2, statistic / 2]).double()
+    half = torch.tensor([max(1, degrees) / 2, statistic / 2], dtype=torch.float64)
     p_value = float(torch.special.gammaincc(half[0], half[1]))
     return DistributionTest(p_value, each * len(targets), impossible, distance, accepted / drafted if drafted else None)
 

@@ -38,11 +38,13 @@ class Clock:
 class Batch:
     """The rows under way and their sampling options. Row i uses slot i of every session.
 
-    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities.
+    logits: the target's in this round, [B, K + 1, V], if a row asks for log-probabilities. longest_short: see
+    `LongTexts`; None if texts of any length are read alike.
     """
 
     rows: list[Row]
     sampler: Sampler
+    longest_short: int | None = None
     logits: Tensor | None = None
 
     @property
@@ -58,11 +60,14 @@ class Batch:
         clock.lap("accept")
         starts = [len(row.tokens) for row in self.rows]
         paths = [None if verdict.path is None else line[2 + draft.width :][: line[0]] for line in table]
-        tokens = [
-            self._commit_row(i, line[:2], line[2:] if path is None else [line[2 + node] for node in path])
-            for i, (line, path) in enumerate(zip(table, paths, strict=True))
-        ]
-        logprobs = [self._logprobs(i, *both) for i, both in enumerate(zip(tokens, paths, strict=True))]
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(table)
+        for i, (line, path) in enumerate(zip(table, paths, strict=True)):
+            try:
+                self._commit_row(i, line[:2], line[2:] if path is None else [line[2 + node] for node in path])
+                logprobs[i] = self._logprobs(i, self.rows[i].tokens[starts[i] :], path)
+            except Exception as error:  # of its stop check or the like; what is committed can be no more repeated
+                self.rows[i].fail(error)
+        tokens = [tuple(row.tokens[start:]) for row, start in zip(self.rows, starts, strict=True)]
         seconds = clock.stop()
         for i, (row, line, committed) in enumerate(zip(self.rows, table, tokens, strict=True)):
             accepted, path, parents = line[0], paths[i], draft.parents[i] if draft.parents else None
@@ -97,7 +102,7 @@ class Batch:
         logits = self.logits[i] if path is None else self.logits[i][[0, *(node + 1 for node in path)]]
         return token_logprobs(logits, tokens, count)
 
-    def _commit_row(self, i: int, verdict: Sequence[int], draft: Sequence[int]) -> tuple[int, ...]:
+    def _commit_row(self, i: int, verdict: Sequence[int], draft: Sequence[int]) -> None:
         """Append what was accepted of a row's draft, and the next token. verdict: how many, and that token.
 
         A row fails at the position where plain decoding would: what was accepted before it is committed.
@@ -106,11 +111,19 @@ class Batch:
         position, error = self.sampler.failures.get(i, (len(draft) + 1, None))
         if position > accepted:
             position, error = accepted, _no_token(row) if next_token < 0 else None
-        committed = row.commit(draft[:position] if error else [*draft[:accepted], next_token])
+        tokens = [*draft[:position]] if error else [*draft[:accepted], next_token]
+        most = self._most(row)
+        if most is not None and position >= most:  # what follows is for a forward that reads a long text
+            tokens, error = tokens[:most], None
+        committed = row.commit(tokens)
         if error is not None and row.finish_reason is None:
             row.fail(error)
         self.sampler.advance(i, committed)
-        return committed
+
+    def _most(self, row: Row) -> int | None:
+        """The most tokens a round may commit: behind the one that makes a text long, others would be chosen."""
+        short = self.longest_short
+        return None if short is None or len(row.tokens) > short else short + 1 - len(row.tokens)
 
 
 def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Sequence[int] | None) -> bool:
@@ -122,4 +135,4 @@ def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Se
 
 def _no_token(row: Row) -> SlipstreamError:
     what = "sampling options leave" if row.constraint is None else "constraint and the other sampling options leave"
-    return SlipstreamError(f"the {what} no token to choose from (every logit is -inf)")
+    return SlipstreamError(f"the {what} no token to choose from (every logit is -inf, or the model's own are NaN)")

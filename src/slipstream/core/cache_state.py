@@ -57,11 +57,6 @@ class Shapes:
         padded = self.pad(tokens, 1)
         return padded if padded in self.widths else None
 
-    @property
-    def shared_chunk(self) -> int:
-        """How many tokens of several prompts one forward reads; the last one's may be padded."""
-        return self.chunk - PROMPT_UNIT if self.widths else self.chunk
-
 
 EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 64)))
 
@@ -73,7 +68,8 @@ class SlotState:
     branches: how many nodes of a draft tree stand behind these, at places that are not their positions.
 
     Whether the draft tokens became true is read off the row's round number `round` once that is committed.
-    shapes: those of the forwards that computed it.
+    shapes: those of the forwards that computed it. is_long: how these read the text, but for its beginning where that
+    was short, if begins_short; see `LongTexts`.
     """
 
     row: Row | None = None
@@ -82,6 +78,8 @@ class SlotState:
     round: int = 0
     shapes: Shapes = EXACT_FIT
     branches: int = 0
+    is_long: bool = False
+    begins_short: bool = False
 
     @property
     def is_idle(self) -> bool:

@@ -210,6 +210,21 @@ class Checkpoints(Protocol):
         """Said before a forward of a slot: its text is true up to `position`; no later forward of it begins before."""
 
 
+@runtime_checkable
+class LongTexts(Protocol):
+    """Optional capability of a backend: from some length on a text is read otherwise, from its first token on.
+
+    longest_short: the most tokens of a text that is read as short ones are; None if all are read alike. reads_anew:
+    whether that is so for a text that becomes long as it is generated; else what it began with stays as it was read.
+    """
+
+    longest_short: int | None
+    reads_anew: bool
+
+    def read_as(self, slot: int, *, is_long: bool) -> None:
+        """Said before forwards of a slot: how its text is read."""
+
+
 def set_attended_lengths(backend: Backend, unit: int, lengths: tuple[int, ...]) -> None:
     """Make attention read the cache up to one of `lengths` if it can and one is enough, else a multiple of `unit`."""
     backend.attended_unit = unit

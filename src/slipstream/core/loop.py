@@ -26,7 +26,7 @@ from slipstream.core.trees import arranged, check_parents, main_chain, with_sibl
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.errors import UsageError
 
-_steps = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
+STEPS = count()  # step numbers are unique in the process, so that rounds of several engines can be told apart
 Propose = Callable[[Sequence[int] | None], Draft]  # how many tokens a row may draft at most, if that is less
 MakeSampler = Callable[[Sequence[Row], Race, int, torch.device], Sampler]  # rows, race, vocabulary size, device
 
@@ -59,7 +59,8 @@ class Engine:
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Rows that are decoded together, row i in slot i."""
         backend = self.target.backend
-        return Batch(list(rows), self.make_sampler(rows, self._race, backend.vocab_size, backend.device))
+        sampler = self.make_sampler(rows, self._race, backend.vocab_size, backend.device)
+        return Batch(list(rows), sampler, self.target.table.longest_short)
 
     def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
         """Read about `budget` prompt tokens of rows that follow the running ones, with each model that needs them."""
@@ -97,12 +98,12 @@ class Engine:
         clock.lap("prefill")
         if answer is not None:
             nothing = Draft.empty(len(batch.rows), answer.device)
-            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(_steps))
+            rounds = batch.commit(nothing, self._accept(batch, nothing, answer), clock, next(STEPS))
         else:
             draft = self._verifiable(batch, self.constrain(batch.rows, partial(self._propose, batch)))
             batch.sampler.drafted()
             clock.lap("draft")
-            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(_steps))
+            rounds = batch.commit(draft, self._verdict(batch, draft, clock), clock, next(STEPS))
         self.policy.observe(batch.rows)
         return rounds
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.core.cache_audit import CacheAudit
 from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState, common_beginning
-from slipstream.core.interfaces import Backend, Checkpoints, PromptLogits, set_attended_lengths
+from slipstream.core.interfaces import Backend, Checkpoints, LongTexts, PromptLogits, set_attended_lengths
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
 
@@ -34,6 +34,8 @@ class SlotTable:
 
     def __post_init__(self) -> None:
         self._checkpoints = self.backend if isinstance(self.backend, Checkpoints) else None
+        self._long_texts = self.backend if isinstance(self.backend, LongTexts) else None
+        self.longest_short = None if self._long_texts is None else self._long_texts.longest_short
         if self.audit is None and os.environ.get("SLIPSTREAM_DEBUG") == "1":
             self.audit = CacheAudit(self.states)
 
@@ -102,8 +104,13 @@ class SlotTable:
 
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
-        state = self.states[slot]
+        state, is_long = self.states[slot], self.is_long(row)
+        self.tell(slot, row)
+        if state.row is row and not self._goes_on(state, row):
+            self.states[slot] = SlotState(row, round=len(row.rounds), shapes=self.shapes, is_long=is_long)
+            return
         if state.row is row:
+            state.is_long, state.begins_short = is_long, state.begins_short or is_long > state.is_long
             if state.round != len(row.rounds):
                 known = self._brought_together(slot, state, row) if state.branches else state.valid(row)
                 state.base = state.written = self.checkpoint(slot, known)
@@ -113,8 +120,10 @@ class SlotTable:
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
         self._save(slot, source, row)
-        self._copy(source, slot, SlotState(row, most, most, len(row.rounds), self.shapes))
         left = self.states[source]
+        begins_short = left.row is row and (left.begins_short or is_long > left.is_long)
+        new = SlotState(row, most, most, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
+        self.copy(source, slot, new)
         if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
             self.states[source] = SlotState()
 
@@ -126,7 +135,8 @@ class SlotTable:
         least, place = min(((self._need(i, row), i) for i in longest_ago), default=(need, slot))
         if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
-            self._copy(slot, place, SlotState(ended.row, known, known, len(ended.row.rounds), ended.shapes))
+            kept = replace(ended, base=known, written=known, round=len(ended.row.rounds), branches=0)
+            self.copy(slot, place, kept)
 
     def _need(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
@@ -142,7 +152,8 @@ class SlotTable:
         others = (other for other in self.states if other is not state and other.row and other.row.group == row.group)
         return 0 if any(other.valid(row) >= length for other in others) else 1 + state.last_step
 
-    def _copy(self, source: int, slot: int, state: SlotState) -> None:
+    def copy(self, source: int, slot: int, state: SlotState) -> None:
+        """Let a slot hold what `state` says, from another slot, which holds at least that."""
         if source != slot:
             self.states[slot] = SlotState()  # its content is about to be overwritten
             self.backend.copy(source, slot, state.base)
@@ -172,12 +183,30 @@ class SlotTable:
         if self._checkpoints is not None:
             self._checkpoints.settle(slot, position)
 
+    def is_long(self, row: Row) -> bool:
+        """Whether the model reads a row's text as long ones are read."""
+        return self.longest_short is not None and len(row.tokens) > self.longest_short
+
+    def _goes_on(self, state: SlotState, row: Row) -> bool:
+        """Whether what is cached of a row, which may have become long since, stands as it is."""
+        is_long = self.is_long(row)
+        if state.is_long == is_long:
+            return True
+        return is_long and self._long_texts is not None and not self._long_texts.reads_anew
+
+    def tell(self, slot: int, row: Row) -> None:
+        """Before a forward: whose text it reads in a slot, as far as that matters to the model."""
+        if self._long_texts is not None and self.longest_short is not None:
+            self._long_texts.read_as(slot, is_long=self.is_long(row))
+
     def usable(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""
         state = self.states[slot]
         other, known = state.row, self.checkpoint(slot, state.valid(row))
-        if other is row or other is None:
-            return known
+        if other is row:
+            return known if self._goes_on(state, row) else 0
+        if other is None or state.is_long != self.is_long(row) or state.begins_short:
+            return 0
         if state.shapes != self.shapes or other.group != row.group:
             return 0
         if self.shapes.reuse > 1:
@@ -205,7 +234,9 @@ class SlotTable:
         """
         for slot, row in enumerate(rows):
             true, branches = len(row.tokens), 0 if nodes is None else nodes[slot] - lengths[slot]
-            self.states[slot] = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes, branches)
+            state = SlotState(row, true, true + lengths[slot], len(row.rounds), self.shapes, branches)
+            state.is_long, state.begins_short = self.is_long(row), self.states[slot].begins_short
+            self.states[slot] = state
 
     def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         """A forward of the model over tokens [B, W]; see `Backend.forward`."""

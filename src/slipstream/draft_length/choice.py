@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 SPELLED = re.compile(
     r"(auto|chain)|(heuristic)(?::([1-9]\d?))?|(confidence):(0?\.(?:0[1-9]|[1-9]\d?))|([1-9]\d?)x([2-9])"
@@ -39,7 +39,8 @@ class LengthChoice:
             return LengthChoice("fixed", value)
         found = SPELLED.fullmatch(value) if isinstance(value, str) else None
         if found is None:
-            raise UsageError(f"num_draft_tokens={value!r}; allowed: {ALLOWED}")
+            near = did_you_mean(str(value).partition(":")[0], "auto", "chain", "heuristic", "confidence")
+            raise UsageError(f"num_draft_tokens={value!r}; allowed: {ALLOWED}{near}")
         if found[4]:
             return LengthChoice("confidence", confidence=float(found[5]))
         if found[6]:

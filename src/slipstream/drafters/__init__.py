@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,10 @@ def names() -> list[str]:
 
 def check_name(text: str) -> None:
     """Refuse an unknown drafter, listing the known ones."""
-    if text.partition(":")[0] not in ("auto", *names()):
-        raise UsageError(f"drafter={text!r}; allowed: {', '.join(['auto', *names()])}, or a Drafter object")
+    name, known = text.partition(":")[0], ["auto", *names()]
+    if name not in known:
+        near = did_you_mean(name, *known)
+        raise UsageError(f"drafter={text!r}; allowed: {', '.join(known)}, or a Drafter object{near}")
 
 
 def traits(text: str) -> Traits:

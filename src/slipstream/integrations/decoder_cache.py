@@ -40,13 +40,16 @@ class DecoderSettings:
         return drafts and tokenizers and same
 
 
+class _DecoderInsideGenerate(SpeculativeDecoder):
+    TOLD_BY_GENERATE = True
+
+
 @dataclass(frozen=True, eq=False)
 class CachedDecoder:
-    """A decoder, what it was made with and how its models were then; copies and pickles of a model go without it."""
+    """A decoder and what it was made with; copies and pickles of a model go without it."""
 
     decoder: SpeculativeDecoder
     settings: DecoderSettings
-    states: list[tuple[object, ...]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -62,12 +65,13 @@ def cached_settings(target: Module) -> DecoderSettings | None:
 
 
 def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder:
-    """The model's decoder; made anew for other settings, or if a model was moved, cast or resized since."""
+    """The model's decoder over the models as they are now; made anew for other settings."""
     cached: CachedDecoder | None = vars(target).get(ATTRIBUTE)
-    if cached is not None and cached.settings.same_as(settings) and cached.states == _states(target, settings.draft):
+    if cached is not None and cached.settings.same_as(settings):
+        cached.decoder.renew()
         return cached.decoder
     vars(target)[ATTRIBUTE] = cached = None  # frees the old decoder's KV cache first
-    decoder = SpeculativeDecoder(
+    decoder = _DecoderInsideGenerate(
         target,
         settings.draft,
         tokenizer=settings.tokenizer,
@@ -78,15 +82,5 @@ def decoder_for(target: Module, settings: DecoderSettings) -> SpeculativeDecoder
         reproducible=False,
         max_batch_size=settings.max_batch_size,
     )
-    vars(target)[ATTRIBUTE] = CachedDecoder(decoder, settings, _states(target, settings.draft))
+    vars(target)[ATTRIBUTE] = CachedDecoder(decoder, settings)
     return decoder
-
-
-def _states(target: Module, draft: Any) -> list[tuple[object, ...]]:
-    return [_state(model) for model in (target, draft) if isinstance(model, Module)]
-
-
-def _state(model: Any) -> tuple[object, ...]:
-    """Where a Hugging Face model is, its precision, the size of its embedding, and how it attends."""
-    weight, config = next(model.parameters()), model.config.get_text_config()
-    return weight.device, weight.dtype, weight.shape, config._attn_implementation

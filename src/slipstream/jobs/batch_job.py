@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.jobs.job_files import JobFiles
 from slipstream.jobs.job_lines import Line
 from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
@@ -85,7 +85,9 @@ def run_batch(
     """`SpeculativeDecoder.batch`."""
     known = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
     if unknown := [name for name in options if name not in known]:
-        raise UsageError(f"unknown option {unknown[0]!r}; allowed: {', '.join(known)}")
+        raise UsageError(
+            f"unknown option {unknown[0]!r}; allowed: {', '.join(known)}{did_you_mean(unknown[0], *known)}"
+        )
     own = {name: value for name, value in options.items() if name != "errors"}
     files = JobFiles.of(source, output, options.get("errors"))
     return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **own)).run()

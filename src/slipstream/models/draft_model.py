@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_loaded, is_toy
+from slipstream.models.loaded import Loaded, LoadOptions, is_loaded, is_toy
 from slipstream.models.loading import load
 
 
@@ -17,10 +19,21 @@ def load_options_of(config: DecoderConfig) -> LoadOptions:
     return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
 
 
-def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Loaded | None:
+def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) -> LoadOptions:
+    """How the draft model is loaded. beside: where the target is, if its load options have put it there."""
+    options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
+    if "device_map" in config.load_options and options.device == "auto" and beside is not None:
+        options = replace(options, device=str(beside))  # the map names the target's layers
+    return options
+
+
+def load_draft(
+    draft: Any, config: DecoderConfig, tokenizer: Any = None, *, beside: torch.device | None = None
+) -> Loaded | None:
     """The draft model in its own precision, or None if there is none.
 
-    tokenizer: the draft model's, if it is a loaded model and the target's does not serve it.
+    tokenizer: the draft model's; None where one lies beside it, or none is needed. beside: where the target
+    is, if its load options have put it there.
     """
     dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
     if dtype != "auto":
@@ -34,6 +47,4 @@ def load_draft(draft: Any, config: DecoderConfig, tokenizer: Any = None) -> Load
         raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
     if draft is None:
         return None
-    options = load_options_of(config).for_draft(dtype, vocabulary)
-    options = replace(options, extra={name: value for name, value in options.extra.items() if name != PLAN})
-    return load(draft, options, tokenizer if is_loaded(draft) else None)
+    return load(draft, draft_options_of(config, beside), tokenizer)

@@ -2,17 +2,33 @@
 
 A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
 stays with the model itself.
+
+In a process that was forked PyTorch may wait for ever: GNU's OpenMP counts on threads that its parent had.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterable
+from functools import cache
+
+import torch
 
 from slipstream.errors import UsageError
 
 ATTRIBUTE = "_slipstream_lock"
+CPU = torch.device("cpu")
+IMPORTED_IN = os.getpid()
+PARALLEL = 1 << 20  # numbers, which PyTorch divides among its threads
+TRIAL_SECONDS = 10.0  # for a sum of so many, which takes a thousandth of one
+
+_ALLOWED = "allowed: processes by multiprocessing's start method 'spawn' or 'forkserver'"
 
 
 class ModelLock:
@@ -40,18 +56,28 @@ def lock_of(model: object) -> ModelLock:
 
 
 class ExclusiveUse:
-    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed."""
+    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed.
+
+    Inside, tensors without a device of their own are made on the CPU, whatever the caller has set by
+    `torch.set_default_device`: what is sent to a GPU says so.
+    """
 
     def __init__(self, models: Iterable[object]) -> None:
+        if _may_be_forked() and not threads_work(os.getpid(), torch.get_num_threads()):
+            raise UsageError(
+                f"process {os.getpid()} was forked from one in which PyTorch had computed with several threads, which "
+                f"are gone, and would wait for them for ever; {_ALLOWED}, or torch.set_num_threads(1) in this one"
+            )
         # everybody takes several locks in the same order, so that two threads cannot wait for each other
         self._locks = sorted({lock_of(model) for model in models}, key=id)
         self._process = os.getpid()
+        self._default_devices: list[torch.device | None] = []  # contexts entered, by depth
 
     def __enter__(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
-                f"this decoder was made in process {self._process} and this is process {os.getpid()}; allowed: a "
-                "decoder made after the fork, or multiprocessing's start method 'spawn'"
+                f"this decoder was made in process {self._process} and this is process {os.getpid()}; {_ALLOWED}, and "
+                "a decoder made in each"
             )
         for taken, lock in enumerate(self._locks):
             try:
@@ -59,8 +85,16 @@ class ExclusiveUse:
             except BaseException:  # Ctrl-C while waiting
                 self._release(taken)
                 raise
+        # a context makes every call of PyTorch slower, so it is entered where it matters alone, and once
+        context = CPU if not self._default_devices and torch.get_default_device() != CPU else None
+        self._default_devices.append(context)
+        if context is not None:
+            context.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        context = self._default_devices.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
         self._release(len(self._locks))
 
     def changes_to(self, user: object) -> bool:
@@ -88,3 +122,34 @@ class ClosedUse(ExclusiveUse):
 def closed_error() -> UsageError:
     """What is said to whoever uses a closed decoder."""
     return UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
+
+
+def _may_be_forked() -> bool:
+    """Whether this process may have come from another by fork, and PyTorch's threads are those of GNU's OpenMP."""
+    return sys.platform == "linux" and (os.getpid() != IMPORTED_IN or multiprocessing.parent_process() is not None)
+
+
+@cache
+def threads_work(process: int, threads: int) -> bool:
+    """Whether PyTorch can compute with so many threads in this process; tried in a fork of it, which may hang instead.
+
+    process: its number, which its forks have not in common with it.
+    """
+    if threads == 1:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside other threads
+        trial = os.fork()
+    if trial == 0:
+        try:
+            torch.zeros(PARALLEL).add_(1)
+        finally:
+            os._exit(0)
+    until = time.monotonic() + TRIAL_SECONDS
+    while time.monotonic() < until:
+        if os.waitpid(trial, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.001)
+    os.kill(trial, signal.SIGKILL)
+    os.waitpid(trial, 0)
+    return False

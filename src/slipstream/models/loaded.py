@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +15,30 @@ if TYPE_CHECKING:
 
 
 PLAN = "tp_plan"  # of load options: tensor parallelism, see `slipstream.models.hf.tensor_parallel`
+# load options that say how files are fetched and whether their code may run: the draft model's files are, too
+FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
+# and those that say which of a repository's files
+WHICH_FILES = ("code_revision", "revision", "subfolder")
+
+
+class View(Protocol):
+    """What is seen of changes that the owner of a loaded model makes to it."""
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether something was made of the weights that does not follow when their values change."""
+
+    def is_same_model(self) -> bool:
+        """Whether the model consists of what it consisted of, weights' values apart."""
+
+    def has_same_weights(self) -> bool:
+        """Whether weights have the values that they had, or that were accepted since."""
+
+    def accept_weights(self) -> None:
+        """Take the values that weights have now for those that they had."""
+
+    def num_writes(self) -> int:
+        """How often a weight was changed in place; cheap enough for every round."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +48,8 @@ class Loaded:
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
     and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
     vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype. source, rounding: what
-    it was loaded from, and `LoadOptions.rounding`; the name tells of both.
+    it was loaded from, and `LoadOptions.rounding`; the name tells of both. view: of a model that somebody else owns;
+    the backend then runs the view's modules, and `model` is as its owner has it.
     """
 
     backend: Backend
@@ -39,6 +63,12 @@ class Loaded:
     arithmetic: str = ""
     source: str = ""
     rounding: str = "none"
+    view: View | None = None
+
+    @property
+    def plain_model(self) -> Any:
+        """The framework's own object with ordinary weights; None if that is not in memory."""
+        return None if self.packed and self.view is None else self.model
 
     @property
     def precision(self) -> str:
@@ -53,7 +83,7 @@ class LoadOptions:
     fast: True packs CPU weights, and on CUDA captures graphs and replaces layers by kernels, or says why it cannot;
     "auto" packs weights or captures graphs of models it loads itself; False does neither.
     quantise: "int4" or "int8" does so or says why it cannot, "auto" uses int4 where it is faster and `fast` allows it.
-    extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, ...).
+    extra: further arguments of Hugging Face `from_pretrained` (device_map, quantization_config, revision, ...).
     vocabulary: how much of it is scored, see `DecoderConfig.draft_vocabulary`; targets always score all of it.
     activations: of products with quantised weights, see `DecoderConfig.activations`. rounding: what an ordinary
     checkpoint's weights are quantised to at load, see `DecoderConfig.quantize`; quantise is the draft model's.
@@ -68,9 +98,24 @@ class LoadOptions:
     activations: str = "auto"
     rounding: str = "none"
 
+    @property
+    def files(self) -> dict[str, Any]:
+        """Arguments for whatever reads a file of the model: configuration, tokenizer, weights.
+
+        Without a word of the caller's, code from a repository does not run, and nobody is asked whether it may.
+        """
+        wanted = {name: value for name, value in self.extra.items() if name in (*FETCHING, *WHICH_FILES)}
+        return {"trust_remote_code": False} | wanted
+
+    @property
+    def for_reader(self) -> list[str]:
+        """Names of the load options that only transformers' own reader of weights understands."""
+        return [name for name in self.extra if name not in (*FETCHING, *WHICH_FILES)]
+
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
-        """The same for the draft model, whose precision and vocabulary are its own matter."""
-        own = replace(self, vocabulary=vocabulary, activations="auto", rounding="none")
+        """The same for the draft model, whose precision, vocabulary and load options are its own matter."""
+        extra = {name: value for name, value in self.extra.items() if name in FETCHING}
+        own = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
         return replace(own, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(own, dtype=dtype)
 
 
@@ -92,10 +137,22 @@ def is_loaded(model: Any) -> bool:
     return not isinstance(model, str | os.PathLike)
 
 
-def refuse_unused(options: LoadOptions, models: Sequence[Any]) -> None:
+def _refuse_options_of_targets(options: LoadOptions, target: Any) -> None:
+    """Refuse load options that no draft model gets, where only a draft model is to be loaded."""
+    for name in options.extra:
+        if name not in FETCHING:
+            why = "the toy model has no files" if is_toy(target) else "the target is loaded already"
+            raise UsageError(
+                f"load_options {name!r}, but {why}; allowed: {', '.join(FETCHING)}, which the draft model gets too"
+            )
+
+
+def refuse_unused(options: LoadOptions, target: Any, draft: Any) -> None:
     """Refuse loading options where nothing is left to load."""
-    named = [model for model in models if model is not None]
+    named = [model for model in (target, draft) if model is not None]
     if any(not is_loaded(model) and not is_toy(model) for model in named):
+        if is_loaded(target) or is_toy(target):
+            _refuse_options_of_targets(options, target)
         return
     toys = all(is_toy(model) for model in named)
     why = "the toy model has no weights and runs on the CPU" if toys else "the models are loaded already"

@@ -37,7 +37,9 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             from slipstream.models.hf.pretrained import load_pretrained
 
             return load_pretrained(str(source), options, tokenizer, found)
+    swapped = " (a tokenizer goes into tokenizer=)" if hasattr(source, "decode") else ""
+    shown = f"{source!r}".splitlines()[0][:60]  # some objects print themselves over many lines
     raise UsageError(
-        f"model {source!r} is a {type(source).__name__}; allowed: a hub id, a folder, a .gguf file, 'toy', "
+        f"model {shown} is a {type(source).__name__}{swapped}; allowed: a hub id, a folder, a .gguf file, 'toy', "
         "or a loaded Hugging Face model"
     )

@@ -131,7 +131,7 @@ class ToyBackend:
             self._cache.slots[first_slot + row, start : start + width] = tokens[row]
         if not logits:
             return torch.empty(0)
-        out = torch.empty(rows, width, VOCAB_SIZE)
+        out = torch.empty(rows, width, VOCAB_SIZE, dtype=torch.float32)
         for row, start in enumerate(starts):
             for column in range(width):
                 end = start + column + 1
@@ -141,7 +141,7 @@ class ToyBackend:
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
         """See `TreeForwards.forward_tree`."""
-        out, at = torch.zeros(len(tokens), self.vocab_size), 0
+        out, at = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float32), 0
         for segment in segments:
             slot, end = self._cache.slots[segment.slot], segment.place + segment.count
             slot[segment.place : end] = tokens[at : at + segment.count]

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +30,12 @@ log = logging.getLogger("slipstream")
 
 Found = TypeVar("Found")
 
-VERSION = 21  # of what calibration tries; what an earlier one found is not used
+VERSION = 22  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
+# environment variables by which libraries choose kernels; those of threads are seen in PyTorch's number of threads
+SETTINGS = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "NVIDIA_", "TORCH_")
+THREAD_SETTINGS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
+NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 AFFORDABLE = 0.25  # "auto" keeps to agreeing shapes if a plain step takes at most this share longer
 
 
@@ -44,15 +49,26 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
     if not found.agrees:
         if reproducible is True:
             raise UsageError(
-                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} here; "
-                "allowed: 'auto' or False"
+                f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
+                f"{_here(loaded)}; allowed: 'auto' or False{_FEWER if _many_threads(loaded) else ''}"
             )
-        log.info("no forward shapes agree to the bit here: texts may differ in near-ties")
+        log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
         return EXACT_FIT, found
     if reproducible == "auto" and found.cost > AFFORDABLE:
         log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
         return EXACT_FIT, found
     return found.shapes, found
+
+
+_FEWER = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
+
+
+def _many_threads(loaded: Loaded) -> bool:
+    return loaded.backend.device.type == "cpu" and torch.get_num_threads() > 2
+
+
+def _here(loaded: Loaded) -> str:
+    return f"here with {torch.get_num_threads()} threads" if _many_threads(loaded) else "here"
 
 
 def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool | str) -> Shapes:
@@ -79,7 +95,7 @@ def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     known = _read(identity, _calibration)
     if known is not None:
         return known
-    with progress_bar(f"calibrating forward shapes for {loaded.name} on this machine (once)") as progress:
+    with progress_bar(f"calibrating forward shapes for {loaded.name!r} on this machine (once)") as progress:
         found = calibrate(loaded.backend, max_batch_size, progress)
     _save(identity, asdict(found))
     return found
@@ -98,13 +114,62 @@ def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max
 
 
 def _identity(loaded: Loaded) -> str:
-    backend = loaded.backend
-    machine = (
-        f"{platform.machine()} {processor().model_name} torch {torch.__version__} threads {torch.get_num_threads()}"
+    """All that decides how forwards round and what they take: machine, libraries and their settings, and the model."""
+    flags, settings = (
+        sorted(processor().flags),
+        {name: os.environ[name] for name in sorted(os.environ) if _rounds(name)},
     )
-    if backend.device.type == "cuda":
-        machine += f" {torch.cuda.get_device_name(backend.device)}"
-    return f"v{VERSION} {machine} {loaded.fingerprint}"
+    mkldnn: Any = torch.backends.mkldnn
+    machine = [
+        f"{platform.machine()} {processor().model_name} flags {_digest(flags)}",
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} threads {torch.get_num_threads()}",
+        f"transformers {_installed('transformers')} float32 products {torch.get_float32_matmul_precision()}",
+        f"oneDNN {mkldnn.is_available() and mkldnn.enabled} settings {_digest(settings)}",
+    ]
+    if loaded.backend.device.type == "cuda":
+        machine.append(f"{torch.cuda.get_device_name(loaded.backend.device)} {_cuda_libraries()}")
+    return f"v{VERSION} {' '.join(machine)} {loaded.fingerprint} configuration {_digest(_sizes(loaded.model))}"
+
+
+def _cuda_libraries() -> str:
+    """Versions of CUDA's libraries, and which of their kernels are allowed."""
+    backends: Any = torch.backends  # partly without types
+    cuda, matmul = backends.cuda, backends.cuda.matmul
+    allowed = [
+        matmul.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+    versions = f"CUDA {torch.version.cuda} cuDNN {backends.cudnn.version()} Triton {_installed('triton')}"
+    return f"{versions} {_digest(allowed)}"
+
+
+def _rounds(name: str) -> bool:
+    """Whether a variable of the environment tells a library how to compute."""
+    return name.startswith(SETTINGS) and name not in THREAD_SETTINGS
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    """A model's configuration without what changes no number: heads, windows, kinds of layers and all else."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return {}
+    values: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
+    return {name: value for name, value in values.items() if name not in NAMES and not name.endswith("token_id")}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _file(identity: str) -> Path:

@@ -53,9 +53,10 @@ class Penalties(BatchProcessor):
         if not self.active:
             return
         self._device = device
-        self._repetition, self._presence, self._frequency = torch.tensor(used, device=device).T[:, :, None, None]
+        numbers = torch.tensor(used, dtype=torch.float32, device=device)
+        self._repetition, self._presence, self._frequency = numbers.T[:, :, None, None]
         self._seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(len(rows), vocab_size, device=device)
+        self._counts = torch.zeros(len(rows), vocab_size, dtype=torch.float32, device=device)
         self._places: list[dict[int, int]] = [{} for _ in rows]  # token -> its index in the row's list
         self._ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device)  # the lists, padded with any token
         self._new: list[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from slipstream.config import setting
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in known:
-                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}")
+                raise UsageError(f"unknown option {name!r}; allowed: {', '.join(known)}{did_you_mean(name, *known)}")
         construct(self, **options)
 
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # keeps the real signature visible to `help`
@@ -78,6 +78,9 @@ class SamplingParams:
     constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "logits_processors":
+                object.__setattr__(self, name, _as_python(value))
         self._number("temperature", 0.0, math.inf)
         self._integer("top_k", 0)
         self._number("top_p", 0.0, 1.0, open_below=True)
@@ -178,6 +181,17 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise UsageError(f"{name}: token id {token}; allowed: 0 to {vocab_size - 1}")
+
+
+def _as_python(value: Any) -> Any:
+    """Numbers and arrays of numpy and PyTorch as Python has them, in lists and mappings too."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_python, value))
+    if type(value) is dict:
+        return {_as_python(key): _as_python(item) for key, item in value.items()}
+    return value
 
 
 def _is_int(value: object) -> bool:

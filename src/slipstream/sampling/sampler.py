@@ -152,12 +152,14 @@ class Sampler:
         chosen = scores.new_empty(scores.shape[:2], dtype=torch.int64) if covered else argmax(scores)
         keys = chosen if keys is None else keys
         for warp, rows in blocks:
-            distributions = self._distribution(warp, scores[rows])
-            chosen[rows] = self.race.draw(distributions.flatten(0, 1), keys[rows].flatten()).view(
-                distributions.shape[:2]
-            )
-        # the chosen score is -inf only where all are
-        return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen[..., None])[..., 0]), NONE)
+            distributions = warp(scores[rows])
+            winners = self.race.draw(distributions.flatten(0, 1), keys[rows].flatten()).view(distributions.shape[:2])
+            # a token without probability wins only where none has any; NaN is no probability
+            chosen[rows] = winners.where(distributions.gather(-1, winners[..., None])[..., 0] > 0, NONE)
+        if covered:
+            return chosen
+        # the score of a greedy row's token is -inf only where all are
+        return chosen.masked_fill(torch.isneginf(scores.gather(-1, chosen.clamp(min=0)[..., None])[..., 0]), NONE)
 
     def draw(self, probs: Tensor, first: int = 0, stream: Stream = Stream.TOKEN) -> Tensor:
         """One token per position from probs [B, J, V], keyed by (seed, stream, absolute position) -> [B, J].
@@ -184,16 +186,15 @@ class Sampler:
         offsets: [B], at most `width`, on the device; nothing waits for them.
         """
         keys = self.race.bits(self._keys(Stream.TOKEN, range(width + 1))).gather(1, offsets[:, None])[:, 0]
-        return self.race.draw(distributions, keys).masked_fill(distributions.amax(-1) <= 0, NONE)
+        return self.race.draw(distributions, keys).where(distributions.amax(-1) > 0, NONE)
 
     def round_keys(self, stream: Stream) -> list[int]:
         """One key per row for this round. stream: one other than TOKEN."""
         return [key(row.seed, stream, len(row.tokens), len(row.tokens)) for row in self.rows]
 
     def _distribution(self, warp: Warp, scores: Tensor) -> Tensor:
-        probs = warp(scores)
-        # bias and the like can leave a position without any token; its distribution is then zero
-        return probs.nan_to_num_(0.0) if self._processors else probs
+        # bias and the like, or a model's own NaN, can leave a position without any token; its distribution is then zero
+        return warp(scores).nan_to_num_(0.0)
 
     def _blocks(self, positions: int) -> Iterator[tuple[Warp, slice | Tensor]]:
         """Rows of equal options, in blocks of the best size; a slice where the group is the whole batch."""

@@ -44,9 +44,9 @@ class Warp:
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options = options
-        self._temperature = torch.tensor([max(options.temperature, 1e-30)], device=device)
-        self._top_p = torch.tensor([options.top_p], device=device)
-        self._uses_top_p = bool(torch.tensor(options.top_p) < 1)
+        self._temperature = torch.tensor([max(options.temperature, 1e-30)], dtype=torch.float32, device=device)
+        self._top_p = torch.tensor([options.top_p], dtype=torch.float32, device=device)
+        self._uses_top_p = bool(torch.tensor(options.top_p, dtype=torch.float32, device="cpu") < 1)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """The distribution at each position. scores: [..., V] float32, not changed -> [..., V] float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,20 @@ class ChatForm:
 
 
 PLAIN_CHAT = ChatForm()
+
+
+@runtime_checkable
+class TokenizerDetails(Protocol):
+    """Optional capability of a tokenizer: it tells what its chat template reads, and which tokens control a model."""
+
+    def template_variables(self) -> frozenset[str]:
+        """The names that a caller can give the template, besides the messages."""
+
+    def template_fields(self) -> frozenset[str]:
+        """The names of a message's parts that the template mentions, and others: no field that it reads is missing."""
+
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text: ends of turns and the like."""
+
+    def digest(self) -> str:
+        """Equal for tokenizers that make the same tokens of the same conversations."""

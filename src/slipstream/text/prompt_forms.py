@@ -44,7 +44,7 @@ def read_prompts(prompt: Any) -> Prompts:
     if isinstance(prompt, str) or not isinstance(prompt, list | tuple) or not prompt:
         return Prompts([prompt], True)
     if is_chat(prompt):
-        _refuse_media(prompt)
+        _check_messages(prompt)
     if is_ids(prompt) or is_chat(prompt) or isinstance(prompt[0], int):
         return Prompts([_plain(prompt)], True)
     return Prompts([_one(i, item) for i, item in enumerate(prompt)], False)
@@ -58,20 +58,31 @@ def is_ids(prompt: Any) -> bool:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether this is a list of chat messages."""
-    if not isinstance(prompt, list | tuple) or not prompt:
+    """Whether this is meant as a list of chat messages."""
+    if not isinstance(prompt, list | tuple):
         return False
-    return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return any(isinstance(message, Mapping) and ("role" in message or "content" in message) for message in prompt)
 
 
-def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse messages that hold images, videos or sounds, which no model is given here."""
+def _check_messages(messages: Sequence[Any]) -> None:
+    """Refuse what is no chat message, and images, videos or sounds, which no model is given here."""
     for number, message in enumerate(messages):
-        parts = message["content"] if isinstance(message["content"], list | tuple) else []
-        for part in parts:
-            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        what = f"message {number}"
+        if not isinstance(message, Mapping):
+            raise UsageError(f"{what} is a {type(message).__name__}; allowed: a dictionary with role and content")
+        if not isinstance(message.get("role"), str):
+            raise UsageError(f"{what} has the role {message.get('role')!r:.40}; allowed: a name, such as 'user'")
+        if message.keys() == {"role"}:  # a message that calls tools has no content
+            raise UsageError(f"{what} has a role alone; allowed: with content, or with tool_calls")
+        content = message.get("content")
+        if not (content is None or isinstance(content, str | list | tuple)):
+            raise UsageError(f"{what} has the content {content!r:.40}; allowed: a text, or a list of text parts")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
-                raise UsageError(f"message {number} has a part of type {kind!r}; allowed: 'text'")
+                raise UsageError(f"{what} has a part of type {kind!r}; allowed: 'text'")
+            if not isinstance(part.get("text"), str):
+                raise UsageError(f"{what} has a part without a text; allowed: {{'type': 'text', 'text': ...}}")
 
 
 def _plain(prompt: Any) -> Any:

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def chosen_prompts(
     known = sorted({p.category for p in prompts})
     for category in categories or []:
         if category not in known:
-            raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(known)}")
+            near = did_you_mean(category, *known)
+            raise UsageError(f"category {category!r} is not in {source}; allowed: {', '.join(known)}{near}")
     return _limited([p for p in prompts if not categories or p.category in categories], limit)
 
 

@@ -22,7 +22,7 @@ from slipstream.text.detokenizer import VisibleText
 from slipstream.text.prompt_forms import ALLOWED, is_chat, is_ids, read_prompts
 from slipstream.text.prompts import check_text
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Ids = list[int] | Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]  # the last: what a tokenizer returns
 Prompt = str | Ids | list[Message]
 
@@ -62,7 +62,7 @@ class RequestReader:
             messages = self._messages(prompt, chat)
             return tokenizer.encode(prompt) if messages is None else tokenizer.chat(messages)
         for message in prompt:
-            if isinstance(message["content"], str):
+            if isinstance(message.get("content"), str):
                 check_text("prompt (a chat message)", message["content"])
         return tokenizer.chat(prompt)
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream, Tokenizer
+from slipstream.text.terminal_text import harmless
 
 Kind = Literal["accepted", "branch", "forced", "rejected", "recovered", "bonus", "plain"]
 
@@ -159,7 +160,7 @@ def _alone(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def _visible(text: str) -> str:
-    return text.replace("\n", "\u21b5")
+    return harmless(text.replace("\n", "\u21b5"))
 
 
 def _span(piece: Piece) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from slipstream import drafters
@@ -11,9 +12,9 @@ from slipstream.config import DecoderConfig
 from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
-from slipstream.core.loop import Engine
+from slipstream.core.loop import Engine, Propose
 from slipstream.core.traits import Traits
-from slipstream.core.types import Draft
+from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.controller import LONGEST, DraftController
 from slipstream.draft_length.cost_model import CostModel
@@ -22,6 +23,7 @@ from slipstream.errors import UsageError
 from slipstream.predicted_outputs.prediction_policy import PredictionLimits
 from slipstream.reproducibility.draft_times import DraftTimes
 from slipstream.sampling.sampler import Sampler
+from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair
 from slipstream.wiring.predicting_engine import (
     longest_prediction,
@@ -100,6 +102,8 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
     engine = Engine(target, drafter, policy, Sampler, acceptance, models.draft_reader)
     if traits.default_length and choice.count != 0:  # plain decoding drafts nothing, forced or not
         engine.constrain = ForcedDrafts(target)
+    if not built_here:
+        engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
     if traits.reads_prompt:
         engine.drafts_for = partial(drafts_for, policy)
     no_predictions = why_no_predictions(models, config)
@@ -113,7 +117,16 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             free_drafts=not (traits.costs_time or traits.weighs_costs),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
-    return EngineChoice(engine, name, traits, coupled, no_predictions)
+    guarded = GuardedEngine.of(engine, target, models.draft_session)
+    return EngineChoice(guarded, name, traits, coupled, no_predictions)
+
+
+def _in_vocabulary(
+    constrain: Callable[[Sequence[Row], Propose], Draft], vocab_size: int, rows: Sequence[Row], propose: Propose
+) -> Draft:
+    """A draft whose ids are all the target's: others, such as -1 for "none", become the nearest, and are drafts too."""
+    draft = constrain(rows, propose)
+    return replace(draft, tokens=draft.tokens.clamp(0, vocab_size - 1))
 
 
 def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> DraftController:

@@ -16,11 +16,11 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
 from slipstream.models.draft_context.windowed_session import WindowedSession
-from slipstream.models.draft_model import load_draft, load_options_of
+from slipstream.models.draft_model import draft_options_of, load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
-from slipstream.models.loaded import Loaded, Releasing, refuse_unused
+from slipstream.models.loaded import Loaded, Releasing, View, is_loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
@@ -53,28 +53,71 @@ class ModelPair:
         cls, target: Any, draft: Any, config: DecoderConfig, tokenizer: Any, draft_tokenizer: Any = None
     ) -> ModelPair:
         """Load both and choose the target's forward shapes."""
-        refuse_unused(load_options_of(config), (target, draft))
+        target, draft = _inner(target), _inner(draft)
+        tokenizer = _tokenizer(tokenizer, "tokenizer")
+        draft_tokenizer = _tokenizer(draft_tokenizer, "draft_tokenizer")
+        refuse_unused(load_options_of(config), target, draft)
         given = [model for model in (target, draft) if isinstance(model, torch.nn.Module)]
-        with ExclusiveUse(given):  # they may be packed and calibrated now
+        with ExclusiveUse(given):  # they are tried and calibrated now
             loaded = load(target, load_options_of(config), tokenizer)
-            drafting = load_draft(draft, config, tokenizer if draft_tokenizer is None else draft_tokenizer)
-            own = None if drafting is None else make_session(drafting.backend)
-            bridged = _bridged(loaded, drafting, own, config)
-            shapes, calibration = choose_shapes(loaded, config.reproducible, config.max_batch_size)
-            if isinstance(loaded.backend, Releasing):
-                loaded.backend.release()
-            session = make_session(loaded.backend, shapes)
-            pair = cls(loaded, drafting, session, own, calibration, bridged, _windowed(own, bridged, config))
-            return pair._with_draft_times(config.max_batch_size)
+            if draft is None and draft_tokenizer is not None:
+                raise UsageError("draft_tokenizer is given, but there is no draft model; allowed: with a draft model")
+            spoken = tokenizer if draft_tokenizer is None and is_loaded(draft) else draft_tokenizer
+            drafting = load_draft(draft, config, spoken, beside=loaded.backend.device)
+            return cls._of_loaded(loaded, drafting, config)
+
+    @classmethod
+    def _of_loaded(cls, target: Loaded, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
+        own = None if draft is None else make_session(draft.backend)
+        bridged = _bridged(target, draft, own, config)
+        shapes, calibration = choose_shapes(target, config.reproducible, config.max_batch_size)
+        if isinstance(target.backend, Releasing):
+            target.backend.release()
+        session = make_session(target.backend, shapes)
+        pair = cls(target, draft, session, own, calibration, bridged, _windowed(own, bridged, config))
+        return pair._with_draft_times(config.max_batch_size)
 
     def with_draft(self, draft: Any, config: DecoderConfig, tokenizer: Any = None) -> ModelPair:
         """The same target and cache with another draft model, or none."""
-        loaded = load_draft(draft, config, tokenizer)
-        own = None if loaded is None else make_session(loaded.backend)
-        bridged = _bridged(self.target, loaded, own, config)
+        tokenizer = _tokenizer(tokenizer, "draft_tokenizer")
+        return self._beside(load_draft(_inner(draft), config, tokenizer, beside=self.target.backend.device), config)
+
+    def _beside(self, draft: Loaded | None, config: DecoderConfig) -> ModelPair:
+        """The same target and cache with a draft model that is loaded."""
+        own = None if draft is None else make_session(draft.backend)
+        bridged = _bridged(self.target, draft, own, config)
         windowed = _windowed(own, bridged, config)
-        pair = replace(self, draft=loaded, draft_session=own, bridged=bridged, windowed=windowed)
+        pair = replace(self, draft=draft, draft_session=own, bridged=bridged, windowed=windowed)
         return pair._with_draft_times(config.max_batch_size)
+
+    def current(self, config: DecoderConfig) -> ModelPair:
+        """The models as their owners have them now.
+
+        These same ones if nothing was changed; where weights have other values and no copies, what was cached is
+        dropped. A model that was changed otherwise is tried anew, as if it were another one.
+        """
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        changed = [loaded for loaded in models if loaded.view is not None and _is_changed(loaded.view)]
+        if not changed:
+            rewritten = [loaded.view for loaded in models if loaded.view and not loaded.view.has_same_weights()]
+            if rewritten:
+                self.forget()
+            for view in rewritten:
+                view.accept_weights()
+            return self
+        from slipstream.models.hf.pretrained import wrap_again
+
+        draft = self.draft
+        if draft is not None and draft in changed:
+            draft = wrap_again(draft, draft_options_of(config))
+        if self.target not in changed:
+            return self._beside(draft, config)
+        return self._of_loaded(wrap_again(self.target, load_options_of(config)), draft, config)
+
+    def num_writes(self) -> int:
+        """How often weights of models with owners were changed in place."""
+        models = (self.target, self.draft)
+        return sum(loaded.view.num_writes() for loaded in models if loaded is not None and loaded.view is not None)
 
     def with_shapes(self, config: DecoderConfig) -> ModelPair:
         """The same models and caches under the forward shapes of other settings."""
@@ -145,6 +188,29 @@ class ModelPair:
         self.target_session.reserve(1, len(row.tokens) + 1)
         nothing = torch.empty(1, 0, dtype=torch.int64, device=self.target.backend.device)
         return self.target_session.score([row], nothing, [0])[0, 0]
+
+
+def _inner(model: Any) -> Any:
+    """A loaded model without wrappers; names as they are."""
+    if not isinstance(model, torch.nn.Module):
+        return model
+    from slipstream.models.hf.wrapped_model import unwrapped
+
+    return unwrapped(model)
+
+
+def _tokenizer(given: Any, name: str) -> Any:
+    """A tokenizer that was handed over under this name, or None."""
+    if given is None:
+        return None
+    from slipstream.models.hf.hf_tokenizer import tokenizer_in
+
+    return tokenizer_in(given, name)
+
+
+def _is_changed(view: View) -> bool:
+    """Whether a model has to be looked at anew."""
+    return not view.is_same_model() or (view.copies_weights and not view.has_same_weights())
 
 
 def _windowed(session: Session | None, bridged: BridgedSession | None, config: DecoderConfig) -> WindowedSession | None:

@@ -45,7 +45,7 @@ class PromptScores:
         state = table.states[self.slot] if self.slot < len(table.states) else None
         if state is None or state.row is not self.row:  # the first step, or somebody else had the slot since
             self.session.reserve(self.slot + 1, len(tokens))
-            table.states[self.slot] = SlotState(self.row, shapes=table.shapes)
+            table.states[self.slot] = SlotState(self.row, shapes=table.shapes, is_long=table.is_long(self.row))
             self._read = 0
         while budget > 0 and not self.finished:
             budget -= self._step()
@@ -56,6 +56,7 @@ class PromptScores:
         padding = self.session.shapes.pad(len(piece), 1) - len(piece)
         inputs = torch.tensor([piece + [0] * padding], device=table.backend.device)
         table.settle(self.slot, self._read + len(piece))
+        table.tell(self.slot, self.row)
         if table.audit:
             table.audit.write(self.slot, self._read, piece)
         logits = table.forward(inputs, [self._read], self.slot, logits=True)[0]

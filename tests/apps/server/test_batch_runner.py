@@ -15,8 +15,10 @@ from slipstream.apps.server.batch_store import BatchStore
 
 
 def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path)
-    source = store.add_file("", "in.jsonl", "batch", write(store.upload(), [chat(f"c{at}", "x") for at in range(9)]))
+    store = BatchStore(tmp_path, 1 << 30)
+    with store.upload("") as content:
+        write(content, [chat(f"c{at}", "x") for at in range(9)])
+        source = store.add_file("", "in.jsonl", "batch", content)
     record = store.add_batch("", source.id, "/v1/chat/completions", None)
     store.change(record, "in_progress")
     answers, errors = '{"id": "a"}\n{"id": "b"}\n{"id": "c"}\n', '{"line": 1}\n'
@@ -24,7 +26,7 @@ def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(
     store.content(record.errors).write_text(errors)
     store.close()
 
-    store = BatchStore(tmp_path)
+    store = BatchStore(tmp_path, 1 << 30)
     service: Any = SimpleNamespace(decoder=toy())
     asyncio.run(_cancelled(BatchRunner(service, store), record.id))
     told = store.batches[record.id].to_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -15,7 +16,8 @@ from job_cases import by_id, chat, write
 from job_cases import toy as job_toy
 from served import Gate, Served, served, toy
 
-from slipstream.apps.server.batch_store import BatchStore
+from slipstream.apps.server.batch_store import MOST_UPLOADS, BatchStore
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
 
 LINES = [
@@ -107,6 +109,10 @@ def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, mon
         ([LINES[0], "{"], "not JSON: Expecting property name"),
         ([LINES[0], LINES[0]], "custom_id 'c0' is that of line 1; allowed: one for each line"),
         ([LINES[0], LINES[1] | {"url": "/v1/completions"}], "url='/v1/completions'; allowed: '/v1/chat/completions'"),
+        (
+            [LINES[0], {n: one for n, one in LINES[1].items() if n != "custom_id"}],
+            "custom_id is missing; allowed: one for",
+        ),
         ([LINES[0], {"id": "a", "prompt": "x"}], "url=None; allowed: '/v1/chat/completions', and a custom_id"),
     ],
 )
@@ -115,6 +121,15 @@ def test_a_file_that_is_no_batch_fails_before_anything_is_run(server: Served, li
         batch = ended(server, client, begun(client, lines))
     assert batch.status == "failed" and batch.output_file_id is None and batch.request_counts.completed == 0
     assert batch.errors.data[0].line == 2 and batch.errors.data[0].message.startswith(why)
+
+
+def test_files_are_listed_in_the_order_that_is_asked_for(server: Served) -> None:
+    with server.openai() as client:
+        for at in range(3):
+            client.files.create(file=(f"{at}.jsonl", jsonl(LINES)), purpose="batch")
+        newest, oldest = ([one.id for one in client.files.list(order=order)] for order in ("desc", "asc"))
+        assert len(newest) > 2 and oldest == newest[::-1] == [one.id for one in client.files.list()][::-1]
+        assert [one.id for one in client.files.list(order="asc", limit=1)] == oldest  # page by page
 
 
 def test_files_are_listed_read_and_deleted(server: Served) -> None:
@@ -145,6 +160,14 @@ def test_files_are_listed_read_and_deleted(server: Served) -> None:
         ("GET", "/v1/batches/batch_x", None, 404, "there is no batch 'batch_x'"),
         ("POST", "/v1/batches/batch_x/cancel", None, 404, "there is no batch"),
         ("GET", "/v1/batches?limit=0", None, 400, "query.limit: Input should be greater"),
+        ("GET", "/v1/files?order=bogus", None, 400, "query.order: Input should be 'asc' or 'desc'"),
+        (
+            "POST",
+            "/v1/batches",
+            {"input_file_id": "x", "endpoint": "/v1/completions", "output_expires_after": {"seconds": 9}},
+            400,
+            "output_expires_after: files do not expire here",
+        ),
         ("GET", "/v1/batches?after=x", None, 400, "after='x'; allowed: an id of this list"),
         ("GET", "/v1/files/..%2f..%2fx/content", None, 404, ""),
         ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
@@ -159,6 +182,7 @@ def test_wrong_calls_are_refused(server: Served, method: str, path: str, body: A
     ("form", "why"),
     [
         ({"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}, "purpose='fine-tune'; allowed: 'batch'"),
+        ({"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[seconds]": "9"}}, "files do not expire"),
         ({"files": {"file": b"x"}}, "purpose=None; allowed: 'batch'"),
         ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "the file is empty"),
         ({"files": {"purpose": (None, "batch")}}, "the form has no file"),
@@ -352,8 +376,8 @@ def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     from slipstream import SlipstreamError
 
     with served(batch_folder=str(tmp_path)), pytest.raises(SlipstreamError, match="is used by another server"):
-        BatchStore(tmp_path)
-    BatchStore(tmp_path).close()
+        BatchStore(tmp_path, 1 << 30)
+    BatchStore(tmp_path, 1 << 30).close()
     assert toy().target.name == "toy"
 
 
@@ -365,3 +389,85 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"batch_folder='.*file' cannot be used: "):
         serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)
+
+
+def uploaded(server: Served, disposition: str) -> Any:
+    body = (
+        f'--B\r\ncontent-disposition: form-data; name="file"; {disposition}\r\n\r\n{{}}\n\r\n'
+        '--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--B--\r\n'
+    ).encode()
+    return server.http.post("/v1/files", content=body, headers={"content-type": "multipart/form-data; boundary=B"})
+
+
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ("filename*=unicode_escape''%5Cud800.jsonl", None),
+        ("filename*=idna''" + "a" * 300, None),
+        ("filename*=zlib''abc", None),
+        ("filename*=punycode''%ff", None),
+        ("filename*=utf-7''%2B2AA-", None),
+        ("filename*=UTF-8''%ed%a0%80.jsonl", "\ufffd\ufffd\ufffd.jsonl"),
+        ("filename*=utf-8'en'%e2%82%ac.jsonl", "€.jsonl"),
+        ("filename*=iso-8859-1''%e9.jsonl", "é.jsonl"),
+        ("filename*0=one; filename*1=two", "onetwo"),
+        ('filename="a\x00b\x1b[2Jc"', "a\ufffdb\ufffd[2Jc"),
+        ('filename="../../etc/passwd"', "../../etc/passwd"),
+        ('filename="' + "x" * 400 + '"', "x" * 255),
+        ('filename=""', "file"),
+        ("filename*=''%e2%82%ac", "€"),
+    ],
+)
+def test_a_name_of_a_file_never_breaks_the_list(server: Served, disposition: str, name: str | None) -> None:
+    answer = uploaded(server, disposition)
+    if name is None:
+        assert answer.status_code == 400 and "allowed: utf-8" in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200 and answer.json()["filename"] == name
+    assert server.http.get("/v1/files").status_code == 200
+
+
+def test_a_name_that_was_stored_broken_is_listed_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "b"
+    with served(batch_folder=str(folder)) as server:
+        id = uploaded(server, "filename=x").json()["id"]
+    record = json.loads((folder / "files" / f"{id}.json").read_text())
+    (folder / "files" / f"{id}.json").write_text(json.dumps(record | {"filename": "\ud800.jsonl"}))
+    with served(batch_folder=str(folder)) as server:
+        assert [one["filename"] for one in server.http.get("/v1/files").json()["data"]] == ["\ufffd.jsonl"]
+        assert server.http.delete(f"/v1/files/{id}").status_code == 200
+
+
+def test_files_stay_with_their_key_when_another_is_revoked(tmp_path: Path) -> None:
+    def files(keys: str, key: str, upload: bool = False) -> list[Any]:
+        (tmp_path / "keys").write_text(keys)
+        with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
+            server.http.headers["authorization"] = f"Bearer {key}"
+            if upload:
+                assert uploaded(server, "filename=x").status_code == 200
+            return list(server.http.get("/v1/files").json()["data"])
+
+    both = "first-key-A\nsecond-key-B\n"
+    assert len(files(both, "first-key-A", upload=True)) == 1
+    assert files("second-key-B\n", "second-key-B") == []
+    assert len(files("second-key-B\nfirst-key-A\n", "first-key-A")) == 1
+
+
+def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    monkeypatch.setattr("slipstream.apps.server.batch_store.MOST", 2)
+    with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys"), max_file_bytes=1024) as server:
+        for key, statuses in (("key-of-ann", [200, 200, 400]), ("key-of-bob", [200])):
+            server.http.headers["authorization"] = f"Bearer {key}"
+            assert [uploaded(server, "filename=x").status_code for _ in statuses] == statuses
+        store = server.service.batches.store
+        server.call(lambda: setattr(store, "max_bytes", 3))  # what bob's file has
+        assert "allowed: fewer than 2 files and 3 bytes" in uploaded(server, "filename=x").text
+        with ExitStack() as arriving:
+            for _ in range(MOST_UPLOADS):
+                arriving.enter_context(store.upload("cat"))
+            with pytest.raises(ApiError, match="4 files are arriving already"):
+                arriving.enter_context(store.upload("cat"))
+        with store.upload("cat"):
+            pass
+        assert not store._uploads

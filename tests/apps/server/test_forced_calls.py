@@ -95,6 +95,51 @@ def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: s
             ]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_marks_in_arguments_are_no_ends_of_calls(name: str) -> None:
+    rendered, template = FORMS[name]
+    ours = HFTokenizer(tokenizer(rendered, template))
+    mark = template["fields"]["tool_calls"]["close"]
+    written = {"x": f"a{mark}b{mark}"}
+    call = (
+        f"[call:add]{json.dumps(written)}"
+        if "name" in name
+        else "<<" + json.dumps({"name": "add", "arguments": written})
+    )
+    read = ours.parse_answer([], ours.bare(f"{call}{mark}{call}{mark}"), TOOLS)
+    assert read is not None and [json.loads(one.arguments) for one in read.calls] == [written, written]
+    cut = ours.parse_answer([], ours.bare(f"{call}{mark}{call[:-2]}"), TOOLS)
+    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [written]
+
+
+def test_calls_that_are_not_json_are_told_where_they_are_whole() -> None:
+    ours = HFTokenizer(tokenizer(*OTHERS["arguments that are not JSON"]))
+    cut = ours.parse_answer([], ours.bare("[call:add]<x>a</x>[end][call:add]<x>b</x>"), TOOLS)
+    assert cut is not None and [json.loads(one.arguments) for one in cut.calls] == [{"x": "a"}]
+    assert ours.parse_answer([], ours.bare("[call:add]<x>a</x>"), TOOLS) is None
+
+
+def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
+    rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    inner = tiny.tokenizer(EXTRA, CHAT % (CALLS % rendered))
+    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    value = {"type": "object", "properties": {"a": {"enum": ["</tool_call>"]}}, "required": ["a"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": "x", "parameters": value | {"additionalProperties": False}}}
+    ]
+    with (
+        served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server,
+        server.openai() as client,
+    ):
+        options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required"}
+        for several, limit in ((False, 200), (True, 400)):
+            answer = client.chat.completions.create(**options, parallel_tool_calls=several, max_tokens=limit, seed=1)
+            (choice,) = answer.choices
+            assert choice.message.tool_calls and not choice.message.content
+            assert {call.function.arguments for call in choice.message.tool_calls} == {'{"a": "</tool_call>"}'}
+            assert choice.finish_reason == ("length" if answer.usage.completion_tokens == limit else "tool_calls")
+
+
 def test_several_calls_stand_as_the_template_writes_them() -> None:
     form = HFTokenizer(tokenizer(*FORMS["an object between marks"])).call_form()
     assert form is not None and form.before == '<<{"name": "' and form.between_calls == "\n" and form.quotes_names

@@ -1,11 +1,14 @@
-"""A body of a few MiB costs what it costs to parse, however wrong it is."""
+"""A field has its effect or is refused by name, with the reason; a wrong body costs what it costs to parse."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from served import Served, served
 
 from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
@@ -13,6 +16,19 @@ from slipstream.apps.server.request_fields import ChatFields, CompletionFields, 
 
 WRONG = [None] * 20_000
 HI = [{"role": "user", "content": "hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+def ask(server: Served, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    body = {CHAT: {"messages": HI, "max_tokens": 3}, TEXT: {"prompt": "A heron", "max_tokens": 3}}.get(path, {})
+    answer = server.http.post(path, json={name: one for name, one in (body | fields).items() if one is not None})
+    return answer.status_code, answer.json()
 
 
 @pytest.mark.parametrize(
@@ -43,3 +59,163 @@ def test_a_list_is_read_up_to_its_first_mistake(kind: type[BaseModel], body: dic
     assert len(errors) < 20
     told = validation_error(errors)
     assert (told.param or "").startswith(param) and "\n" not in told.message
+
+
+def said(**content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"} | content]}
+
+
+NO_TEXT = "a text, or parts of one"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "why"),
+    [
+        (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: String should have at least 1 character"),
+        (CHAT, {"stop": ["x"] * 33}, "stop", "stop: List should have at most 32 items"),
+        (CHAT, {"stop": 5}, "stop", "stop: Input should be a valid string or a valid list"),
+        (CHAT, {"stop": ["x" * 300]}, "stop", "stop.0: String should have at most 256"),
+        (CHAT, said(content=["hi"]), "messages.0.content", "messages.0.content.0: Input should be an object"),
+        (
+            CHAT,
+            said(content=5),
+            "messages.0.content",
+            "messages.0.content: Input should be a valid string or a valid l",
+        ),
+        (
+            CHAT,
+            said(content={}),
+            "messages.0.content",
+            "messages.0.content: Input should be a valid string or a valid l",
+        ),
+        (CHAT, said(content=[{"text": "x"}]), "messages.0.content.0.type", "messages.0.content.0.type is missing"),
+        (CHAT, said(content=[{"type": "text"}]), "messages.0.content.0", "messages.0.content.0 has no text"),
+        (CHAT, said(content=None), "messages.0.content", f"messages.0.content is null; allowed: {NO_TEXT}"),
+        (CHAT, said(content=[]), "messages.0.content", "messages.0.content is []; allowed: "),
+        (CHAT, said(role="assistant", content=None), "messages.0.content", "messages.0.content is null"),
+        (CHAT, said(role="tool", content=None), "messages.0.content", "messages.0.content is null"),
+        (CHAT, {"tool_choice": "any"}, "tool_choice", "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        (
+            CHAT,
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.type",
+            "tool_choice.type: Input should be 'function'",
+        ),
+        (CHAT, {"prediction": "x"}, "prediction", "prediction: Input should be an object"),
+        (CHAT, {"seed": 1 << 63}, "seed", "seed: Input should be less than or equal to 9223372036854775807"),
+        (CHAT, {"messages": None, "mesages": HI}, "messages", "messages is missing; is 'mesages' meant for it?"),
+        (TEXT, {"prompt": [5, -3]}, "prompt", "prompt.1: Input should be greater than or equal to 0"),
+        (TEXT, {"prompt": {}}, "prompt", "prompt; allowed: a text, a list of texts"),
+        (TEXT, {"prompt": [[5], [999]]}, "prompt", "prompt 1: token id 999; allowed: 0 to 256"),
+        (TEXT, {"logit_bias": {"999": 1}}, "logit_bias", "logit_bias: token id 999"),
+        (TEXT, {"stop_token_ids": [999]}, "stop_token_ids", "stop_token_ids: token id 999"),
+        (
+            TEXT,
+            {"prediction": {"type": "content", "content": "x"}, "num_draft_tokens": 0},
+            "prediction",
+            "prediction w",
+        ),
+        (TEXT, {"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids", "the sampling options leave no t"),
+        (TEXT, {"structured_outputs": {"choice": ["ab"]}, "bad_words": ["a"]}, "bad_words", "the constraint and the o"),
+        # fields of the other address, of other programs, of older forms: they would change the answer
+        (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "on /v1/chat/completions, here it is max_tokens"),
+        (TEXT, {"tools": [{}]}, "tools", "tools is no field of this address; allowed: on /v1/chat/completions"),
+        (TEXT, {"reasoning_effort": "low"}, "reasoning_effort", "allowed: on /v1/chat/completions"),
+        (CHAT, {"echo": True}, "echo", "echo is no field of this address; allowed: on /v1/completions"),
+        (CHAT, {"prompt": "x"}, "prompt", "prompt is no field of this address; allowed: on /v1/completions"),
+        (CHAT, {"grammar": "start: x"}, "grammar", "asked for with response_format or structured_outputs"),
+        (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "JSON is written without whitespace"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "thinking", "reasoning_effort or chat_template_kwargs"),
+        (TEXT, {"suffix": "end"}, "suffix", "filling in the middle is not supported"),
+        (CHAT, {"documents": [{"text": "x"}]}, "documents", "put them into a message"),
+        (CHAT, said(function_call={"name": "f"}), "messages.0.function_call", "use tool_calls"),
+        (CHAT, said(prefix=True), "messages.0.prefix", "continue_final_message"),
+        (CHAT, said(refusal="No."), "messages.0.refusal", "shown to the model as content"),
+        (CHAT, said(reasoning_content="x"), "messages.0.reasoning_content", "this model has no chat template"),
+        (CHAT, said(thinking="x"), "messages.0.thinking", "this model has no chat template"),
+        (
+            *(CHAT, {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}}),
+            *("response_format.schema", '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'),
+        ),
+        (
+            *(CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}),
+            *("response_format.json_schema", "response_format.json_schema with type 'json_object'; allowed: with type"),
+        ),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model 'other' is not served here"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "tools beside prompt; allowed: beside messages"),
+        ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template", "templates from requests are not run"),
+        (
+            "/tokenize",
+            {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+            "no chat t",
+        ),
+        ("/detokenize", {"tokens": [97], "model": "other"}, "model", "model 'other' is not served here"),
+    ],
+)
+def test_a_refusal_names_the_field_and_the_reason(
+    server: Served, path: str, fields: dict[str, Any], param: str, why: str
+) -> None:
+    status, answer = ask(server, path, fields)
+    assert status == (404 if param == "model" else 400), answer
+    assert answer["error"]["param"] == param and why in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize("nothing", [None, False, "", []])
+def test_what_says_nothing_is_not_refused(server: Served, nothing: Any) -> None:
+    body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
+    sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}
+    for path, fields in ((TEXT, body), (CHAT, sent | {"suffix": nothing, "guided_json": nothing})):
+        start = {"max_tokens": 1} | ({"prompt": "x"} if path == TEXT else {})
+        answer = server.http.post(path, json=start | fields)
+        assert answer.status_code == 200, answer.text
+
+
+def count(server: Served) -> float:
+    (line,) = [
+        line
+        for line in server.http.get("/metrics").text.splitlines()
+        if line.startswith("slipstream:unknown_fields_total{")
+    ]
+    return float(line.rpartition(" ")[2])
+
+
+def test_unknown_fields_at_every_depth_are_counted_and_named_once(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "slipstream.server")
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}, "colour": 1}]},
+        {"role": "assistant", "content": "ho", "mood": "glad", "annotations": [], "refusal": None},
+        {"role": "user", "content": "hm", "mood": "sad"},
+    ]
+    fields = {"messages": messages, "temprature": 0.5, "slipstream": {"round": True}, "store": True}
+    before = count(server)
+    for _ in range(2):
+        assert ask(server, CHAT, fields)[0] == 200
+    assert count(server) == before + 2 * 8
+    named = [record.getMessage().removeprefix("requests have the field ") for record in caplog.records]
+    assert set(named) == {
+        "'temprature', which has no effect; did you mean 'temperature'?",
+        "'messages.0.content.0.colour', which has no effect; it is unknown",
+        "'messages.1.mood', which has no effect; it is unknown",
+        "'slipstream.round', which has no effect; did you mean 'rounds'?",
+    }
+    assert len(named) == 4
+
+
+def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "slipstream.server")
+    before = count(server)
+    for path, fields in (
+        (CHAT, {"guided_json": {"type": "object"}, "nobody": 1}),
+        (TEXT, {"tools": [{}], "nobody": 1}),
+    ):
+        assert ask(server, path, fields)[0] == 400
+    assert count(server) == before and not caplog.records
+
+
+def test_the_list_of_models_is_there_with_a_slash_behind_too(server: Served) -> None:
+    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

@@ -262,3 +262,63 @@ def test_settings_of_another_type_are_refused_by_name(settings: dict[str, object
     ((name, value),) = settings.items()
     with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}; allowed: ")):
         ServerSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_key_without_a_name_is_known_by_its_digest_wherever_it_stands(tmp_path: Path) -> None:
+    def owners(text: str) -> list[str | None]:
+        (tmp_path / "keys").write_text(text, encoding="utf-8")
+        keys = ApiKeys.read(str(tmp_path / "keys"))
+        return [keys.owner(key) for key in ("first-key-A", "second-key-B", "key-of-ann")]
+
+    first, second, ann = owners("first-key-A\nsecond-key-B\n ann : key-of-ann\n")
+    assert ann == "ann" and first and second and first != second and "first" not in first
+    assert owners("\ufeffsecond-key-B\n:first-key-A\n") == [first, second, None]  # an empty name is none
+    assert owners("\ufeffann:key-of-ann\r\n") == [None, None, "ann"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ann:key-of-ann\nann:key-of-bob\n", "line 2: the name is that of line 1; allowed: each name once"),
+        ("ann:key-of-ann\n\nbob:key-of-ann\n", "line 3: the key is that of line 1; allowed: each key once"),
+        ("key-of-ann\nkey-of-ann\n", "line 2: the key is that of line 1"),
+        ("sha256:ab:key-of-ann\n", "line 1: the name 'sha256:ab'; allowed: printable"),
+        ("a\x07nn:key-of-ann\n", "line 1: the name"),
+    ],
+)
+def test_owners_that_could_not_be_told_apart_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        ApiKeys.read(str(tmp_path / "keys"))
+
+
+DIGITS = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xff"}', "is not valid UTF-8 at byte 12"),
+        (b"\x1f\x8b\x08\x00" + b"\x00" * 20, "is not valid UTF-8 at byte 1"),
+        (DIGITS, r"is not valid JSON here: .*4300 digits"),
+        (b"[" * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
+        (b'{"a":' * 100_000, "is not valid JSON here: lists and objects are nested too deep"),
+        (b'{"prompt": "x", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+        (b'{"prompt": "x"} x', "is not valid JSON"),
+        (b"", ""),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_what_is_wrong_with_a_body_is_said(unlocked: Served, path: str, body: bytes, message: str) -> None:
+    answer = unlocked.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code < 500 and "bad request" not in answer.text
+    if message:
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+        assert re.search(message, answer.json()["error"]["message"]), answer.text
+
+
+def test_a_compressed_body_is_refused_by_name(unlocked: Served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = unlocked.http.post("/v1/completions", content=b"\x1f\x8b\x08\x00", headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the request body has content-encoding 'gzip'; allowed: none"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 from served import PATIENCE, Gate, Served, in_thread, served, toy
 
+from slipstream.apps.server import launch
 from slipstream.apps.server.answer_making import writer_of
+from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import JOINED, Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.prompt_rendering import rendered_prompts
@@ -331,7 +337,7 @@ def test_requests_are_refused_for_now_while_the_models_are_loaded() -> None:
 
 
 def job(owner: str) -> Job:
-    return Job(LiveRequest("/", owner), 0, Row(0, [1], SamplingParams(), 0))
+    return Job(LiveRequest("/", owner, caller=owner), 0, Row(0, [1], SamplingParams(), 0))
 
 
 def test_callers_take_turns_and_their_own_requests_keep_their_order() -> None:
@@ -397,3 +403,163 @@ def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
         assert cached(server, "key-of-bob") and not cached(server, "key-of-bob", cache_salt="x")
     with served(api_key_file=str(tmp_path / "keys"), share_learning=True) as server:
         assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-bob")] == [False, True]
+
+
+def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
+    line, many, few = WaitingLine(), LiveRequest("/", caller="a"), LiveRequest("/", caller="a")
+    rows = [Job(many, at, Row(at, [1], SamplingParams(), 0)) for at in range(5)]
+    rows += [Job(few, at, Row(at, [1], SamplingParams(), 0)) for at in range(2)]
+    for one in rows:
+        line.add(one)
+    assert line.take(lambda one: one.request is few) is rows[5] and len(line) == 6
+    taken = [line.take() for _ in range(7)]
+    assert taken == [rows[0], rows[6], *rows[1:5], None]
+
+
+def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
+    many = LONG | {"prompt": ["A heron"] * 4, "n": 4, "stream": False}
+    with served(lambda: gate.load(max_batch_size=3)) as server:
+
+        def running() -> int:
+            return int(server.service.room.num_running)
+
+        with in_thread(lambda: server.http.post("/v1/completions", json=many | {"max_tokens": 1000})) as answers:
+            assert gate.reached.wait(PATIENCE)
+            gate.opened.set()
+            server.wait_until(lambda: running() == 2)
+            assert server.complete("The sparrow", max_tokens=5).status_code == 200
+            assert server.call(running) == 2 and len(server.service.live) == 1  # it came and went meanwhile
+        assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 16
+
+
+def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
+    with (
+        served(lambda: gate.load(max_batch_size=3)) as server,
+        in_thread(lambda: server.complete(["A heron"] * 3, max_tokens=9)) as answers,
+    ):
+        assert gate.reached.wait(PATIENCE)
+        server.wait_until(lambda: server.service.room.num_running == 3)
+        gate.opened.set()
+    assert answers[0].status_code == 200
+
+
+def test_what_one_caller_has_waiting_is_no_reason_to_refuse_another(gate: Gate, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
+    keys = {"api_key_file": str(tmp_path / "keys")}
+    with one_at_a_time(gate, max_queued_requests=4, max_queued_tokens=1000, **keys) as server:
+        short = LONG | {"max_tokens": 3}
+
+        def entered(owner: str, prompt: str = "x") -> bool:
+            """Whether a request of an owner may wait."""
+
+            def enter() -> bool:
+                try:
+                    live = server.service.enter("/v1/completions", owner, None)
+                except ApiError as error:
+                    assert error.status == 429
+                    return False
+                fields = CompletionFields(**short | {"prompt": prompt})
+                writer_of(server.service.rows, server.service.facts, live, fields, server.service.decoder.tokenizer)
+                try:
+                    server.service.submit(live, live.jobs)
+                except ApiError as error:
+                    assert error.status == 429
+                    server.service.release(live)
+                    return False
+                return True
+
+            return bool(server.call(enter))
+
+        assert entered("ann") and gate.reached.wait(PATIENCE)
+        assert [entered("ann", "x" * 200) for _ in range(5)] == [True] * 4 + [False]
+        assert [entered("bob", "x" * 200) for _ in range(3)] == [True, True, False]  # a half
+        assert [entered("cat", "x" * 300) for _ in range(2)] == [True, False]  # a third
+        assert not entered("ann")
+        gate.opened.set()
+        server.wait_until(lambda: all(job.over for live in server.service.live for job in live.jobs))
+
+
+async def opened_sockets(url: str, count: int, data: bytes) -> list[socket.socket]:
+    place, loop = urlsplit(url), asyncio.get_running_loop()
+    sockets = []
+    for _ in range(count):
+        one = socket.socket()
+        one.setblocking(False)
+        await loop.sock_connect(one, (place.hostname or "", place.port or 0))
+        await loop.sock_sendall(one, data)
+        sockets.append(one)
+    return sockets
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"GET /hea", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"transfer-encoding: chunked\r\n\r\n"],
+)
+def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
+    with served(request_timeout=50.0) as server:
+
+        async def crowd() -> list[socket.socket]:
+            return await opened_sockets(server.url, launch.MOST_CONNECTIONS + 30, data)
+
+        sockets = asyncio.run(crowd())
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False).status_code == 200
+        assert server.call(lambda: len(server.server.server_state.connections)) <= launch.MOST_CONNECTIONS + 1
+        for one in sockets:
+            one.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\nx: ", HEAD])
+def test_a_socket_whose_request_does_not_come_is_closed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(
+        ConnectionLimits, "protocol", lambda self: partial(BoundedConnection, replace(self, arrival=0.3))
+    )
+    with served() as server, connected(server) as one:
+        one.sendall(data)
+        assert closed(one, dribbled=b"x: y\r\n" if data == HEAD else b"")
+
+
+def connected(server: Served) -> socket.socket:
+    place = urlsplit(server.url)
+    return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
+
+
+def closed(one: socket.socket, dribbled: bytes) -> bool:
+    """Wait for the other side to end a connection; send something now and then."""
+    one.settimeout(0.05)
+    for _ in range(int(PATIENCE / 0.05)):
+        try:
+            if not one.recv(100):
+                return True
+        except TimeoutError:
+            if dribbled:
+                one.sendall(dribbled)
+        except OSError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
+def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) -> None:
+    with served(request_timeout=0.3) as server:
+        with connected(server) as one:
+            one.sendall(HEAD + framing)
+            answer = one.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive in time" in answer
+        server.wait_until(lambda: not server.service.live)
+
+
+def test_a_client_that_never_reads_is_given_up() -> None:
+    with served(request_timeout=1.0) as server:
+        place = urlsplit(server.url)
+        body = json.dumps(LONG | {"stream": True, "logprobs": 5, "max_tokens": 4000}).encode()
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            one.connect((place.hostname or "", place.port or 0))
+            one.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            server.wait_until(lambda: len(server.service.live) == 1)
+            server.wait_until(lambda: not server.service.live and not server.server.server_state.connections)

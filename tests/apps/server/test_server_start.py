@@ -7,8 +7,18 @@ from typing import Any
 
 import httpx
 import pytest
-from served import served
+from served import served, toy
 from uvicorn.lifespan.on import LifespanOn
+
+from slipstream.apps.server.launch import Server
+from slipstream.apps.server.server_settings import ServerSettings
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("127.0.0.1", "127.0.0.1")])
+def test_an_address_is_told_in_the_form_that_browsers_take(host: str, url: str) -> None:
+    server = Server(ServerSettings(host=host, port=8421), toy, lambda server: None)
+    server.servers = []  # it listens nowhere yet
+    assert server.url == f"http://{url}:8421"
 
 
 def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,80 @@
-"""Requests that take seconds to read keep no other request waiting."""
+"""Threads that read texts: callers take turns, and a call that never comes back keeps nobody waiting for ever."""
 
 from __future__ import annotations
 
 import asyncio
-from threading import Event
+import threading
 
+import pytest
+from served import PATIENCE, Gate, served
+
+from slipstream.apps.server import service, text_pool
 from slipstream.apps.server.answer_forms import compiles_slowly
 from slipstream.apps.server.request_fields import ChatFields
-from slipstream.apps.server.text_pool import THREADS, TextPool
+from slipstream.apps.server.text_pool import MOST_THREADS, THREADS, TextPool
 
 
-def test_quick_calls_run_beside_any_number_of_slow_ones() -> None:
-    pool, release = TextPool(None), Event()
+def test_callers_take_turns() -> None:
+    async def order() -> list[str]:
+        pool, opened, begun, done = TextPool(None), threading.Event(), threading.Semaphore(0), list[str]()
 
-    async def both() -> str:
-        slow = [asyncio.ensure_future(pool.run(lambda _: release.wait(60), is_slow=True)) for _ in range(3 * THREADS)]
-        try:
-            return await asyncio.wait_for(pool.run(lambda _: "read"), 60)
-        finally:
-            release.set()
-            assert all(await asyncio.gather(*slow))
+        def wait(_: object) -> None:
+            begun.release()
+            assert opened.wait(PATIENCE)
 
-    assert asyncio.run(both()) == "read"
-    pool.close()
+        blocking = [asyncio.ensure_future(pool.run(wait, "a")) for _ in range(THREADS)]
+        await asyncio.sleep(0)
+        for _ in range(THREADS):
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE)
+        calls = [asyncio.ensure_future(pool.run(lambda _, who=who: done.append(who), who)) for who in "aaaabc"]
+        await asyncio.sleep(0)
+        calls[1].cancel()  # its caller has left
+        await asyncio.sleep(0)
+        assert pool.waiting_seconds > 0
+        opened.set()
+        await asyncio.gather(*blocking, *calls, return_exceptions=True)
+        assert pool.waiting_seconds == 0
+        pool.close()
+        return done
+
+    done = asyncio.run(order())
+    assert sorted(done) == ["a", "a", "a", "b", "c"] and {"b", "c"} <= set(done[:4])
+
+
+def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
+
+    async def work() -> None:
+        pool, opened = TextPool(None), threading.Event()
+        stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MOST_THREADS - 1)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(pool.run(lambda _: "done"), PATIENCE) == "done"
+        assert not any(one.done() for one in stuck)
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(lambda _: 1 / 0)
+        opened.set()
+        await asyncio.gather(*stuck)
+        pool.close()
+
+    asyncio.run(work())
+
+
+def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    with served(gate.load) as server:
+        assert server.http.get("/health").json() == {"status": "ready"}
+        with server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True}
+        ) as answer:
+            assert gate.reached.wait(PATIENCE)
+            assert server.http.get("/health").status_code == 200  # a step may take a while
+            monkeypatch.setattr(service, "STALLED", 0.0)
+            told = server.http.get("/health")
+            assert told.status_code == 503 and told.json() == {"status": "stalled"}
+            monkeypatch.undo()
+            gate.opened.set()
+            answer.read()
+        assert server.http.get("/health").status_code == 200
 
 
 def fields(**given: object) -> ChatFields:

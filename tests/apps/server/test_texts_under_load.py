@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 from served import Served, served, toy
-from server_storm import KINDS, Storm
+from server_storm import HOSTILE, KINDS, Storm, weak
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.server.live_request import LiveRequest
 from slipstream.core.rng import Race
 
 
@@ -64,3 +68,21 @@ def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.Mon
     storm, _ = stormed(lambda: toy(max_batch_size=3), 60)
     monkeypatch.undo()
     assert wrong_texts(storm, toy()) > 3
+
+
+def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_queued_requests": 9, "batch_folder": str(tmp_path)}
+    with served(lambda: weak(toy(max_batch_size=3)), **settings) as server:
+        threads = threading.active_count()
+        storm = Storm(server.url, 110, seed=2, longest=120, kinds=KINDS | HOSTILE).run()
+        service = server.service
+        server.wait_until(lambda: not service.live and not service.room.num_running and not service.num_waiting)
+        server.wait_until(lambda: len(server.server.server_state.connections) <= 1)  # that of this test's client
+        assert server.http.get("/health").json() == {"status": "ready"}
+        assert server.http.get("/v1/files").json()["data"] == [] and not service.batches.store._uploads
+        assert threading.active_count() <= threads + 1
+        gc.collect()
+        assert sum(type(one) is LiveRequest for one in gc.get_objects()) <= 8  # the latest, held by frames
+        assert server.server.failure is None
+    assert min(storm.outcomes[kind] for kind in KINDS | HOSTILE) > 0
+    assert len(storm.texts) > 20 and wrong_texts(storm, toy()) == 0

@@ -64,6 +64,30 @@ def test_what_is_no_whole_call_stays_text(text: str) -> None:
     assert parsed(text) is None
 
 
+MARKED = '<tool_call>{"name": "add", "arguments": {"x": "a</tool_call>b<tool_call>{"}}</tool_call>'
+
+
+@pytest.mark.parametrize("calls", [MARKED, f"so {MARKED}{CALL}", f"{CALL}{MARKED}", f"{MARKED} {MARKED} and {CALL}"])
+def test_marks_in_the_texts_of_arguments_are_no_marks(calls: str) -> None:
+    found = [json.loads(call.arguments)["x"] for call in parsed(calls).calls]
+    assert found == [1 if part.startswith(CALL) else "a</tool_call>b<tool_call>{" for part in pieces(calls)]
+
+
+def pieces(calls: str) -> list[str]:
+    """The calls of a text, by where they begin."""
+    return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
+
+
+@pytest.mark.parametrize("cut", range(1, len(CALL)))
+def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
+    chunks, whole = written(f"so {CALL}{MARKED}{CALL[:-cut]}", 7, "length")
+    for calls in (whole["message"]["tool_calls"], chunks[-2]["delta"]["tool_calls"]):
+        # what stands between the marks is a call as soon as it is whole
+        assert [json.loads(one["function"]["arguments"])["x"] for one in calls][:2] == [1, "a</tool_call>b<tool_call>{"]
+        assert len(calls) == 2 + (cut == len("</tool_call>"))
+    assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+
+
 def test_models_without_a_known_form_of_calls_say_so() -> None:
     assert HFTokenizer(tiny.tokenizer()).call_opening() is None
     assert HFTokenizer(tiny.tokenizer()).parse_answer([3], [4], TOOLS) is None
@@ -159,7 +183,8 @@ def test_what_only_a_template_could_show_is_refused_without_one(fields: dict[str
     with pytest.raises(ApiError, match="no chat template") as found:
         rendered_chat(ChatFields.model_validate(asked), ToyTokenizer())
     assert found.value.status == 400 and found.value.param == param
-    rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
+    if param != "reasoning_effort":  # which this template does not read
+        rendered_chat(ChatFields.model_validate(asked | {"chat_template_kwargs": {}}), HFTokenizer(tokenizer()))
 
 
 class Opening(ToyTokenizer):
@@ -220,3 +245,67 @@ def test_a_whole_answer_says_what_stands_before_its_first_call(behind: str) -> N
     streamed = "".join(chunk["delta"].get("content", "") for chunk in chunks)
     assert whole["message"]["content"] == "let me see" == streamed.strip()
     assert written(CALL, 4)[1]["message"]["content"] is None
+
+
+HI: Any = {"role": "user", "content": "hi"}
+ANSWERED: Any = {"role": "assistant", "content": "ho"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": [HI, {"role": "assistant", "tool_calls": [CALLED]}]}, "messages.1.tool_calls"),
+        ({"messages": [HI, ANSWERED | {"reasoning_content": "hm"}, HI]}, "messages.1.reasoning_content"),
+        ({"messages": [HI, ANSWERED | {"reasoning": "hm"}, HI]}, "messages.1.reasoning"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], param: str) -> None:
+    asked = ChatFields.model_validate({"messages": [HI]} | fields)
+    with pytest.raises(ApiError, match="this chat template does not read it") as found:
+        rendered_chat(asked, HFTokenizer(tiny.tokenizer()))
+    assert found.value.status == 400 and found.value.param == param
+    for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
+        rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny.tokenizer()))
+
+
+READING = (
+    "{% for m in messages %}{{ m.get('reasoning_content', '') }}{{ m['mood'] }}{{ m['role'][0] }}:{{ m['content'] }}."
+    "{% endfor %}{{ tools | length if tools else '' }}{{ reasoning_effort }}{% if enable_thinking %}think{% endif %}a:"
+)
+
+
+def test_what_a_template_reads_reaches_it(caplog: pytest.LogCaptureFixture) -> None:
+    inner = tiny.tokenizer(list("0123456789"), READING)
+    model = tiny.fresh("llama", vocab_size=len(inner))
+    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server:
+
+        def prompt(**fields: Any) -> list[int]:
+            body = {"messages": [HI, ANSWERED, HI], "max_tokens": 1, "return_token_ids": True} | fields
+            answer = server.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            ids = list(answer.json()["choices"][0]["prompt_token_ids"])
+            asked = {name: value for name, value in body.items() if name not in ("max_tokens", "return_token_ids")}
+            assert server.http.post("/tokenize", json=asked).json()["tokens"] == ids  # the same fields, the same tokens
+            return ids
+
+        plain = prompt()
+        for fields in (
+            {"messages": [HI, ANSWERED | {"reasoning_content": "hm"}, HI]},
+            {"messages": [HI, ANSWERED | {"mood": "glad"}, HI]},
+            {"tools": TOOLS},
+            {"reasoning_effort": "low"},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+        ):
+            assert len(prompt(**fields)) > len(plain), fields
+        assert not any("no effect" in record.getMessage() for record in caplog.records)
+        body = {"messages": [HI], "enable_thinking": True}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused = server.http.post(path, json=body).json()["error"]
+            assert refused["param"] == "enable_thinking" and "allowed: in chat_template_kwargs" in refused["message"]
+        wrong = server.http.post(
+            "/v1/chat/completions", json={"messages": [HI], "chat_template_kwargs": {"enable_thinkin": 1}}
+        )
+        assert "did you mean 'enable_thinking'?" in wrong.json()["error"]["message"]

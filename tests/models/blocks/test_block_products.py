@@ -86,6 +86,19 @@ def test_products_are_those_of_the_rounded_activations(block: BlockFormat, activ
     assert (x.double() @ weight.T + bias.double() - expected).abs().max() > error  # the rounding is seen
 
 
+@pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
+@pytest.mark.parametrize("outputs", [48, 32])
+def test_a_bias_stays_where_the_kernels_read_it_when_the_model_changes_its_type(change: str, outputs: int) -> None:
+    block = FORMATS[0]
+    part = part_of(block, random_blocks(block, 48, inputs_of(block), seed=4), inputs_of(block), LIBRARY)
+    linear, x = BlockLinear([part], torch.full((48,), 5.0), "int8"), torch.zeros(1, inputs_of(block))
+    linear = linear if outputs == 48 else linear.first(outputs)
+    assert torch.equal(linear(x), torch.full((1, outputs), 5.0))
+    getattr(torch.nn.Sequential(linear), change)()
+    reused = [torch.full((48,), 3e29) for _ in range(100)]  # what the system has taken back is given to others
+    assert torch.equal(linear(x), torch.full((1, outputs), 5.0)) and len(reused) == 100
+
+
 def mixed(isa: str, activations: str) -> BlockLinear:
     """All formats in one layer, and outputs that are no multiple of a panel."""
     raws = [random_blocks(block, 21 + i, 512, seed=i) for i, block in enumerate(FORMATS)]

@@ -32,8 +32,8 @@ def table(folder: Path, block: BlockFormat) -> tuple[RowsOfFile, BlockPart]:
     """The same random rows in a file and in panels."""
     raw, file = random_blocks(block, ROWS, INPUTS, seed=block.number), folder / "rows"
     file.write_bytes(bytes(BEFORE) + raw.tobytes())
-    entry = TensorEntry("token_embd.weight", block.number, (ROWS, INPUTS), BEFORE)
-    return RowsOfFile(file, entry, block_kernels()), part_of(block, raw, INPUTS, block_kernels())
+    entry = TensorEntry("token_embd.weight", block.number, (ROWS, INPUTS), BEFORE, file)
+    return RowsOfFile(entry, block_kernels()), part_of(block, raw, INPUTS, block_kernels())
 
 
 @pytest.mark.parametrize("block", [b for b in FORMATS if b.number >= 0], ids=lambda block: block.name)
@@ -80,7 +80,7 @@ def test_what_is_packed_ahead_is_what_the_file_has(tied: bool, tmp_path: Path) -
             if part is None:
                 left.append(name)
             else:
-                alone = RowReader(header.file).part(entry, library)
+                alone = RowReader().part(entry, library)
                 assert torch.equal(part.data, alone.data)
     matrices = [name for name in left if len(header.tensors[name].shape) == 2]
     reordered = [f"blk.{layer}.attn_{kind}.weight" for layer in range(2) for kind in "qk"]
@@ -102,5 +102,5 @@ def test_a_model_with_an_output_layer_of_its_own_keeps_its_table_in_the_file(tmp
         header = header_of(tmp_path, tied)
         model: Any = load(str(header.file), LoadOptions()).model
         assert isinstance(model.get_input_embeddings().part, kind)
-        part = RowReader(header.file).part(header.tensors["token_embd.weight"], block_kernels())
+        part = RowReader().part(header.tensors["token_embd.weight"], block_kernels())
         assert torch.equal(model.get_input_embeddings()(ids)[0], part.rows(ids[0]))

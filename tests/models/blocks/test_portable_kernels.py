@@ -39,6 +39,7 @@ def printed(kernels: Kernels, isa: str, folder: Path) -> str:
     recipe = recipe_for(isa)
     if is_arm:  # not compiled for other tests too: in less time
         recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
+    (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
     library, made = built(cache_folder() / "kernels", {"CC": compiler}, recipe), folder / isa
     command = [compiler, *recipe.flags, f"-I{headers}", str(Path(__file__).with_name(driver)), str(library), "-lm"]
     subprocess.run([*command, "-o", str(made)], check=True)

@@ -141,6 +141,9 @@ def test_what_cannot_be_quantised_is_refused(folder: str, tmp_path: Path) -> Non
         load(str(made.folder), LoadOptions(rounding="int4"))
     with pytest.raises(UsageError, match=r"quantize='int4' with load_options device_map; allowed: on the CPU"):
         load(folder, LoadOptions(rounding="int4", extra={"device_map": "cpu"}))
+    fresh("llama").save_pretrained(tmp_path / "odd")
+    with pytest.raises(UsageError, match=r"down_proj.weight' of model .* has 48 inputs, not a multiple of 32; allowed"):
+        load(str(tmp_path / "odd"), LoadOptions(rounding="int8"))
 
 
 @kernels

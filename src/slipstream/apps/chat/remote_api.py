@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPMessage
@@ -13,9 +14,16 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from slipstream.apps.chat.server_events import events_of
 from slipstream.errors import SlipstreamError, UsageError, first_line
 
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
+NO_REASON = "no reason given"
+WORDS = ("message", "detail", "errors", "msg", "reason", "error_message")  # what went wrong, as servers name it
+LONGEST_WHOLE = 4 << 20  # bytes of an answer that comes whole
+LONGEST_PAGE = 1 << 14  # characters of a page that are looked at
+LONGEST_EXCERPT = 300  # characters of what came instead of one
+TAGS = re.compile(r"(?is)<(script|style)\b.*?</\1>|<[^<>]{0,1000}>")
 TIMEOUT = 600.0  # seconds without a sign of life
 
 
@@ -53,23 +61,48 @@ class RemoteApi:
     def models(self) -> list[str]:
         """The names of its models."""
         with self._failing(), self._open("/v1/models", None) as answer:
-            listed = _json(answer.read()).get("data")
+            found = _json(answer.read())
+        if _is_error(found):
+            raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(found))}")
+        listed = found.get("data")
         ids = [one.get("id") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         return [name for name in ids if isinstance(name, str)]
 
-    def pieces(self, body: dict[str, Any]) -> Iterator[str]:
-        """The text of a streamed chat completion as it comes."""
+    def pieces(self, body: dict[str, Any], note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+        """The text of a streamed chat completion as it comes. SlipstreamError says what came where that is no text.
+
+        note: told what came besides a text.
+        """
+        parts, head = AnswerParts(), bytearray()
         with self._failing(), self._open("/v1/chat/completions", body) as answer:
-            for line in answer:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                chunk = _json(data)
-                if chunk.get("error"):
-                    raise SlipstreamError(f"{self.url}: {_message(chunk)}")
-                yield from _content(chunk)
+            for event in events_of(_bytes_of(answer, head)):
+                if event.data.strip() == "[DONE]":
+                    parts.is_over = True
+                    break
+                chunk = _json(event.data)
+                if event.kind == "error" or _is_error(chunk):
+                    raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
+                if text := parts.take(chunk):
+                    yield text
+            kind = answer.headers.get_content_type()
+        if not parts.found:
+            whole = _json(bytes(head))
+            if _is_error(whole):
+                raise SlipstreamError(f"{self.url}: {_reason_in(json.dumps(whole))}")
+            if text := parts.take(whole):
+                yield text
+            if not parts.found:
+                raise SlipstreamError(f"{self.url} sent {_described(bytes(head), kind)} instead of a streamed answer")
+            parts.is_over = True
+            note(f"{self.url} sent its answer whole, not as a stream")
+        if not parts.is_over:
+            raise SlipstreamError(f"{self.url} broke off: the stream ended before the answer did")
+        if (besides := parts.besides) and parts.has_text:
+            note(f"the answer also has {besides}")
+        elif besides:
+            raise SlipstreamError(f"{self.url}: the answer has no text, but {besides}")
+        elif not parts.has_text:
+            note("the answer is empty")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"content-type": "application/json"}
@@ -103,37 +136,118 @@ def _is_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and named and plain and not more
 
 
-def _content(chunk: dict[str, Any]) -> Iterator[str]:
-    """The text of a chunk; parts of another shape have none."""
-    choices = chunk.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        delta = choice.get("delta") if isinstance(choice, dict) else None
-        text = delta.get("content") if isinstance(delta, dict) else None
-        if isinstance(text, str):
-            yield text
+@dataclass
+class AnswerParts:
+    """What an answer is made of, as far as it has come. found: something that looks like one; is_over: its end, too."""
+
+    found: bool = False
+    is_over: bool = False
+    has_text: bool = False
+    refusal: str = ""
+    tools: list[str] = field(default_factory=list)
+    thinks: bool = False
+    filtered: bool = False
+
+    def take(self, chunk: dict[str, Any]) -> str:
+        """The text of a chunk, or of a whole answer; parts of another shape have none."""
+        texts = []
+        for choice in _dictionaries(chunk.get("choices")):
+            self.found = True
+            self.is_over |= choice.get("finish_reason") is not None
+            self.filtered |= choice.get("finish_reason") == "content_filter"
+            part = choice.get("delta") or choice.get("message")
+            if isinstance(part, dict):
+                texts.append(_text(part.get("content")))
+                self.refusal += _text(part.get("refusal"))
+                self.thinks |= bool(part.get("reasoning_content") or part.get("reasoning"))
+                functions = [call.get("function") for call in _dictionaries(part.get("tool_calls"))]
+                functions.append(part.get("function_call"))
+                self.tools += [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
+        self.has_text |= any(texts)
+        return "".join(texts)
+
+    @property
+    def besides(self) -> str:
+        """What came and is no text, in words; empty for nothing."""
+        named = ", ".join(repr(name) for name in self.tools)
+        parts = [
+            f"a refusal: {_harmless(self.refusal)}" if self.refusal else "",
+            f"calls of tools, which this chat cannot answer: {_harmless(named)}" if self.tools else "",
+            "reasoning, which is not shown" if self.thinks and not self.has_text else "",
+            "an end by the server's content filter" if self.filtered else "",
+        ]
+        return " and ".join(filter(None, parts))
+
+
+def _dictionaries(values: Any) -> list[dict[str, Any]]:
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+
+
+def _text(value: Any) -> str:
+    """A text, or the texts of its parts."""
+    return value if isinstance(value, str) else "".join(_text(part.get("text")) for part in _dictionaries(value))
+
+
+def _bytes_of(answer: Any, head: bytearray) -> Iterator[bytes]:
+    """What comes, as it comes; its beginning stays in `head`."""
+    while piece := answer.read1(1 << 16):
+        head += piece[: max(0, LONGEST_WHOLE - len(head))]
+        yield piece
+
+
+def _described(data: bytes, kind: str) -> str:
+    """What came instead of an answer."""
+    text = _excerpt(data.decode(errors="replace"))
+    return f"{kind} ({text})" if text else "nothing"
 
 
 def _reason(error: HTTPError) -> str:
     if 300 <= error.code < 400:
         return _harmless(f"it is elsewhere: {error.headers.get('location')}")
     try:
-        return _message(_json(error.read()))
+        return _reason_in(error.read().decode(errors="replace"))
     except (OSError, HTTPException):  # the status was all that came
-        return "no reason given"
+        return NO_REASON
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def _json(data: bytes | str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
         found = None
+    if isinstance(found, list) and len(found) == 1:  # as some servers wrap what went wrong
+        found = found[0]
     return found if isinstance(found, dict) else {}
 
 
-def _message(answer: dict[str, Any]) -> str:
+def _is_error(found: dict[str, Any]) -> bool:
+    """Whether this says what went wrong: OpenAI's form, vLLM's, FastAPI's, and those of others."""
+    return bool(found.get("error")) or (not isinstance(found.get("choices"), list) and any(map(found.get, WORDS)))
+
+
+def _reason_in(text: str) -> str:
     """What the other end says went wrong."""
-    error = answer.get("error")
-    return _harmless(str((error.get("message") if isinstance(error, dict) else error) or "no reason given"))
+    found = _json(text)
+    if not found and not text.lstrip().startswith(("{", "[")):
+        return _excerpt(text) or NO_REASON
+    told = (_said(found.get(name)) for name in ("error", *WORDS))
+    return _excerpt(next(filter(None, told), "")) or NO_REASON
+
+
+def _said(value: Any) -> str:
+    """The words of an error, whatever they stand in."""
+    if isinstance(value, list):
+        return "; ".join(filter(None, map(_said, value)))
+    if isinstance(value, dict):
+        words = next(filter(None, (_said(value.get(name)) for name in ("message", "msg", "detail", "error"))), "")
+        place = value.get("loc")
+        return f"{'.'.join(map(str, place))}: {words}" if isinstance(place, list) and words else words
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+
+
+def _excerpt(text: str) -> str:
+    """The beginning of a text, or of what a page says, in one line that does nothing to a terminal."""
+    return _harmless(TAGS.sub(" ", text[:LONGEST_PAGE]))[:LONGEST_EXCERPT]
 
 
 def _harmless(text: str) -> str:

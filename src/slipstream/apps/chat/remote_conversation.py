@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slipstream.apps.chat.face import Face
 from slipstream.apps.chat.remote_api import RemoteApi
 from slipstream.apps.chat.remote_options import request_fields
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.sampling.params import SamplingParams
 
 COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
@@ -55,20 +55,27 @@ class RemoteChat:
         elif name == "/help":
             self.face.say("\n".join(f"{known:8} {text}" for known, text in COMMANDS.items()))
         else:
-            raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}")
+            near = did_you_mean(name, *COMMANDS)
+            raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}{near}")
 
     def _ask(self, text: str) -> None:
         """Answer `text`; an interrupted answer stays as far as it came, unless nothing came."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         question = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*said, *self.turns, question], "stream": True}
-        pieces: list[str] = []
+        pieces, notes = list[str](), list[str]()
         try:
-            for piece in self._api.pieces(body | self._options):
+            for piece in self._api.pieces(body | self._options, notes.append):
                 pieces.append(piece)
                 self.face.piece(piece)
         except KeyboardInterrupt:
-            self.face.note("interrupted")
+            notes.append("interrupted")
+        except SlipstreamError:
+            if pieces:
+                self.face.piece("\n")
+            raise
         self.face.piece("\n")
+        for line in notes:
+            self.face.note(line)
         if pieces:
             self.turns += [question, {"role": "assistant", "content": "".join(pieces)}]

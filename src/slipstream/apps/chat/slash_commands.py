@@ -13,7 +13,7 @@ from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.conversation_summary import compare, save, totals
 from slipstream.apps.chat.typed_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
 from slipstream.config import EMBEDDED
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.models.hf.model_files import list_models
 
 SWITCH = ("on", "off")
@@ -70,7 +70,7 @@ def _drafters() -> list[str]:
 
 def _only(command: str, text: str, allowed: Sequence[str]) -> str:
     if text not in allowed:
-        raise UsageError(f"/{command} {text}; allowed: {', '.join(allowed)}")
+        raise UsageError(f"/{command} {text}; allowed: {', '.join(allowed)}{did_you_mean(text, *allowed)}")
     return text
 
 

@@ -5,6 +5,7 @@ Help and usage errors come at once: PyTorch and transformers are imported only b
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -13,7 +14,6 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.exceptions import TyperException
 
 from slipstream.models.cpu.thread_placement import bind_threads
@@ -22,8 +22,9 @@ CORES = bind_threads(os.environ)  # before PyTorch is imported
 
 from slipstream import __version__  # noqa: E402
 from slipstream.apps.cli.command import COMMANDS, MODULES  # noqa: E402
-from slipstream.apps.cli.common import app, err, out  # noqa: E402
+from slipstream.apps.cli.common import app, out, print_error  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
+from slipstream.text.terminal_text import harmless  # noqa: E402
 
 for _name in (name for names in COMMANDS.values() for name in names):
     import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself
@@ -36,10 +37,23 @@ def _common(version: Annotated[bool, typer.Option("--version", help="print the v
         raise typer.Exit
 
 
+class _Harmless(logging.Formatter):
+    """Lines of the log may repeat what others have sent."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
+
+
 def main() -> None:
     """Run the command; every failure is one line on standard error and an exit code (2 wrong use, 1 failure)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # characters that its encoding lacks, as standard error has it
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Harmless("%(message)s"))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
     logging.getLogger("slipstream").setLevel(logging.INFO)
     try:
         code = app(standalone_mode=False)
@@ -59,7 +73,7 @@ def main() -> None:
 
 def _exit(message: str, code: int) -> None:
     with suppress(OSError):
-        err.print(f"[red]error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+        print_error(" ".join(message.split()))
     for stream in (sys.stdout, sys.stderr):
         _close(stream)
     sys.exit(code)

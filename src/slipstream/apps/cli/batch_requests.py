@@ -76,13 +76,13 @@ def batch_command(
         with _progress() as on_progress:
             report = job.run(on_progress)
     except KeyboardInterrupt:
-        err.print(f"interrupted: {_summary(job.report)}; the same command goes on", markup=False, soft_wrap=True)
+        err.print(f"interrupted: {_summary(job.report)}; the same command goes on", soft_wrap=True)
         raise
     for line in report.errors:
-        err.print(line, markup=False, soft_wrap=True)
+        err.print(line, soft_wrap=True)
     if report.failed > len(report.errors):
-        err.print(f"... and {report.failed - len(report.errors)} more in {files.errors}", markup=False, soft_wrap=True)
-    err.print(_summary(report), markup=False, soft_wrap=True)
+        err.print(f"... and {report.failed - len(report.errors)} more in {files.errors}", soft_wrap=True)
+    err.print(_summary(report), soft_wrap=True)
     write_json(json_file, {"target": models.target, "draft": models.draft} | report.to_dict())
     raise typer.Exit(1 if report.failed else 0)
 

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich.markup import escape
-
 from slipstream.apps.cli.bench import BenchRequest
 from slipstream.apps.cli.common import err, load_decoder, out, warn_lossy, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
@@ -55,8 +53,8 @@ def run(request: BenchRequest, json_file: Path | None) -> None:
     simulations = _print_simulations(found) if options.simulate else []
     if options.report:
         page = write_report(folder, target_tokenizer(header))
-        err.print(f"report: {escape(str(page))}", soft_wrap=True)
-    err.print(f"raw runs: {escape(str(folder / FILE))}", soft_wrap=True)
+        err.print(f"report: {page}", soft_wrap=True)
+    err.print(f"raw runs: {folder / FILE}", soft_wrap=True)
     simulated = {"simulations": {one.arm: one.to_dict() for one in simulations}} if options.simulate else {}
     write_json(json_file, asdict(header) | {"summary": [one.to_dict() for one in found.summaries]} | simulated)
     _fail_on_wrong_or_failed(found.summaries)
@@ -132,7 +130,7 @@ def _announce_lossy(lineup: Lineup) -> None:
 def _print_simulations(found: _Found) -> list[ArmSimulation]:
     simulations = simulate_arms(found.summaries, found.kept.costs) if found.kept else []
     for one in simulations:
-        out.print(f"\nsimulation of {escape(one.arm)}, from what it accepted in this run")
+        out.print(f"\nsimulation of {one.arm}, from what it accepted in this run")
         print_simulation(out, one.costs, one.acceptance, one.simulation)
     return simulations
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from slipstream.apps.chat.remote_conversation import RemoteChat
-from slipstream.apps.cli.common import command, config_from, err, load_decoder, out
+from slipstream.apps.cli.common import command, config_from, err, load_decoder, out, print_error, print_text
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import MODELS, PROMPTS, Models, option
 from slipstream.apps.cli.structure import Structure
@@ -99,7 +99,7 @@ class Screen:
 
     def piece(self, text: str) -> None:
         """A part of the answer, as it is."""
-        out.print(Text(text), end="", soft_wrap=True)
+        print_text(text, end="")
 
     def say(self, line: str | Text) -> None:
         """What the user asked to see."""
@@ -111,7 +111,7 @@ class Screen:
 
     def error(self, line: str) -> None:
         """Why something was not done."""
-        err.print(Text.assemble(("error: ", "red"), line), soft_wrap=True)
+        print_error(line)
 
 
 def _piped() -> Iterator[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+from rich.text import Text
 
 from slipstream import drafters
 from slipstream.apps.cli.command import SETTINGS, Command, Group
@@ -22,6 +24,7 @@ from slipstream.core.rule_names import check_rule, rule_names
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
 from slipstream.text.prompts import NamedPrompt, builtin_prompts, named_prompt, read_prompts
+from slipstream.text.terminal_text import harmless
 
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
@@ -42,7 +45,15 @@ app = typer.Typer(
 
 
 class Stream(Console):
-    """A console that leaves a closed pipe to its caller, as every other failure to write."""
+    """A console that leaves a closed pipe to its caller, as every other failure to write.
+
+    Texts are never markup, and control characters in them become pictures: see `harmless`.
+    """
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """What is printed, before it gets its colours."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise the error that is being handled."""
@@ -50,8 +61,19 @@ class Stream(Console):
 
 
 # output that goes to a file or a pipe is not folded at 80 columns
-out = Stream(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
-err = Stream(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else 120)
+out = Stream(highlight=False, emoji=False, markup=False, width=None if sys.stdout.isatty() else 120)
+err = Stream(stderr=True, highlight=False, emoji=False, markup=False, width=None if sys.stderr.isatty() else 120)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """A text as the model wrote it where it goes to a file or a pipe; a terminal gets no control characters."""
+    out.file.write((harmless(text) if out.is_terminal else text) + end)  # rich would expand tabs and drop others
+    out.file.flush()
+
+
+def print_error(message: str) -> None:
+    """Why something was not done, in one line."""
+    err.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -84,7 +106,7 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
 
 def warn_lossy(acceptance: str) -> None:
     """Say that an acceptance rule is lossy."""
-    err.print(f"[yellow]acceptance {acceptance} is lossy: the text is not the target's own[/]")
+    err.print(f"acceptance {acceptance} is lossy: the text is not the target's own", style="yellow")
 
 
 def config_from(flags: DecoderConfig, file: Path | None, defaults: DecoderConfig | None = None) -> DecoderConfig:

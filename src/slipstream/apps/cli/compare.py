@@ -94,7 +94,7 @@ def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: str, 
 
     result = done.runs[SPECULATIVE].result
     assert result is not None
-    err.print(f"{number} {done.prompt.category} {done.speed_up(SPECULATIVE):.2f}x", style="bold", markup=False)
+    err.print(f"{number} {done.prompt.category} {done.speed_up(SPECULATIVE):.2f}x", style="bold")
     if debug:
         err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
     elif decoder.tokenizer is not None:

@@ -46,7 +46,7 @@ def demo_command(
     summary = summarise(done)
     out.print(tables.comparison_table(done))
     for item, one in zip(data, done, strict=True):
-        out.print(caption(one, item["why"]), style="dim", markup=False, soft_wrap=True)
+        out.print(caption(one, item["why"]), style="dim", soft_wrap=True)
     print(json.dumps(_line(done, summary)))
     write_json(json_file, report.to_dict(decoder, models, params, done, summary))
     report.fail_on_difference(decoder, summary)

@@ -17,6 +17,7 @@ from slipstream.apps.cli.common import (
     load_decoder,
     out,
     params_for,
+    print_text,
     write_json,
 )
 from slipstream.apps.cli.flags import flags
@@ -75,7 +76,7 @@ def _stream(
     try:
         for chunk in decoder.stream(prompt, params, chat=chat):
             chunks.append(chunk)
-            out.print(chunk.text, end="", markup=False, soft_wrap=True)
+            print_text(chunk.text, end="")
     except KeyboardInterrupt:
         interrupted = True
     out.print()
@@ -112,7 +113,7 @@ def _batch(
     for i, row in enumerate(rows):
         (number, k), seed = divmod(i, params.n), {"seed": each[i].seed} if params.n > 1 else {}
         name = f"{number + 1}.{k + 1}, seed {each[i].seed}" if seed else f"{number + 1}"
-        out.print(f"[bold]--- {name}: {prompts[number].category}[/]")
+        out.print(f"--- {name}: {prompts[number].category}", style="bold", soft_wrap=True)
         report = _report(decoder, row, params, debug) | seed
         if k:
             results[-1]["alternatives"].append(report)
@@ -131,12 +132,12 @@ def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug
     assert decoder.tokenizer is not None
     ids = [token for done in row.rounds for token in done.tokens]
     text = visible_text(decoder.tokenizer, params, ids)
-    out.print(text, markup=False, soft_wrap=True)
+    print_text(text)
     _show_rounds(decoder, row.rounds, debug)
     told = _told_logprobs(decoder, row.rounds)
     if row.error is not None:
         told["error"] = first_line(row.error)
-        err.print(f"error: {told['error']}", markup=False, soft_wrap=True)
+        err.print(f"error: {told['error']}", soft_wrap=True)
     stats = Stats.of(row.rounds, lossless=decoder.lossless)
     reason = row.finish_reason or "interrupted"
     return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | told
@@ -186,7 +187,7 @@ def _told_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict
         (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (one.token_id, *(i for i, _ in one.top)))
         likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, one.top, strict=True))
         line = f"{one.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
-        err.print(line, markup=False, soft_wrap=True)
+        err.print(line, soft_wrap=True)
     return {"logprobs": [asdict(one) for one in found]}
 
 
@@ -202,4 +203,4 @@ def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
 
     arithmetic = f", {decoder.target.arithmetic}" if decoder.target.arithmetic else ""
     line = f"{statistics_line(stats, decoder.drafter_name)}{arithmetic}, {end}"
-    err.print(line, style="dim", markup=False, soft_wrap=True)
+    err.print(line, style="dim", soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.common import err
+from slipstream.apps.cli.common import err, print_error
 from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run
 from slipstream.bench.summary_tables import progress_line
@@ -23,11 +23,8 @@ def interruptible(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        where = escape(shlex.quote(str(folder)))
-        err.print(
-            f"[red]error:[/] interrupted; finished runs are saved: the same command with --out {where} continues",
-            soft_wrap=True,
-        )
+        where = shlex.quote(str(folder))
+        print_error(f"interrupted; finished runs are saved: the same command with --out {where} continues")
         raise typer.Exit(130) from None
 
 
@@ -44,7 +41,7 @@ def watched(runs: Iterator[Run], planned: Sequence[Measurement], before: Sequenc
             progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
             line = lines.add(run)
             if line is not None and not err.is_terminal:
-                err.print(escape(line), soft_wrap=True)
+                err.print(line, soft_wrap=True)
             yield run
 
 

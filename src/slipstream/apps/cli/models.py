@@ -58,7 +58,7 @@ def check(
     sample = "" if text is None else "\n\n".join(one.prompt for one in read_prompts(text))
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
     for line in report.lines():
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     write_json(json_file, report.to_dict())
     if not report.usable:
         raise SlipstreamError(f"{draft!r} cannot draft for {target!r}: {report.conclusion}")

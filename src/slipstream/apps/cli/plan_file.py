@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 
 def read_plan(context: typer.Context, value: Path | None) -> Path | None:
@@ -19,7 +19,10 @@ def read_plan(context: typer.Context, value: Path | None) -> Path | None:
     defaults: dict[str, Any] = {}
     for key, item in _object(value).items():
         if key not in allowed:
-            raise UsageError(f"plan {str(value)!r} has the unknown key {key!r}; allowed: {', '.join(sorted(allowed))}")
+            near = did_you_mean(key, *allowed)
+            raise UsageError(
+                f"plan {str(value)!r} has the unknown key {key!r}; allowed: {', '.join(sorted(allowed))}{near}"
+            )
         option = allowed[key]
         defaults[str(option.name)] = _default(f"plan {str(value)!r}: {key}", item, getattr(option, "multiple", False))
     context.default_map = defaults

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from slipstream.apps.cli.common import command, out, quiet_libraries
+from slipstream.apps.cli.common import command, out, print_text, quiet_libraries
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.errors import UsageError
 
@@ -48,7 +47,7 @@ def report_command(
 
     header, _ = read_records(folder)
     tokenizer = None if ids else target_tokenizer(header)
-    out.print(escape(str(write_report(folder, tokenizer))), soft_wrap=True)
+    out.print(str(write_report(folder, tokenizer)), soft_wrap=True)
 
 
 def _print_markdown(folder: Path, reference: str | None) -> None:
@@ -56,7 +55,7 @@ def _print_markdown(folder: Path, reference: str | None) -> None:
     from slipstream.bench.report.report_data import against, load
 
     data = load(folder)
-    typer.echo(markdown(data if reference is None else against(data, reference)))
+    print_text(markdown(data if reference is None else against(data, reference)))
 
 
 def target_tokenizer(header: Header) -> Tokenizer | None:

@@ -54,4 +54,4 @@ def _banner(server: Server) -> None:
         f"  try: curl {server.url}/v1/completions -H 'content-type: application/json' "
         """-d '{"prompt": "A heron", "max_tokens": 40}'""",
     ):
-        err.print(line, markup=False, soft_wrap=True)
+        err.print(line, soft_wrap=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.bench.prediction.accepted_lengths import Acceptance
 from slipstream.bench.prediction.costs import Costs
@@ -20,7 +20,7 @@ def print_simulation(
     """Print the table and what follows from it; returns costs and table for JSON."""
     console.print(simulation_table(simulation))
     for line in conclusions(costs, simulation):
-        console.print(escape(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
     shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
     return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
 
@@ -38,7 +38,7 @@ def simulation_table(simulation: Simulation) -> Table:
     return table
 
 
-def _cell(simulation: Simulation, batch: int, length: int) -> str:
+def _cell(simulation: Simulation, batch: int, length: int) -> Text:
     text = simulation.marked(batch, length)
     style = {"*": "bold green", "-": "red"}.get(text[-1])
-    return f"[{style}]{text}[/]" if style else f"{text} "
+    return Text(text, style) if style else Text(f"{text} ")

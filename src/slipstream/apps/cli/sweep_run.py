@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
-from rich.markup import escape
-
 from slipstream.apps.cli.common import err, load_decoder, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.sweep import SweepRequest
@@ -47,10 +45,10 @@ def run(request: SweepRequest, json_file: Path | None) -> None:
             summaries = _predicted(summaries, lineup, folder, options.predict)
     series = series_of(summaries)
     print_series(series)
-    err.print(f"raw runs: {escape(str(folder / FILE))}", soft_wrap=True)
+    err.print(f"raw runs: {folder / FILE}", soft_wrap=True)
     if options.report:
         page = write_report(folder, lineup.decoder.tokenizer)
-        err.print(f"report: {escape(str(page))}", soft_wrap=True)
+        err.print(f"report: {page}", soft_wrap=True)
     write_json(json_file, asdict(header) | {"sweep": sweep_report(series)})
     _fail_on_difference(summaries)
 

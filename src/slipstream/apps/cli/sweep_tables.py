@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from slipstream.apps.cli.common import out
@@ -24,7 +23,7 @@ def print_series(series: Sequence[Series]) -> None:
         out.print(series_table(one), positions_table(one))
     for one in series:
         best = best_of(one)
-        out.print(escape(best.sentence if best else f"{one.name}: no advice, since runs of it failed"), soft_wrap=True)
+        out.print(best.sentence if best else f"{one.name}: no advice, since runs of it failed", soft_wrap=True)
 
 
 def series_table(series: Series) -> Table:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from slipstream.apps.cli.common import err, load_decoder, out, write_json
+from slipstream.apps.cli.common import err, load_decoder, out, print_error, write_json
 from slipstream.apps.cli.options import Models
 from slipstream.apps.cli.tune import TuneRequest
 from slipstream.bench.arms import PLAIN
@@ -67,7 +67,7 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
     for advice in tuned.advice:
         out.print(advice_table(advice))
     for advice in tuned.advice:
-        out.print(escape(advice.sentence), soft_wrap=True)
+        out.print(advice.sentence, soft_wrap=True)
         if advice.best is not None:
             out.print(f"  {positions(advice)}", soft_wrap=True)
     for batch in tuned.unmeasured:
@@ -75,8 +75,8 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
     result = asdict(header) | tuned.to_dict()
     early = [one.best is not None and space.stops_early(one.best.candidate) for one in tuned.advice]
     paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
-    out.print(escape(f"use it: {_command(tuned.advice[0], header, folder)}"), soft_wrap=True)
-    err.print(escape(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}"), soft_wrap=True)
+    out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
+    err.print(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}", soft_wrap=True)
     write_json(json_file, result)
     for advice, one in tuned.wrong:
         raise SlipstreamError(f"{one.name}, batch {advice.batch}: {one.lost}")
@@ -109,7 +109,7 @@ def _watched(budget: float) -> Iterator[Tell]:
             progress.update(task, description=escape(f"{stage}: {doing}"), completed=min(passed, budget))
             if not err.is_terminal and stage not in stages:
                 stages.add(stage)
-                err.print(escape(f"{passed:.0f} s of {budget:g}: {stage}"), soft_wrap=True)
+                err.print(f"{passed:.0f} s of {budget:g}: {stage}", soft_wrap=True)
 
         yield tell
 
@@ -126,7 +126,7 @@ def _interruptible(folder: Path) -> Iterator[None]:
         message = (
             f"interrupted; {saved}, no advice yet: what to measure depends on times, so start anew with another --out"
         )
-        err.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+        print_error(message)
         raise typer.Exit(130) from None
 
 

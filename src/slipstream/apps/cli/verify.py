@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from slipstream.apps.cli.common import (
     command,
@@ -73,10 +74,8 @@ def verify_command(
     counts = f"{passed} of {total} checks passed"
     counts += f", {total - passed - len(failed)} not applicable" if passed + len(failed) < total else ""
     result = "FAILED" if failed else "VERIFIED"
-    out.print(
-        f"[bold {'red' if failed else 'green'}]{result}[/] {settings} ({counts}; {mode})",
-        soft_wrap=True,
-    )
+    result_style = "bold red" if failed else "bold green"
+    out.print(Text.assemble((result, result_style), f" {settings} ({counts}; {mode})"), soft_wrap=True)
     report = {"target": models.target, "draft": models.draft, "config": vars(decoder.config), "verified": not failed}
     write_json(json_file, report | {"checks": [check.to_dict() for check in checks]})
     if failed:

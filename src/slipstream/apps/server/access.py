@@ -5,6 +5,7 @@ Everything is checked on `scope["path"]`, the address that the routes see, and e
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -29,35 +30,54 @@ OPEN = frozenset({"/", "/health", "/live", "/ping"})  # without a key; and the p
 PAGE = "/page/"
 FILES = "/v1/files"
 SHORTEST_KEY = 8
+UNNAMED = "sha256:"  # how the owner of a key without a name begins
 DIRECT = "slipstream.send"  # of a scope: sends the body of an answer past the layers that look at its beginning alone
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The digests of the keys and the names of their owners."""
+    """The digests of the keys and the names of their owners; that of a key without a name is made of its digest."""
 
     digests: tuple[tuple[str, bytes], ...] = ()
 
     @staticmethod
     def read(file: str) -> ApiKeys:
-        """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out."""
+        """The keys of a file, one per line: KEY or NAME:KEY; lines that begin with # are left out.
+
+        UsageError for what is no key, and for names and keys that come twice: their owners could not be told apart.
+        """
         if not file:
             return ApiKeys()
         try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--api-key-file {file!r} cannot be read: {error}") from error
         found: list[tuple[str, bytes]] = []
+        seen: dict[str | bytes, int] = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
-            name, colon, key = line.rpartition(":")
+            name, _, key = (part.strip() for part in line.rpartition(":"))
             if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()) or " " in key:
                 raise UsageError(
                     f"--api-key-file {file!r}, line {number}: a key of {len(key)} characters; allowed: at least "
                     f"{SHORTEST_KEY} printable ASCII characters without spaces"
                 )
-            found.append((name if colon else f"key {len(found) + 1}", _digest(key)))
+            digest = _digest(key)
+            if name.startswith(UNNAMED) or not name.isprintable():
+                raise UsageError(
+                    f"--api-key-file {file!r}, line {number}: the name {name!r:.80}; allowed: printable characters, "
+                    f"not {UNNAMED!r} in front"
+                )
+            name = name or f"{UNNAMED}{digest.hex()[:32]}"
+            for what, part in (("key", digest), ("name", name)):
+                if part in seen:
+                    raise UsageError(
+                        f"--api-key-file {file!r}, line {number}: the {what} is that of line {seen[part]}; "
+                        f"allowed: each {what} once"
+                    )
+                seen[part] = number
+            found.append((name, digest))
         if not found:
             raise UsageError(f"--api-key-file {file!r} holds no keys; allowed: one per line")
         return ApiKeys(tuple(found))
@@ -76,7 +96,9 @@ def _digest(key: str) -> bytes:
 
 
 class Access:
-    """Lets requests through to an app, or refuses them; notes in `scope["state"]["owner"]` whose they are.
+    """Lets requests through to an app, or refuses them; notes in `scope["state"]` whose they are.
+
+    owner: the name of the key; caller: with whom they take turns, without keys everyone at an address.
 
     count: see `Count`.
     """
@@ -90,7 +112,8 @@ class Access:
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["owner"] = self._check(scope)
+            owner = scope.setdefault("state", {})["owner"] = self._check(scope)
+            scope["state"]["caller"] = owner or str((scope.get("client") or [""])[0])
         except ApiError as error:
             response = error.response()
             for origin in filter(self._is_listed, _headers(scope, b"origin")):  # or a page there would not see why
@@ -101,12 +124,20 @@ class Access:
         await self._app(scope, self._counted(scope, receive), self._finished(scope, send))
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
-        """Break off bodies that grow too large without having said so."""
-        size = 0
+        """Break off bodies that grow too large without having said so, or that do not end in time."""
+        size, ended = 0, False
+        until = asyncio.get_running_loop().time() + self._settings.request_timeout
 
         async def receiving() -> MutableMapping[str, Any]:
-            nonlocal size
-            message = await receive()
+            nonlocal size, ended
+            if ended:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408) from None
+            ended = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self._largest(scope):
                 raise HTTPException(413)

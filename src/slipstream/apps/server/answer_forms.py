@@ -12,7 +12,7 @@ from slipstream.apps.server.request_fields import ChatFields, SamplingFields
 from slipstream.apps.server.tool_fields import checked_tools, forced_tools
 from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_trial import is_small
-from slipstream.errors import UsageError, first_line
+from slipstream.errors import UsageError, did_you_mean, first_line
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.tool_calls import CallForm, ToolCallParser
 
@@ -42,9 +42,13 @@ def told_as(field: str) -> Iterator[None]:
 def form_field(fields: SamplingFields) -> str | None:
     """The field that decides the form of the answer; None where it is free. ApiError if several do."""
     found = []
+    form = fields.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":
+        name = "response_format.json_schema"
+        raise refused(f"{name} with type {form.type!r}; allowed: with type 'json_schema'", name)
     if fields.structured_outputs:
         found.append("structured_outputs")
-    if fields.response_format is not None and fields.response_format.type != "text":
+    if form is not None and form.type != "text":
         found.append("response_format")
     if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
         found.append("tool_choice")
@@ -91,8 +95,8 @@ def _response_schema(fields: SamplingFields) -> dict[str, Any]:
     assert form is not None
     if form.type == "json_object":
         return {"type": "object"}
-    schema = (form.json_schema or {}).get("schema")
-    if not isinstance(schema, dict):
+    schema = None if form.json_schema is None else form.json_schema.json_schema
+    if schema is None:
         name = "response_format.json_schema"
         raise refused(f'{name}.schema; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}', name)
     _bounded("response_format", schema)
@@ -104,7 +108,10 @@ def _vllm(given: Mapping[str, Any]) -> Constraint:
     wanted = {name: value for name, value in given.items() if value is not None and value is not False}
     if len(wanted) != 1 or not set(wanted) <= set(KINDS):
         names = ", ".join(sorted(wanted)) or "nothing"
-        raise refused(f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}", "structured_outputs")
+        near = did_you_mean(names, *KINDS)
+        raise refused(
+            f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}{near}", "structured_outputs"
+        )
     ((name, value),) = wanted.items()
     _bounded("structured_outputs", value)
     return Constraint(**{KINDS[name]: value})

@@ -9,17 +9,17 @@ from slipstream.apps.server.completion_answers import CompletionWriter
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.prompt_rendering import Rendered, rendered_chat, rendered_prompts
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields
 from slipstream.apps.server.request_rows import RowMaker
 from slipstream.text.detokenizer import Tokenizer
 
 
-def check_model(name: str, fields: SamplingFields) -> None:
+def check_model(name: str, given: str | None) -> None:
     """Refuse requests for another model than the one of this name."""
-    if fields.model not in (None, "", name):
+    if given not in (None, "", name):
         raise ApiError(
             404,
-            f"model {fields.model!r:.200} is not served here; allowed: {name!r}",
+            f"model {given!r:.200} is not served here; allowed: {name!r}",
             param="model",
             code="model_not_found",
         )
@@ -33,10 +33,11 @@ def writer_of(
     tokenizer: Tokenizer | None,
 ) -> AnswerWriter:
     """Render the prompts and make the rows of a request. tokenizer: of the calling thread."""
+    plain = rows.settings.no_special_tokens_in_prompts
     if isinstance(fields, ChatFields):
-        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer)], tokenizer)
+        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, plain_texts=plain)], tokenizer)
         return ChatWriter(live, fields, facts)
-    prompts = rendered_prompts(fields, tokenizer)
+    prompts = rendered_prompts(fields, tokenizer, plain_texts=plain)
     live.jobs = rows.jobs(live, fields, prompts, tokenizer)
     writer = CompletionWriter(live, fields, facts)
     if fields.echo:

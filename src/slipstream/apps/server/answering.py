@@ -17,26 +17,26 @@ from slipstream.apps.server.answer_stream import AnswerStream
 from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.request_fields import WITHOUT_EFFECT, ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.prompt_rendering import name_unknown
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields, Fields
 from slipstream.apps.server.service import Service
 
 log = logging.getLogger("slipstream.server")
 T = TypeVar("T")
-MOST_NAMED = 100
 
 
 async def answer(service: Service, http: Request, fields: ChatFields | CompletionFields) -> Response:
     """Answer a chat or completions request."""
     service.check_ready()
-    check_model(service.facts.name, fields)
+    check_model(service.facts.name, fields.model)
     if fields.stream_options is not None and not fields.stream:
         raise refused("stream_options without stream=true; allowed: together with it", "stream_options")
-    count_unknown(service, fields)
     owner: str = http.state.owner
-    live = service.enter(http.scope["path"], owner, fields.cache_salt)
+    live = service.enter(http.scope["path"], owner, fields.cache_salt, http.state.caller)
     streaming = False
     try:
         writer = await until_gone(http, prepare(service, live, fields))
+        count_unknown(service, fields)
         service.submit(live, [choice.job for choice in writer.choices])
         if fields.stream:
             streaming = True
@@ -53,22 +53,16 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
             service.release(live)
 
 
-def count_unknown(service: Service, fields: SamplingFields) -> None:
+def count_unknown(service: Service, fields: Fields) -> None:
     """Name each field without effect once in the log, and count them all."""
-    for name in fields.model_extra or {}:
+    for _ in range(name_unknown(fields, service.facts.tokenizer, service.unknown_fields)):
         service.metrics.add("slipstream:unknown_fields")
-        named = service.unknown_fields
-        if name not in named and len(named) < MOST_NAMED and name not in WITHOUT_EFFECT:
-            named.add(name)
-            log.warning("requests have the field %r, which has no effect", name[:60])
 
 
 async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
     """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    work = service.pool.run(
-        lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer),
-        is_slow=compiles_slowly(fields),
-    )
+    pool = service.compiling_pool if compiles_slowly(fields) else service.pool
+    work = pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer), live.caller)
     return await live.before_failing(work)
 
 

@@ -74,7 +74,7 @@ class TokenizerInfo(Answer):
 class Status(Answer):
     """`GET /health` and `/live`."""
 
-    status: Literal["loading", "ready", "draining", "ended"]
+    status: Literal["loading", "ready", "stalled", "draining", "ended"]
 
 
 class Version(Answer):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.apps.server.answer_making import check_model
 from slipstream.apps.server.answer_writer import AnswerWriter
-from slipstream.apps.server.answering import collect, prepare
+from slipstream.apps.server.answering import collect, count_unknown, prepare
 from slipstream.apps.server.batch_records import BatchRecord
-from slipstream.apps.server.batch_store import BatchStore
+from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_lines import answer_line, read_fields, refusal_line
 from slipstream.core.types import Row
@@ -22,12 +22,13 @@ from slipstream.errors import SlipstreamError, UsageError
 from slipstream.jobs.error_file import ErrorFile
 from slipstream.jobs.job_lines import FileLines, Line
 from slipstream.jobs.job_output import JobOutput
-from slipstream.jobs.line_kinds import LineReader
 from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
+    from slipstream.apps.server.batch_runner import BatchRunner
     from slipstream.apps.server.service import Service
 
+FATAL = "the server ended while it answered this line and no other; it is not tried again"
 PIECE = 1024  # lines read and put in order at a time
 
 
@@ -49,11 +50,12 @@ class Prepared:
 class BatchLines:
     """The lines of one batch, as many at a time as the engine decodes."""
 
-    def __init__(self, service: Service, store: BatchStore, reader: LineReader, record: BatchRecord) -> None:
-        self._service, self._store, self._reader, self._record = service, store, reader, record
+    def __init__(self, service: Service, runner: BatchRunner, record: BatchRecord) -> None:
+        self._service, self._store, self._reader, self._record = service, runner.store, runner.reader, record
+        self._under_way = runner.under_way
         self._places = asyncio.Semaphore(service.decoder.config.max_batch_size)
         self._writing = asyncio.Lock()
-        self._source = FileLines(store.content(record.input_file_id))
+        self._source = FileLines(self._store.content(record.input_file_id))
 
     async def run(self) -> bool:
         """Answer what is not answered yet; returns whether the time for it ran out."""
@@ -62,12 +64,15 @@ class BatchLines:
             self._check_answers()
             self._errors = ErrorFile(self._store.content(self._record.errors))
             self._record.completed, self._record.failed = len(output.answered), 0
+            self._last = list[Line]()
             pending, expired = self._pending(), False
             failure: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
                     while not expired and (lines := await asyncio.to_thread(lambda: list(islice(pending, PIECE)))):
                         expired = await self._begin(lines, tasks)
+                for line in () if expired else self._last:
+                    expired = expired or await self._answered_alone(line)
             except* Exception as group:
                 failure = group.exceptions[0]
             if failure is not None:
@@ -79,7 +84,9 @@ class BatchLines:
         waiting = deque[Prepared]()
         try:
             for line in lines:
-                if (one := await self._prepared(line)) is not None:
+                if self._key(line) in self._under_way.suspects:
+                    self._last.append(line)
+                elif (one := await self._prepared(line)) is not None:
                     waiting.append(one)
             waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
             while waiting:
@@ -87,11 +94,39 @@ class BatchLines:
                 if time.time() >= self._record.expires_at:
                     self._places.release()
                     return True
-                tasks.create_task(self._answer(waiting.popleft()))
+                tasks.create_task(self._answer_beside(waiting.popleft()))
             return False
         finally:
             for one in waiting:  # that never began
                 self._service.release(one.live)
+
+    def _key(self, line: Line) -> tuple[str, int]:
+        return self._record.id, line.number
+
+    async def _answered_alone(self, line: Line) -> bool:
+        """A line that may have ended a server, beside no other; returns whether the time for it ran out."""
+        async with self._under_way.entered(self._key(line)):
+            if time.time() >= self._record.expires_at:
+                return True
+            if (one := await self._read(line)) is not None:
+                await self._answer(one)
+        self._under_way.acquit(self._key(line))
+        return False
+
+    async def _answer_beside(self, one: Prepared) -> None:
+        try:
+            async with self._under_way.entered(self._key(one.line)):
+                await self._answer(one)
+        finally:
+            self._places.release()
+
+    async def _prepared(self, line: Line) -> Prepared | None:
+        """A line that can be answered; others are written down."""
+        if self._key(line) in self._under_way.fatal:
+            await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
+            return None
+        async with self._under_way.entered(self._key(line)):
+            return await self._read(line)
 
     def _check_answers(self) -> None:
         """Refuse to go on with the answers of another model."""
@@ -104,15 +139,17 @@ class BatchLines:
     def _pending(self) -> Iterator[Line]:
         return (line for line in self._source if str(line.id) not in self._output.answered)
 
-    async def _prepared(self, line: Line) -> Prepared | None:
-        """A line that can be answered; others are written down."""
+    async def _read(self, line: Line) -> Prepared | None:
+        """A line whose prompts can be rendered; others are written down."""
         service, record, digest = self._service, self._record, self._reader.digests.of(line)
         live: LiveRequest | None = None
         try:
             fields = read_fields(line)
-            check_model(service.facts.name, fields)
+            check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
-            return Prepared(line, digest, live, await prepare(service, live, fields))
+            writer = await prepare(service, live, fields)
+            count_unknown(service, fields)
+            return Prepared(line, digest, live, writer)
         except BaseException as error:
             if live is not None:
                 service.release(live)
@@ -129,7 +166,6 @@ class BatchLines:
             await self._refuse(one.line, one.digest, error)
         finally:
             self._service.release(one.live)
-            self._places.release()
 
     async def _refuse(self, line: Line, digest: str, error: BaseException) -> None:
         """Write down why a line has no answer; raises what is not the line's fault: the next server answers it then."""

@@ -6,12 +6,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+LONGEST_NAME = 255  # characters of a file's name
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+def printable(name: str) -> str:
+    """A name that can be written anywhere: each character that is none, as half of a pair, is replaced."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in name)
 
 
 @dataclass
 class FileRecord:
-    """A file. owner: the name of the key that it came with."""
+    """A file. owner: the name of the key that it came with; filename: as its owner calls it, never a path of ours."""
 
     id: str
     owner: str
@@ -19,6 +25,9 @@ class FileRecord:
     bytes: int
     created_at: int
     purpose: str
+
+    def __post_init__(self) -> None:
+        self.filename = printable(self.filename)[:LONGEST_NAME]
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's object."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 
+from slipstream.apps.server.answering import count_unknown
 from slipstream.apps.server.api_schemas import BatchList, BatchObject, FileDeleted, FileList, FileObject, answers
 from slipstream.apps.server.batch_records import BatchRecord, FileRecord
 from slipstream.apps.server.batch_runner import BatchRunner
@@ -16,6 +18,7 @@ from slipstream.apps.server.batch_store import found
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.model_routes import service_of
 from slipstream.apps.server.request_fields import Fields
+from slipstream.apps.server.sampling_fields import check_extra
 from slipstream.apps.server.upload_form import UploadForm
 from slipstream.jobs.job_output import sync
 
@@ -42,11 +45,17 @@ FORM = {
 }
 
 
+NO_EXPIRY = "files do not expire here; they stay until they are deleted"
+Order = Literal["asc", "desc"]
+
+
 class BatchFields(Fields):
     """`POST /v1/batches`."""
 
     input_file_id: Annotated[str, Field(max_length=100)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    REFUSED: ClassVar[Mapping[str, str]] = {"output_expires_after": NO_EXPIRY}
+
     completion_window: Literal["24h"] = "24h"
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
 
@@ -63,25 +72,27 @@ def _runner(http: Request) -> BatchRunner:
 async def upload(http: Request) -> dict[str, Any]:
     """Keep a file of requests: a form with `file` and `purpose=batch`."""
     store = _runner(http).store
-    content = store.upload()
-    try:
+    with store.upload(http.state.owner) as content:
         form = UploadForm(http.headers.get("content-type", ""), content)
         await form.read(http.stream())
         if form.fields.get("purpose") != "batch":
             raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'", "purpose")
+        for name in form.fields:
+            if name.startswith("expires_after"):
+                raise refused(f"{name:.80}: {NO_EXPIRY}", "expires_after")
         if not form.size:
             raise refused("the file is empty; allowed: at least one line", "file")
         await asyncio.to_thread(sync, content)
         return store.add_file(http.state.owner, form.filename or "", "batch", content).to_dict()
-    finally:
-        content.unlink(missing_ok=True)
 
 
 @router.get("/files", response_model=None, responses=answers(FileList))
-async def files(http: Request, purpose: str = "", limit: Limit = 10000, after: str = "") -> dict[str, Any]:
-    """The caller's files, the newest first."""
+async def files(
+    http: Request, purpose: str = "", limit: Limit = 10000, after: str = "", order: Order = "desc"
+) -> dict[str, Any]:
+    """The caller's files, the newest first unless `order` is asc."""
     own = {id: one for id, one in _runner(http).store.files.items() if purpose in ("", one.purpose)}
-    return _page(own, http.state.owner, limit, after)
+    return _page(own, http.state.owner, limit, after, order)
 
 
 @router.get("/files/{file_id}", response_model=None, responses=answers(FileObject))
@@ -110,6 +121,8 @@ async def content(http: Request, file_id: str) -> FileResponse:
 async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     """Begin a batch over a file."""
     runner, owner = _runner(http), http.state.owner
+    check_extra(fields)
+    count_unknown(service_of(http), fields)
     source = found(runner.store.files, fields.input_file_id, owner, "file")
     record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
     runner.begin(record)
@@ -141,9 +154,10 @@ async def cancel(http: Request, batch_id: str) -> dict[str, Any]:
     return record.to_dict()
 
 
-def _page(records: dict[str, Listed], owner: str, limit: int, after: str) -> dict[str, Any]:
-    """A part of a list. after: the id of the last one of the part before."""
-    own = [one for one in reversed(records.values()) if one.owner == owner]
+def _page(records: dict[str, Listed], owner: str, limit: int, after: str, order: Order = "desc") -> dict[str, Any]:
+    """A part of a list. after: the id of the last one of the part before; order: by age, desc from the newest."""
+    sorted_records = records.values() if order == "asc" else reversed(records.values())
+    own = [one for one in sorted_records if one.owner == owner]
     ids = [one.id for one in own]
     if after and after not in ids:
         raise refused(f"after={after!r:.100}; allowed: an id of this list", "after")

@@ -11,6 +11,7 @@ from slipstream.apps.server.batch_lines import BatchLines
 from slipstream.apps.server.batch_records import BatchRecord
 from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.error_objects import ApiError, as_api_error
+from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import FileLines
 from slipstream.jobs.line_kinds import JobOptions, LineReader
@@ -28,8 +29,10 @@ class BatchRunner:
     def __init__(self, service: Service, store: BatchStore) -> None:
         self._service, self.store = service, store
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._reader = LineReader(service.decoder, JobOptions())
+        self.reader = LineReader(service.decoder, JobOptions())
         self._stopped = False
+        unfinished = {record.id for record in store.batches.values() if record.unfinished}
+        self.under_way = LinesUnderWay(store.folder / "lines-under-way", unfinished)
 
     def start(self) -> None:
         """Go on with every batch that is not finished."""
@@ -59,9 +62,10 @@ class BatchRunner:
             self._publish(record)
             self.store.change(record, "cancelled")
 
-    def stop(self) -> None:
-        """End all tasks; the next server over the folder goes on with them."""
+    def stop(self, *, orderly: bool) -> None:
+        """End all tasks; the next server over the folder goes on with them. orderly: no line is the reason."""
         self._stopped = True
+        self.under_way.close(orderly=orderly)
         for task in self._tasks.values():
             task.cancel()
 
@@ -74,7 +78,7 @@ class BatchRunner:
             if record.status == "validating":
                 self._begin_or_refuse(record, *await asyncio.to_thread(self._validated, record))
             if record.status == "in_progress":
-                expired = await BatchLines(self._service, self.store, self._reader, record).run()
+                expired = await BatchLines(self._service, self, record).run()
                 if not expired:
                     self.store.change(record, "finalizing")
             if record.status in ("in_progress", "finalizing"):
@@ -98,8 +102,12 @@ class BatchRunner:
             try:
                 if line.error:
                     raise UsageError(line.error)
-                if "custom_id" not in line.item or line.item.get("url") != record.endpoint:
-                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}, and a custom_id")
+                has_id = "custom_id" in line.item
+                if line.item.get("url") != record.endpoint:
+                    more = "" if has_id else ", and a custom_id"
+                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}")
+                if not has_id:
+                    raise UsageError("custom_id is missing; allowed: one for each line")
                 key = str(line.id)
                 if key in known:
                     raise UsageError(f"custom_id {key!r:.80} is that of line {known[key]}; allowed: one for each line")

@@ -9,7 +9,9 @@ import fcntl
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,14 +24,19 @@ from slipstream.jobs.job_output import sync
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
 WINDOW_S = 24 * 3600  # seconds of the only completion window
-MOST = 10_000  # files, and batches, of a folder
+MOST = 10_000  # files, and batches, of a key
+MOST_UPLOADS = 4  # of a key at a time
 
 
 class BatchStore:
-    """Files and batches by id, for one thread. One server at a time uses a folder."""
+    """Files and batches by id, for one thread. One server at a time uses a folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    max_bytes: that the files of one key may have together before it uploads another.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._uploads = Counter[str]()
         try:
             for name in ("files", "batches", "uploads"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -54,14 +61,30 @@ class BatchStore:
         """Where a file's content is, or will be."""
         return self.folder / "files" / f"{file_id}.jsonl"
 
-    def upload(self) -> Path:
-        """Where a file can be written while it arrives."""
-        return self.folder / "uploads" / uuid4().hex
+    @contextmanager
+    def upload(self, owner: str) -> Iterator[Path]:
+        """Where a file can be written while it arrives; ApiError if its owner has no room for one more."""
+        files = [file for file in self.files.values() if file.owner == owner]
+        size = sum(file.bytes for file in files)
+        if len(files) >= MOST or size >= self.max_bytes:
+            raise refused(
+                f"{len(files)} files of {size} bytes; allowed: fewer than {MOST} files and {self.max_bytes} bytes, "
+                "delete some",
+                "file",
+            )
+        if self._uploads[owner] >= MOST_UPLOADS:
+            raise ApiError(429, f"{MOST_UPLOADS} files are arriving already; try again later", code="too_many_uploads")
+        self._uploads[owner] += 1
+        path = self.folder / "uploads" / uuid4().hex
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+            self._uploads[owner] -= 1
+            self._uploads += Counter()  # leaves out zeros
 
     def add_file(self, owner: str, filename: str, purpose: str, content: Path) -> FileRecord:
         """Take over what has been uploaded, and is on the disk."""
-        if len(self.files) >= MOST:
-            raise refused(f"{len(self.files)} files; allowed: at most {MOST}, delete some")
         id = f"file-{uuid4().hex}"
         content.replace(self.content(id))
         return self.register(id, owner, filename, purpose)
@@ -69,7 +92,7 @@ class BatchStore:
     def register(self, id: str, owner: str, filename: str, purpose: str) -> FileRecord:
         """Make a file known whose content is there."""
         size = self.content(id).stat().st_size
-        record = FileRecord(id, owner, filename[:255], size, int(time.time()), purpose)
+        record = FileRecord(id, owner, filename, size, int(time.time()), purpose)
         _write(self.folder / "files" / f"{id}.json", record)
         self.files[id] = record
         return record
@@ -84,7 +107,7 @@ class BatchStore:
 
     def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
         """A new batch over a file."""
-        self._forget_old_batches()
+        self._forget_old_batches(owner)
         now, key = int(time.time()), uuid4().hex
         record = BatchRecord(
             f"batch_{key}",
@@ -102,14 +125,15 @@ class BatchStore:
         self.batches[record.id] = record
         return record
 
-    def _forget_old_batches(self) -> None:
-        """Make room for one more; the files of a forgotten batch stay."""
-        finished = [one for one in self.batches.values() if not one.unfinished]
-        for one in sorted(finished, key=lambda one: one.created_at)[: max(0, len(self.batches) - MOST + 1)]:
+    def _forget_old_batches(self, owner: str) -> None:
+        """Make room for one more of a key; the files of a forgotten batch stay."""
+        batches = [one for one in self.batches.values() if one.owner == owner]
+        finished = [one for one in batches if not one.unfinished]
+        if len(batches) - len(finished) >= MOST:
+            raise refused(f"{len(batches) - len(finished)} batches are not finished; allowed: at most {MOST}")
+        for one in sorted(finished, key=lambda one: one.created_at)[: max(0, len(batches) - MOST + 1)]:
             del self.batches[one.id]
             (self.folder / "batches" / f"{one.id}.json").unlink()
-        if len(self.batches) >= MOST:
-            raise refused(f"{len(self.batches)} batches are not finished; allowed: at most {MOST}")
 
     def change(self, record: BatchRecord, status: Status) -> None:
         """Give a batch another status, on the disk when this returns."""

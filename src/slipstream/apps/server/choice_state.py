@@ -90,14 +90,14 @@ class ChoiceState:
 
     def _end(self, event: Ended) -> Piece:
         if event.reason in ("error", "cancelled"):
-            raise _failure(event)
+            raise _failure(event, self.job.limits)
         self.finish_reason = event.reason
         return Piece(self.job.choice, "", finish_reason=event.reason)
 
 
-def _failure(event: Ended) -> ApiError:
+def _failure(event: Ended, limits: str | None) -> ApiError:
     if event.reason == "cancelled":
         return ApiError(503, "the request was cancelled")
     if isinstance(event.error, SlipstreamError):
-        return refused(first_line(event.error))
+        return refused(first_line(event.error), limits)
     return as_api_error(event.error or RuntimeError("a row failed without a reason"))

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 import slipstream
 from slipstream.apps.server.answer_making import check_model
-from slipstream.apps.server.answering import collect, prepare, until_gone
+from slipstream.apps.server.answering import collect, count_unknown, prepare, until_gone
 from slipstream.apps.server.api_schemas import ReplayResult, answers
 from slipstream.apps.server.error_objects import refused, validation_error
 from slipstream.apps.server.event_stream import EventStream, encoded, event
@@ -77,8 +77,9 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     service = service_of(http)
     service.check_ready()
     again = _plain(fields)
-    check_model(service.facts.name, again)
-    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt)
+    check_model(service.facts.name, again.model)
+    count_unknown(service, fields)
+    live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt, http.state.caller)
     try:
         writer = await until_gone(http, prepare(service, live, again))
         if len(live.jobs) != 1:

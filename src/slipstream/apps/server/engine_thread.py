@@ -19,11 +19,13 @@ from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
+from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
 log = logging.getLogger("slipstream.server")
 
 GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
+SHORT_ROW = 256  # tokens; a place that such a row has is soon free again
 SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
 
 Told = list[tuple[LiveRequest, Event]]
@@ -58,6 +60,7 @@ class EngineThread:
         self._numbers = 0
         self._told: Told = []
         self._budget = PromptBudget()
+        self._step_begun: float | None = None
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
 
     def start(self) -> None:
@@ -87,6 +90,12 @@ class EngineThread:
         """Whether the thread works."""
         return self._thread.is_alive()
 
+    @property
+    def step_seconds(self) -> float:
+        """For how long the step under way has been; 0 between steps."""
+        begun = self._step_begun
+        return 0.0 if begun is None else monotonic() - begun
+
     def _post(self, what: str, job: Job) -> None:
         with self._wake:
             self._mail.append((what, job))
@@ -102,9 +111,11 @@ class EngineThread:
             while self._read_mail():
                 self._begin()
                 self._deliver([])  # who has begun no longer waits, however long the step takes
+                self._step_begun = monotonic()
                 rounds = self._step() if self._running else []
                 self._note(rounds)
                 self._score()
+                self._step_begun = None
                 self._deliver(rounds)
         except BaseException as reason:  # whatever it is, every request must be told
             if not isinstance(reason, SlipstreamError):  # which says all there is to say
@@ -146,7 +157,7 @@ class EngineThread:
     def _begin(self) -> None:
         """Give free places to those that wait longest, each caller in turn."""
         while len(self._running) + len(self._scoring) < self._scheduler.max_batch_size:
-            job = self._line.take() or self._take_background()
+            job = self._line.take(self._may_begin) or self._take_background()
             if job is None:
                 return
             job.started = True
@@ -155,6 +166,19 @@ class EngineThread:
                 self._scoring.append(job)
             else:
                 self._decode(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End a job with what it failed with; the others go on."""
+        job.row.fail(error)
+        self._running.pop(job.row.index, None)
+        self._end(job, Ended(job.choice, "error", monotonic(), error))
+
+    def _may_begin(self, job: Job) -> bool:
+        """The last place is kept from long rows of a request that has others: it could be minutes until one is free."""
+        under_way = [*self._running.values(), *self._scoring]
+        if len(under_way) + 1 < self._scheduler.max_batch_size or job.row.params.max_tokens <= SHORT_ROW:
+            return True
+        return all(other.request is not job.request for other in under_way)
 
     def _take_background(self) -> Job | None:
         """The next job that nobody waits for. One place is left to those who come, where there is more than one."""
@@ -180,7 +204,16 @@ class EngineThread:
         """A round of every row, and as much of new prompts as the rows may wait for."""
         read = self._decoder.num_prefilled_tokens
         self._scheduler.prompt_budget = self._budget.tokens
-        rounds = self._scheduler.step()
+        try:
+            rounds = self._scheduler.step()
+        except Exception as error:  # before the round itself, as where there is no memory for those who have begun
+            new = [job for job in self._running.values() if not job.row.rounds]
+            engine = self._scheduler.engine
+            if not new or not isinstance(engine, GuardedEngine):
+                raise
+            engine.check(error)
+            self._fail(max(new, key=lambda job: job.row.prompt_length + job.row.params.max_tokens), error)
+            return []
         if rounds:
             self._budget.learn(self._decoder.num_prefilled_tokens - read, rounds[0].seconds.prefill)
         return rounds
@@ -202,7 +235,13 @@ class EngineThread:
             return
         job = self._scoring[0]
         assert job.echo is not None
-        scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
+        try:
+            scores = self._decoder.score_prompt(self._scores.get(job), job.row, job.echo, self._budget.tokens)
+        except Exception as error:
+            self._scoring.pop(0)
+            self._scores.pop(job, None)
+            self._fail(job, error)
+            return
         self._scores[job] = scores
         if scores.finished:
             self._scoring.pop(0)
@@ -225,7 +264,10 @@ class EngineThread:
 
     def _publish(self, told: Told, rounds: list[Round]) -> None:
         for request, event in told:
-            request.put(event)
+            try:
+                request.put(event)
+            except Exception as error:  # or the requests behind it would wait for ever
+                request.fail(error)
         tell_all(dict.fromkeys(request for request, _ in told))
         if rounds:
             self._on_step(rounds)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from slipstream.apps.server.request_fields import ChatFields, CompletionFields
 from slipstream.errors import UsageError, first_line
 
 log = logging.getLogger("slipstream.server")
@@ -24,6 +27,8 @@ TYPES = {
     429: "rate_limit_exceeded",
     503: "overloaded_error",
 }
+FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
+NAME = re.compile(r"[a-z][a-z_]*(?=[=:.]| (?:with|\d+)\b)")  # of a field, at the beginning of a refusal
 RETRY_AFTER = 1  # seconds; what a client is told to wait before it tries again
 
 
@@ -62,8 +67,10 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
-        name, equals, _ = first_line(error).partition("=")
-        return refused(first_line(error), name if equals and name.isidentifier() else None)
+        line = first_line(error)
+        word = NAME.match(line)
+        is_field = word is not None and (word[0] in FIELDS or line[word.end() :].startswith("="))
+        return refused(line, word[0] if word is not None and is_field else None)
     log.error("internal error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 
@@ -86,7 +93,8 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code
-        answer = ApiError(status, _said(status, request)).response()
+        said = _said_of_body(error.__cause__, request) if status == 400 else _said(status, request)
+        answer = ApiError(status, said).response()
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
@@ -110,20 +118,83 @@ def _said(status: int, request: Request) -> str:
         return f"{path}: there is no such address"
     if status == 405:
         return f"{path}: this address does not take this method"
+    if status == 408:
+        return "the request body did not arrive in time"
     if status == 413:
         return "the request body is too large"
     return f"{path}: {HTTPStatus(status).phrase.lower()}"
 
 
+def _said_of_body(cause: BaseException | None, request: Request) -> str:
+    """Why a body could not be read."""
+    if coding := request.headers.get("content-encoding"):
+        return f"the request body has content-encoding {coding!r:.40}; allowed: none"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the request body is not valid UTF-8 at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "the request body is not valid JSON here: lists and objects are nested too deep"
+    if isinstance(cause, ValueError):
+        return f"the request body is not valid JSON here: {first_line(cause).partition(';')[0]}"
+    return _said(400, request)
+
+
+SOURCES = ("body", "query", "path", "header")  # of a field, as the web framework has them
+BRANCHES = ("str", "int", "bool", "float")  # of a field that takes several kinds of values, as pydantic names them
+SHOULD = "Input should be "
+
+
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints, without the value that was sent."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(place[:4]) or None
-    if place[:1] == ["prompt"]:  # of each of its forms pydantic says what does not fit
+    """The first of pydantic's complaints, without the value that was sent.
+
+    Of a field that takes several kinds of values pydantic says of each kind why it does not fit. What was meant is the
+    kind in which the mistake is the deepest, or that fits but for its size.
+    """
+    field = _address(errors[0])[:1]
+    same = [error for error in errors if _address(error)[:1] == field]
+    first = max(same, key=lambda error: (len(_address(error)), not error["type"].endswith("_type")))
+    place = _address(first)
+    source = "query." if first["loc"][0:1] == ("query",) else ""
+    name = source + ".".join(map(str, place)) or None
+    of_kind = first["type"].endswith("_type")
+    if place[:1] == ["prompt"] and of_kind:
         return refused("prompt; allowed: a text, a list of texts, token ids, or lists of token ids", "prompt")
     if not place and first["type"] == "model_attributes_type":
         return refused("the request body; allowed: a JSON object, sent as application/json")
     if first["type"].startswith("json_invalid"):
         return refused("the request body is not valid JSON")
-    return refused(f"{name or 'request body'}: {first['msg']}", name)
+    if first["type"] == "missing":
+        return refused(f"{name or 'request body'} is missing{_misspelt(place, first['input'])}", name)
+    wanted = [_wanted(error) for error in same if _address(error) == place] if of_kind else [_wanted(first)]
+    while place and isinstance(place[-1], int):  # the field is what a client can look up
+        place.pop()
+    return refused(f"{name or 'request body'}: {_any_of(wanted)}", ".".join(map(str, place)) or None)
+
+
+def _address(error: Any) -> list[str | int]:
+    """Where a mistake is, without the names that pydantic has for the kinds of a field's values."""
+    place = [part for at, part in enumerate(error["loc"]) if at or part not in SOURCES]
+    return [part for part in place if isinstance(part, int) or (_is_name(part) and part not in BRANCHES)]
+
+
+def _is_name(part: str) -> bool:
+    """Whether this is a field of ours, or a key; kinds of values have other signs, or begin like classes."""
+    return part.isdecimal() or (part.isidentifier() and not part[0].isupper())
+
+
+def _wanted(error: Any) -> str:
+    """What pydantic says is allowed; objects are not called what they are here."""
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{SHOULD}an object"
+    return str(error["msg"])
+
+
+def _misspelt(place: Sequence[str | int], given: Any) -> str:
+    """Which of the fields that are there may be meant for a missing one."""
+    near = get_close_matches(str(place[-1]), list(given), 1, 0.7) if place and isinstance(given, dict) else []
+    return f"; is {near[0]!r} meant for it?" if near else ""
+
+
+def _any_of(wanted: Sequence[str]) -> str:
+    """Several things that are allowed, as one sentence."""
+    first, *others = dict.fromkeys(wanted)
+    return " or ".join([first, *(text.removeprefix(SHOULD) for text in others)])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
+import os
+import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -12,6 +15,7 @@ from types import FrameType
 import uvicorn
 
 from slipstream.apps.server.app_factory import Load, make_app
+from slipstream.apps.server.connections import ConnectionLimits
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
@@ -20,6 +24,8 @@ from slipstream.models.cpu.thread_placement import free_thread
 
 log = logging.getLogger("slipstream.server")
 MOST_CONNECTIONS = 1024
+OTHER_FILES = 256  # that a server has open
+CLOSES = 30.0  # seconds that all else may take when the server ends, connections and threads included
 FORCED = 2.0  # seconds that a step under way may take to end after a second signal
 
 
@@ -27,7 +33,8 @@ class Server(uvicorn.Server):
     """A web server that lets requests finish before it ends.
 
     on_ready: told the service once the models are loaded. cores: those that its own thread is let run on; see
-    `free_thread`. failure: what ended the engine, if that is why it ended.
+    `free_thread`. last_resort: told, when the server is to end, in how many seconds at the latest the process must.
+    failure: what ended the engine, if that is why it ended.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Server(uvicorn.Server):
         load: Load,
         on_ready: Callable[[Server], None] = lambda server: None,
         cores: frozenset[int] = frozenset(),
+        last_resort: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         app = make_app(settings, load, self._make_service)
         super().__init__(
@@ -43,17 +51,17 @@ class Server(uvicorn.Server):
                 app,
                 settings.host,
                 settings.port,
-                http="h11",
+                http=ConnectionLimits(MOST_CONNECTIONS, settings.request_timeout).protocol(),
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=5,
-                limit_concurrency=MOST_CONNECTIONS,
             )
         )
         self.settings, self._ready, self._cores = settings, on_ready, cores
+        self._last_resort = last_resort
         self.service: Service | None = None
         self.failure: BaseException | None = None
         self._listens = False
@@ -85,7 +93,8 @@ class Server(uvicorn.Server):
     def url(self) -> str:
         """Where it listens."""
         found = [socket.getsockname() for server in self.servers for socket in server.sockets]
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        host = self.settings.host.strip("[]")
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{found[0][1] if found else self.settings.port}"
 
     def _engine_ended(self, error: BaseException | None) -> None:
@@ -96,12 +105,14 @@ class Server(uvicorn.Server):
         """A signal: the first begins to shut down, the second ends it."""
         if self._draining is not None or self._loop is None:
             self.should_exit = self.force_exit = True
+            self._last_resort(CLOSES)
             return
         self._loop.call_soon_threadsafe(self.begin_shutdown)
 
     def begin_shutdown(self) -> None:
         """Refuse new requests, let the others finish, then end. Called on the event loop."""
         if self._draining is None:
+            self._last_resort(self.settings.drain_timeout + CLOSES)
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -116,8 +127,9 @@ def serve(
 ) -> None:
     """Serve until a signal; cores: see `Server`. SlipstreamError if it cannot listen or the engine failed."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # our own log says what there is to say
+    _allow_files(2 * MOST_CONNECTIONS + OTHER_FILES)
     with _listening(settings) as listener:
-        server = Server(settings, lambda: _uncollected(load()), on_ready, cores)
+        server = Server(settings, lambda: _uncollected(load()), on_ready, cores, _end_in)
         try:
             server.run(sockets=[listener])
         except SystemExit:  # of uvicorn, if it could not start
@@ -125,6 +137,7 @@ def serve(
                 raise
         finally:
             gc.unfreeze()
+            faulthandler.cancel_dump_traceback_later()
     if server.failure is not None:
         if isinstance(server.failure, SlipstreamError):
             raise server.failure
@@ -133,6 +146,12 @@ def serve(
         if server.service is not None:
             server.service.close(FORCED)
         raise KeyboardInterrupt
+
+
+def _end_in(seconds: float) -> None:
+    """End the process in so many seconds, whatever its threads do then, one that never lets others run included."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115  # of where threads are nobody needs to read
+    faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
@@ -145,6 +164,14 @@ def _uncollected(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     return decoder
 
 
+def _allow_files(count: int) -> None:
+    """Let the process have so many files and connections open, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _listening(settings: ServerSettings) -> socket.socket:
     """A socket at the address, before anything is loaded."""
     host = settings.host.strip("[]")
@@ -153,4 +180,5 @@ def _listening(settings: ServerSettings) -> socket.socket:
         return socket.create_server((host, settings.port), family=family, backlog=2048)
     except OSError as error:
         why = error.strerror or first_line(error)
-        raise SlipstreamError(f"cannot listen on {settings.host}:{settings.port}: {why}") from error
+        shown = f"[{host}]" if ":" in host else host
+        raise SlipstreamError(f"cannot listen on {shown}:{settings.port}: {why}") from error

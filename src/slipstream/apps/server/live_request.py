@@ -61,7 +61,7 @@ JOINED = 64  # events that are told together to those who wait for a whole answe
 class Job:
     """One row of a request, for the engine. echo: score the prompt, with so many alternatives; None: do not.
 
-    generate: False for a prompt that is only scored.
+    generate: False for a prompt that is only scored. limits: the field that leaves tokens out, if there is one.
     """
 
     request: LiveRequest
@@ -69,6 +69,7 @@ class Job:
     row: Row
     echo: int | None = None
     generate: bool = True
+    limits: str | None = None
     started: bool = False
     over: bool = False
 
@@ -77,7 +78,8 @@ class Job:
 class LiveRequest:
     """Events arrive from the engine in order and are read once, by the handler of the request.
 
-    owner: the caller's name, by which turns go; group: with whom its rows share cached prompts and what drafters learn.
+    owner: the name of the caller's key; caller: by which turns go, the owner or an address.
+    group: with whom its rows share cached prompts and what drafters learn.
     background: nobody waits for its answer now; others go first. listener: called to `read` what there is, instead of
     waking who waits for an error; it returns what is left to do once the listeners of other requests have read.
     """
@@ -90,6 +92,7 @@ class LiveRequest:
     arrived: float = field(default_factory=monotonic)
     error: Exception | None = None
     background: bool = False
+    caller: str = ""
     watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
     listener: Listener | None = None
     _events: deque[Event] = field(default_factory=deque)
@@ -99,9 +102,9 @@ class LiveRequest:
 
     def put(self, event: Event) -> None:
         """Called on the event loop; `tell` follows once all events of a step are there."""
-        self.watch(self, event)
         self._ended += isinstance(event, Ended)
         self._events.append(event)
+        self.watch(self, event)
 
     def tell(self) -> None:
         """Have the handler read what has happened."""

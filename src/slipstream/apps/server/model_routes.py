@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import slipstream
-from slipstream.apps.server.answering import until_gone
+from slipstream.apps.server.answer_making import check_model
+from slipstream.apps.server.answering import count_unknown, until_gone
 from slipstream.apps.server.api_schemas import (
     Detokenized,
     ModelCard,
@@ -22,8 +23,9 @@ from slipstream.apps.server.api_schemas import (
     answers,
 )
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.apps.server.prompt_rendering import rendered_messages
-from slipstream.apps.server.request_fields import DetokenizeFields, TokenizeFields
+from slipstream.apps.server.prompt_rendering import check_plain, rendered_messages
+from slipstream.apps.server.request_fields import ConversationFields, DetokenizeFields, TokenizeFields
+from slipstream.apps.server.sampling_fields import check_extra
 from slipstream.apps.server.service import Service
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
@@ -40,6 +42,7 @@ def service_of(http: Request) -> Service:
 
 
 @router.get("/v1/models", response_model=None, responses=answers(ModelList))
+@router.get("/v1/models/", include_in_schema=False)
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_card(service_of(http))]}
@@ -72,21 +75,28 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
     """Token ids of a text, or of messages in the model's chat format."""
     service = service_of(http)
     service.check_ready()
+    check_model(service.facts.name, fields.model)
+    check_extra(fields)
     if (fields.prompt is None) == (fields.messages is None):
         raise refused("prompt and messages; allowed: one of them", "prompt")
-    if fields.messages is None and fields.add_generation_prompt is not None:
-        raise refused("add_generation_prompt beside prompt; allowed: beside messages", "add_generation_prompt")
+    for name in ConversationFields.model_fields if fields.messages is None else ():
+        if getattr(fields, name) is not None:
+            raise refused(f"{name} beside prompt; allowed: beside messages", name)
+
+    plain = service.settings.no_special_tokens_in_prompts
 
     def work(tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise refused("this model has no tokenizer", "prompt")
         if fields.messages is not None:
-            opens = fields.add_generation_prompt is not False
-            return rendered_messages(fields.messages, tokenizer, fields.add_special_tokens, opens=opens)
+            return rendered_messages(fields, tokenizer, plain_texts=plain)[1]
         check_text("prompt", fields.prompt or "")
+        if plain:
+            check_plain([("prompt", fields.prompt or "")], tokenizer)
         return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
-    tokens = await until_gone(http, service.pool.run(work))
+    tokens = await until_gone(http, service.pool.run(work, http.state.caller))
+    count_unknown(service, fields)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
 
@@ -96,6 +106,8 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     """The text of token ids."""
     service = service_of(http)
     service.check_ready()
+    check_model(service.facts.name, fields.model)
+    count_unknown(service, fields)
     size = service.decoder.target.backend.vocab_size
     for token in fields.tokens:
         if token >= size:
@@ -106,7 +118,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
             raise refused("this model has no tokenizer", "tokens")
         return tokenizer.decode(fields.tokens)
 
-    return {"prompt": await until_gone(http, service.pool.run(work))}
+    return {"prompt": await until_gone(http, service.pool.run(work, http.state.caller))}
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
@@ -130,10 +142,11 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
 @router.get("/health", responses=HEALTH)
 @router.get("/ping", include_in_schema=False)
 async def health(http: Request) -> JSONResponse:
-    """Whether requests are answered: 503 while loading, while shutting down and after the engine has ended."""
+    """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
-    ready = service.state == "ready" and service.engine is not None and service.engine.alive
-    return JSONResponse({"status": service.state}, 200 if ready else 503)
+    status = "stalled" if service.stalled else service.state
+    ready = status == "ready" and service.engine is not None and service.engine.alive
+    return JSONResponse({"status": status}, 200 if ready else 503)
 
 
 @router.get("/live", responses=HEALTH)

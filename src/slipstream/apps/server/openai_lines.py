@@ -19,6 +19,7 @@ from slipstream.apps.server.answer_writer import AnswerWriter
 from slipstream.apps.server.error_objects import as_api_error, refused, validation_error
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
 from slipstream.apps.server.model_facts import facts_of
+from slipstream.apps.server.prompt_rendering import name_unknown
 from slipstream.apps.server.request_fields import ChatFields, CompletionFields
 from slipstream.apps.server.request_rows import RowMaker
 from slipstream.apps.server.server_settings import ServerSettings
@@ -129,13 +130,15 @@ class OpenAILines:
         self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
         self._facts: ModelFacts = facts_of(decoder, options.model_name)
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
+        self._named = set[str]()  # fields without effect that the log has named
 
     def asked(self, line: Line, digest: str) -> OpenAIRequest:
         """The rows of a line; ApiError or UsageError says what is not allowed."""
         fields = read_fields(line)
-        check_model(self._facts.name, fields)
+        check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
+        name_unknown(fields, self._tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
 
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:

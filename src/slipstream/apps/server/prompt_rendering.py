@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.apps.server.error_objects import refused
-from slipstream.apps.server.request_fields import MOST_ROWS, ChatFields, CompletionFields, ContentPart, MessageFields
+from slipstream.apps.server.request_fields import (
+    MOST_ROWS,
+    THOUGHTS,
+    CallFields,
+    ChatFields,
+    CompletionFields,
+    ContentPart,
+    Fields,
+    MessageFields,
+    TokenizeFields,
+    nested,
+    says_something,
+)
 from slipstream.apps.server.tool_fields import check_json, checked_tools
-from slipstream.text.chat_form import ChatForm
+from slipstream.errors import did_you_mean
+from slipstream.text.chat_form import ChatForm, TokenizerDetails
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompts import check_text
 
+log = logging.getLogger("slipstream.server")
+MOST_NAMED = 100  # fields without effect that the log names
+NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -26,8 +44,13 @@ class Rendered:
     messages: list[dict[str, Any]] | None = None
 
 
-def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> list[Rendered]:
-    """The prompts of a completions request: a text, a list of texts, ids, or a list of lists of ids."""
+def rendered_prompts(
+    fields: CompletionFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
+) -> list[Rendered]:
+    """The prompts of a completions request: a text, a list of texts, ids, or a list of lists of ids.
+
+    plain_texts: refuse texts that have special tokens; ids are taken as they are.
+    """
     prompt = fields.prompt
     if isinstance(prompt, str):
         several: list[Any] = [prompt]
@@ -37,7 +60,32 @@ def rendered_prompts(fields: CompletionFields, tokenizer: Tokenizer | None) -> l
         raise refused("prompt is an empty list; allowed: at least one prompt", "prompt")
     if len(several) * (fields.n or 1) > MOST_ROWS:  # before any is tokenised
         raise refused(f"{len(several)} prompts with n={fields.n or 1}; allowed: at most {MOST_ROWS} texts", "n")
+    if plain_texts:
+        check_plain([("prompt", text) for text in several if isinstance(text, str)], tokenizer)
     return [_prompt(one, fields, tokenizer) for one in several]
+
+
+def check_plain(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer | None) -> None:
+    """Refuse texts that would become special tokens, which could end a turn and begin another. texts: with fields."""
+    special = tokenizer.special_ids() if isinstance(tokenizer, TokenizerDetails) else frozenset[int]()
+    for name, text in texts:
+        check_text(name, text)
+        if found := special.intersection(_needed(tokenizer).bare(text)):
+            token = next(word for word, number in _needed(tokenizer).vocabulary().items() if number in found)
+            raise refused(f"{name} has the special token {token!r:.80}; allowed: texts without special tokens", name)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included, however deep it is."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
 
 
 def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokenizer | None) -> Rendered:
@@ -50,50 +98,91 @@ def _prompt(prompt: str | list[int], fields: CompletionFields, tokenizer: Tokeni
     return Rendered(ids, prompt if len(ids) == len(whole) else None)
 
 
-def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None) -> Rendered:
-    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line."""
-    messages = [_message(number, one) for number, one in enumerate(fields.messages)]
+def rendered_chat(fields: ChatFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False) -> Rendered:
+    """The conversation of a chat request, rendered by the model's template; without one its texts, line by line.
+
+    plain_texts: refuse texts that have special tokens.
+    """
+    messages, ids = rendered_messages(fields, tokenizer, plain_texts=plain_texts)
+    plain = not fields.continue_final_message and (fields.tool_choice == "none" or not fields.tools)
+    plain = plain and _needed(tokenizer).has_chat_template and all({*one} == {"role", "content"} for one in messages)
+    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+
+
+def rendered_messages(
+    fields: ChatFields | TokenizeFields, tokenizer: Tokenizer | None, *, plain_texts: bool = False
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The messages of a conversation as a chat template reads them, and their token ids."""
+    read = _message_fields(tokenizer)
+    messages = [_message(number, one, read) for number, one in enumerate(fields.messages or ())]
     tools = () if fields.tool_choice == "none" else checked_tools(fields)
+    _check_shown(fields, _needed(tokenizer), read)
+    check_json("chat_template_kwargs", fields.chat_template_kwargs)
+    if plain_texts:
+        parts: list[tuple[str, Any]] = [(f"messages.{number}", message) for number, message in enumerate(messages)]
+        parts += [("tools", tools), ("chat_template_kwargs", fields.chat_template_kwargs)]
+        check_plain(((name, text) for name, part in parts for text in _texts_of(part)), tokenizer)
     if not _needed(tokenizer).has_chat_template:
-        _check_plain(fields)
-        ids = _lines(messages, tokenizer, fields.add_special_tokens)
-        return Rendered(_cut(ids, fields.truncate_prompt_tokens))
-    _check_special_tokens(fields.add_special_tokens)
+        return messages, _lines(messages, tokenizer, fields.add_special_tokens)
+    if fields.add_special_tokens:
+        name = "add_special_tokens"
+        raise refused(f"{name}=true; allowed: false, the chat template writes its own", name)
     opens = True if fields.add_generation_prompt is None else fields.add_generation_prompt
     goes_on = bool(fields.continue_final_message)
     if goes_on and fields.add_generation_prompt:
         raise refused("continue_final_message beside add_generation_prompt; allowed: one", "continue_final_message")
     variables = fields.chat_template_kwargs or {}
-    check_json("chat_template_kwargs", variables)
     form = ChatForm(tools, opens and not goes_on, goes_on, fields.reasoning_effort, variables)
-    ids = _needed(tokenizer).chat(messages, form)
-    plain = not tools and not goes_on and all(set(message) == {"role", "content"} for message in messages)
-    return Rendered(_cut(ids, fields.truncate_prompt_tokens), messages=messages if plain else None)
+    return messages, _needed(tokenizer).chat(messages, form)
 
 
-def _check_plain(fields: ChatFields) -> None:
-    """Refuse what only a chat template could show to the model."""
-    for name, given in (
-        ("tools", fields.tool_choice != "none" and fields.tools),
-        ("chat_template_kwargs", fields.chat_template_kwargs),
-        ("reasoning_effort", fields.reasoning_effort),
-        ("continue_final_message", fields.continue_final_message),
-        ("add_generation_prompt", fields.add_generation_prompt is not None),
-        *((f"messages.{number}.tool_calls", one.tool_calls) for number, one in enumerate(fields.messages)),
-    ):
-        if given:
-            raise refused(f"{name}: this model has no chat template; allowed: messages with texts", name)
+def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
+    """The names of a message's fields that the model's chat template reads."""
+    templated = isinstance(tokenizer, TokenizerDetails) and tokenizer.has_chat_template
+    return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
 
 
-def rendered_messages(
-    messages: Sequence[MessageFields], tokenizer: Tokenizer | None, special_tokens: bool | None, *, opens: bool
-) -> list[int]:
-    """Token ids of messages alone. special_tokens: `add_special_tokens`."""
-    made = [_message(n, one) for n, one in enumerate(messages)]
-    if not _needed(tokenizer).has_chat_template:
-        return _lines(made, tokenizer, special_tokens)
-    _check_special_tokens(special_tokens)
-    return _needed(tokenizer).chat(made, ChatForm(opens_answer=opens))
+def name_unknown(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
+    """How many fields of a request have no effect; the log names each once. named: those that it has named."""
+    read, count = _message_fields(tokenizer), 0
+    for place, part in nested(fields):
+        for name in part.extra:
+            if name in part.REFUSED or (isinstance(part, MessageFields) and name in read):
+                continue
+            count, kind = count + 1, NUMBER.sub("", place + name)
+            if kind not in named and len(named) < MOST_NAMED and name not in part.SILENT:
+                named.add(kind)
+                near = did_you_mean(name, *type(part).model_fields) or "; it is unknown"
+                log.warning("requests have the field %r, which has no effect%s", f"{place}{name}"[:80], near)
+    return count
+
+
+def _check_shown(fields: ChatFields | TokenizeFields, tokenizer: Tokenizer, read: frozenset[str]) -> None:
+    """Refuse what the model's chat template does not show it. Tokenizers that do not tell are taken to show all."""
+    templated, variables = tokenizer.has_chat_template, frozenset[str]()
+    if templated and not isinstance(tokenizer, TokenizerDetails):
+        return
+    if templated and isinstance(tokenizer, TokenizerDetails):
+        variables = tokenizer.template_variables()
+    # calls that are forced need not be shown to be made
+    is_shown = fields.tool_choice in (None, "auto") if templated else fields.tool_choice != "none"
+    asked: list[tuple[str, Any, bool]] = [
+        ("tools", is_shown and fields.tools, "tools" in variables),
+        ("reasoning_effort", fields.reasoning_effort, "reasoning_effort" in variables),
+        ("chat_template_kwargs", fields.chat_template_kwargs, templated),  # each of them is looked at there
+        ("continue_final_message", fields.continue_final_message, templated),
+        ("add_generation_prompt", fields.add_generation_prompt is not None, templated),
+    ]
+    for number, message in enumerate(fields.messages or ()):
+        parts = {"tool_calls": message.tool_calls} | {name: message.extra.get(name) for name in THOUGHTS}
+        asked += [(f"messages.{number}.{name}", value, name in read) for name, value in parts.items()]
+    why = "this chat template does not read it" if templated else "this model has no chat template"
+    for name, value, is_read in asked:
+        if says_something(value) and not is_read:
+            raise refused(f"{name}: {why}; allowed: a request without it", name)
+    for name in variables.intersection(fields.extra) - {"messages", "documents"}:
+        if says_something(fields.extra[name]):
+            raise refused(f"{name}: a variable of the chat template; allowed: in chat_template_kwargs", name)
 
 
 def _lines(
@@ -104,19 +193,17 @@ def _lines(
     return encode("\n".join(message["content"] for message in messages))
 
 
-def _check_special_tokens(wanted: bool | None) -> None:
-    if wanted:
-        raise refused("add_special_tokens=true; allowed: false, the chat template writes its own", "add_special_tokens")
-
-
-def _message(number: int, message: MessageFields) -> dict[str, Any]:
-    """A message as chat templates read it."""
+def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[str, Any]:
+    """A message as chat templates read it. read: names of further fields that this model's template reads."""
+    name = f"messages.{number}.content"
+    if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
+        raise refused(f"{name} is {json.dumps(message.content)}; allowed: a text, or parts of one", name)
     made: dict[str, Any] = {
-        "role": ROLES.get(message.role, message.role),
-        "content": content_text(message.content, f"messages.{number}.content"),
+        name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
     }
+    made |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
     if message.tool_calls:
-        made["tool_calls"] = [_call(number, call) for call in message.tool_calls]
+        made["tool_calls"] = [_call(f"messages.{number}.tool_calls", call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -125,30 +212,33 @@ def _message(number: int, message: MessageFields) -> dict[str, Any]:
     return made
 
 
+def _speaks_otherwise(message: MessageFields) -> bool:
+    """Whether an assistant's message without content says something: it calls tools, or only thought."""
+    return message.role == "assistant" and bool(message.tool_calls or any(map(message.extra.get, THOUGHTS)))
+
+
 def content_text(content: str | list[ContentPart] | None, name: str, between: str = "\n") -> str:
     """A content's text: its own, or that of its parts."""
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
+        for number, part in enumerate(content):
+            if part.type != "text":
                 raise refused(f"{name} has a part of type {part.type!r:.40}; allowed: 'text'", name)
+            if part.text is None:
+                raise refused(f"{name}.{number} has no text; allowed: a text", f"{name}.{number}")
         content = between.join(part.text or "" for part in content)
     check_text(name, content or "")
     return content or ""
 
 
-def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
+def _call(place: str, call: CallFields) -> dict[str, Any]:
     """A call that the assistant made, its arguments as an object, which is what templates print."""
-    name = f"messages.{number}.tool_calls"
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(f"{name}: a call without a function's name", name)
-    arguments = function.get("arguments", {})
+    arguments = {} if call.function.arguments is None else call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise refused(f"{name}: arguments that are not JSON", name) from None
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+            raise refused(f"{place}: arguments that are not JSON; allowed: a JSON object", place) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _cut(ids: list[int], most: int | None) -> list[int]:

@@ -17,7 +17,7 @@ from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 
 log = logging.getLogger("slipstream.server")
 AFFINITY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -46,7 +46,8 @@ class ServeSpec:
         """Checked; UsageError names the field that is wrong."""
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in args if name not in known]:
-            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(known)}")
+            near = did_you_mean(str(unknown[0]), *known)
+            raise UsageError(f"unknown argument {unknown[0]!r}; allowed: {', '.join(known)}{near}")
         if not isinstance(args.get("target"), str):
             raise UsageError(f"target={args.get('target')!r:.80}; allowed: the name of a model")
         spec = cls(**args)
@@ -139,4 +140,5 @@ def _refuse_unknown(name: str, given: Any, known: list[str]) -> None:
     if not isinstance(given, Mapping):
         raise UsageError(f"{name}={given!r:.80}; allowed: a mapping")
     if unknown := [key for key in given if key not in known]:
-        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(known)}")
+        near = did_you_mean(str(unknown[0]), *known)
+        raise UsageError(f"{name}: unknown setting {unknown[0]!r}; allowed: {', '.join(known)}{near}")

@@ -1,8 +1,13 @@
-"""What clients may send: OpenAI's fields, vLLM's at the top level, and ours. Unknown ones are accepted and counted."""
+"""What clients may send: OpenAI's fields, vLLM's at the top level, and ours.
+
+A field has its effect or is refused by name. Fields that are not known here are accepted, counted and
+named in the log.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
@@ -32,6 +37,7 @@ FAIL_FAST = Field(fail_fast=True)
 # lists are read up to their first mistake: a body of a few MiB holds a million, each of which would become an error
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1, max_length=256)]
+# known to change nothing here
 WITHOUT_EFFECT = frozenset(
     {
         "best_of",
@@ -48,8 +54,19 @@ WITHOUT_EFFECT = frozenset(
         "verbosity",
     }
 )
+CONSTRAINT = "the form of an answer is asked for with response_format or structured_outputs"
 REFUSED = {
     "use_beam_search": "beam search is not supported",
+    "grammar": CONSTRAINT,
+    "json_schema": CONSTRAINT,
+    "regex": CONSTRAINT,
+    "ebnf": CONSTRAINT,
+    "structural_tag": CONSTRAINT,
+    "guided_decoding_backend": "there is one backend for constraints",
+    "guided_whitespace_pattern": "JSON is written without whitespace",
+    "thinking": "reasoning is asked for with reasoning_effort or chat_template_kwargs",
+    "reasoning": "reasoning is asked for with reasoning_effort or chat_template_kwargs",
+    "documents": "documents are not supported; put them into a message",
     "chat_template": "templates from requests are not run; the model's own is used",
     "lora_request": "adapters are not supported",
     "kv_transfer_params": "transfer of KV caches is not supported",
@@ -70,13 +87,44 @@ REFUSED = {
 
 
 class Fields(BaseModel):
-    """Unknown fields are kept apart in `model_extra`."""
+    """Unknown fields are kept apart in `model_extra`.
+
+    REFUSED: those that would change the answer and are not there, with why. SILENT: those known to change nothing.
+    """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    SILENT: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that are not known here."""
+        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+
+
+def says_something(value: Any) -> bool:
+    """Whether a field's value asks for anything: clients send back what they were sent, `null` and all."""
+    return value is not None and value is not False and value not in ([], {}, "")
+
+
+def nested(fields: Fields, place: str = "") -> Iterator[tuple[str, Fields]]:
+    """An object of a request and all objects in it, with the beginnings of their fields' addresses."""
+    yield place, fields
+    for name in type(fields).model_fields:
+        value = getattr(fields, name)
+        if isinstance(value, Fields):
+            yield from nested(value, f"{place}{name}.")
+        elif isinstance(value, list):
+            for at, item in enumerate(value):
+                if not isinstance(item, Fields):
+                    break  # lists are of one kind
+                yield from nested(item, f"{place}{name}.{at}.")
 
 
 class StreamOptions(Fields):
     """What else a stream reports."""
+
+    SILENT = frozenset({"include_obfuscation"})
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
@@ -90,6 +138,8 @@ class SlipstreamOptions(Fields):
 
 class ContentPart(Fields):
     """A part of a message."""
+
+    SILENT = frozenset({"annotations", "cache_control"})
 
     type: str
     text: str | None = None
@@ -105,15 +155,32 @@ class PredictionFields(Fields):
     content: str | Parts
 
 
+class NamedSchema(Fields):
+    """A schema as `response_format` has it."""
+
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
 class ResponseFormat(Fields):
     """The form of the answer."""
 
+    REFUSED = {
+        name: 'a schema is asked for with {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        for name in ("schema", "strict")
+    }
+
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
 
 
 class SamplingFields(Fields):
     """What both endpoints share."""
+
+    REFUSED = REFUSED
+    SILENT = WITHOUT_EFFECT
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     n: Annotated[int, NUMBER, Field(ge=1, le=16)] | None = None
@@ -141,7 +208,7 @@ class SamplingFields(Fields):
     allowed_token_ids: Ids | None = None
     min_tokens: Annotated[int, NUMBER, Field(ge=0, le=MOST_TOKENS)] | None = None
     ignore_eos: StrictBool | None = None
-    seed: Annotated[int, NUMBER, Field(ge=-1, lt=1 << 63)] | None = None
+    seed: Annotated[int, NUMBER, Field(ge=-1, le=(1 << 63) - 1)] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     truncate_prompt_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
@@ -165,45 +232,96 @@ class CompletionFields(SamplingFields):
     suffix: str | None = None
 
 
+class CalledFunction(Fields):
+    """What a call is of. arguments: JSON text, or an object."""
+
+    name: str
+    arguments: Any = None
+
+
+class CallFields(Fields):
+    """A call that the assistant made."""
+
+    SILENT = frozenset({"index"})
+
+    id: Any = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class MessageFields(Fields):
-    """A message of a conversation."""
+    """A message of a conversation. Further fields are shown to the model where its chat template reads them."""
+
+    REFUSED = {
+        "function_call": "the deprecated form of tool_calls is not supported; use tool_calls",
+        "prefix": "a message is continued with continue_final_message",
+        "partial": "a message is continued with continue_final_message",
+        "refusal": "a refusal is shown to the model as content",
+        "audio": "only text is supported",
+        "images": "only text is supported",
+    }
+    SILENT = frozenset({"annotations", "id", "cache_control"})
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Parts | None = None
     name: Annotated[str, Field(max_length=1024)] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    tool_calls: Annotated[list[CallFields], FAIL_FAST] | None = None
     tool_call_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message: what the model thought before it answered
 Messages = Annotated[list[MessageFields], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
-class ChatFields(SamplingFields):
-    """`POST /v1/chat/completions`."""
+class ChosenFunction(Fields):
+    """The function of a tool."""
 
-    messages: Messages
-    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
-    logprobs: StrictBool | None = None
-    top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
+    name: str
+
+
+class ToolChoice(Fields):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ConversationFields(Fields):
+    """What a chat template is told."""
+
     tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: StrictBool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
 
 
-class TokenizeFields(Fields):
-    """`POST /tokenize`: a text, or messages that the chat template renders."""
+class ChatFields(ConversationFields, SamplingFields):
+    """`POST /v1/chat/completions`."""
 
+    messages: Messages
+    max_completion_tokens: Annotated[int, NUMBER, Field(ge=1, le=MOST_TOKENS)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, NUMBER, Field(ge=0, le=20)] | None = None
+    parallel_tool_calls: StrictBool | None = None
+
+
+class TokenizeFields(ConversationFields):
+    """`POST /tokenize`: a text, or messages that the chat template renders as those of a chat request."""
+
+    REFUSED = {name: REFUSED[name] for name in ("chat_template", "documents", "functions")} | {
+        "return_token_strs": "texts of single tokens are not supported"
+    }
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
-    add_generation_prompt: StrictBool | None = None
 
 
 class DetokenizeFields(Fields):
     """`POST /detokenize`."""
 
+    model: Annotated[str, Field(max_length=1024)] | None = None
     tokens: Annotated[list[TokenId], FAIL_FAST]

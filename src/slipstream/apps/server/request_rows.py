@@ -18,6 +18,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.requests import RequestReader, further_seeds
 
+LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # what can leave no token beside a form
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 
@@ -49,11 +50,17 @@ class RowMaker:
         tokenizer: of the calling thread; the decoder's own is the engine's, which decodes with it.
         """
         jobs: list[Job] = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
+            self._check_ids(number, prompt.ids)
             for job in self._of_prompt(live, fields, prompt, tokenizer):
                 job.choice = len(jobs)
                 jobs.append(job)
         return jobs
+
+    def _check_ids(self, number: int, ids: Sequence[int]) -> None:
+        size = self.decoder.target.backend.vocab_size
+        if bad := [token for token in ids if not 0 <= token < size]:
+            raise refused(f"prompt {number}: token id {bad[0]}; allowed: 0 to {size - 1}", "prompt")
 
     def _of_prompt(
         self, live: LiveRequest, fields: SamplingFields, prompt: Rendered, tokenizer: Tokenizer | None
@@ -74,7 +81,8 @@ class RowMaker:
         echo = wanted_logprobs(fields) if isinstance(fields, CompletionFields) and fields.echo else None
         for row in rows:
             row.messages, row.group = prompt.messages, live.group
-        return [Job(live, 0, row, echo, generate=wanted > 0) for row in rows]
+        limits = next((name for name in LIMITING if getattr(fields, name)), form_field(fields))
+        return [Job(live, 0, row, echo, generate=wanted > 0, limits=limits) for row in rows]
 
     def _max_tokens(self, fields: SamplingFields, prompt: int) -> int:
         """How long an answer may be; 0 for none."""

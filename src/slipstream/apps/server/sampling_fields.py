@@ -9,7 +9,14 @@ from torch import Tensor
 
 from slipstream.apps.server.error_objects import refused
 from slipstream.apps.server.prompt_rendering import content_text
-from slipstream.apps.server.request_fields import REFUSED, ChatFields, CompletionFields, SamplingFields
+from slipstream.apps.server.request_fields import (
+    ChatFields,
+    CompletionFields,
+    Fields,
+    SamplingFields,
+    nested,
+    says_something,
+)
 from slipstream.constraints.constraint import Constraint
 from slipstream.sampling.params import SamplingParams
 
@@ -77,22 +84,30 @@ def wanted_logprobs(fields: SamplingFields) -> int | None:
 
 def check_supported(fields: SamplingFields) -> None:
     """Refuse what would change the answer and is not there, rather than leave it out."""
-    extra = fields.model_extra or {}
-    for name, why in REFUSED.items():
-        value = extra.get(name)
-        asked = value is not None and value is not False and value not in ([], {})  # 0 log-probabilities are some
-        if asked:
-            raise refused(f"{name}: {why}", name)
+    check_extra(fields)
+    extra = fields.extra
+    other, address = (
+        (CompletionFields, "completions") if isinstance(fields, ChatFields) else (ChatFields, "chat/completions")
+    )
+    for name in sorted(other.model_fields.keys() & extra.keys()):
+        if says_something(extra[name]):
+            here = ", here it is max_tokens" if name == "max_completion_tokens" else ""
+            raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{here}", name)
     best_of = extra.get("best_of")
     if best_of not in (None, fields.n or 1):
         raise refused(f"best_of={best_of!s:.40}; allowed: the same as n", "best_of")
-    if isinstance(fields, CompletionFields):
-        if fields.suffix is not None:
-            raise refused("suffix: filling in the middle is not supported", "suffix")
-        if extra.get("tools"):
-            raise refused("tools; allowed: on /v1/chat/completions", "tools")
+    if isinstance(fields, CompletionFields) and fields.suffix:
+        raise refused("suffix: filling in the middle is not supported", "suffix")
     if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+
+
+def check_extra(fields: Fields) -> None:
+    """Refuse fields that are known and not supported, at whatever depth."""
+    for place, part in nested(fields):
+        for name, why in part.REFUSED.items():
+            if says_something(part.extra.get(name)):
+                raise refused(f"{place}{name}: {why}", place + name)
 
 
 def predicted_text(fields: SamplingFields) -> str | None:

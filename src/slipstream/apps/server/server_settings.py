@@ -12,6 +12,7 @@ from slipstream.errors import UsageError
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+FILES_PER_KEY = 25  # of the largest size
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 
 
@@ -36,6 +37,9 @@ class ServerSettings:
     drain_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C")
     batch_folder: str = setting("", "folder of files and batches; without one /v1/files and /v1/batches are closed")
     max_file_bytes: int = setting(200 << 20, "largest file that may be uploaded")
+    no_special_tokens_in_prompts: bool = setting(
+        False, "refuse texts that would become special tokens of the model, such as the end of a turn"
+    )
     share_learning: bool = setting(False, "keys share cached prompts and what drafters learn, which timings can show")
 
     def __post_init__(self) -> None:
@@ -55,7 +59,7 @@ class ServerSettings:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value <= 1e6:
                 raise UsageError(f"{name}={value!r}; allowed: seconds above 0, up to 1e6")
-        for name in ("insecure", "share_learning"):
+        for name in ("insecure", "share_learning", "no_special_tokens_in_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: true or false")
         for name in ("host", "api_key_file", "served_model_name", "batch_folder"):
@@ -81,6 +85,11 @@ class ServerSettings:
                 f"host={self.host!r} without keys lets everyone on the network in; allowed: --api-key-file FILE, "
                 "--host 127.0.0.1, or --insecure"
             )
+
+    @property
+    def max_stored_bytes(self) -> int:
+        """What the files of one key may take on the disk together."""
+        return FILES_PER_KEY * self.max_file_bytes
 
     @property
     def is_local(self) -> bool:

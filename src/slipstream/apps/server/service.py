@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slipstream.apps.server.batch_runner import BatchRunner
 
 log = logging.getLogger("slipstream.server")
+STALLED = 60.0  # seconds; see `Service.stalled`
+MOST_SHARES = 4  # times a limit that all callers together may have waiting
 ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -55,9 +57,10 @@ class Service:
         self._preparing: set[LiveRequest] = set()  # those whose prompts are being rendered
         self._begun: set[LiveRequest] = set()  # those that the engine knows
         self._pool: TextPool | None = None
+        self._compiling_pool: TextPool | None = None
         self.batches: BatchRunner | None = None
         folder = settings.batch_folder
-        self._store = BatchStore(Path(folder).expanduser()) if folder else None
+        self._store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
         self._background: set[LiveRequest] = set()
         self._timers: dict[LiveRequest, list[asyncio.TimerHandle]] = {}
         self._idle = asyncio.Event()
@@ -70,7 +73,7 @@ class Service:
             decoder = load()
             self.facts = facts_of(decoder, self.settings.served_model_name)
             self.rows = RowMaker.of(decoder, self.settings)
-            self._pool = TextPool(decoder.tokenizer)
+            self._pool, self._compiling_pool = TextPool(decoder.tokenizer), TextPool(decoder.tokenizer)
             return decoder
 
         self.engine = EngineThread(loading, self._ready, self._ended, self._stepped, lambda: bool(self._preparing))
@@ -87,7 +90,7 @@ class Service:
 
     def _ended(self, error: BaseException | None) -> None:
         self.state = "ended"
-        self._stop_batches()
+        self._stop_batches(orderly=error is None)
         for live in self.live | self._background:
             live.fail(ApiError(500, "the engine has stopped"))
         self._on_end(error)
@@ -107,6 +110,20 @@ class Service:
         return self._pool
 
     @property
+    def compiling_pool(self) -> TextPool:
+        """Further such threads, for requests whose constraints take seconds to compile: quick ones pass them."""
+        self.check_ready()
+        assert self._compiling_pool is not None
+        return self._compiling_pool
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step, or a text that waits to be read, takes longer than anything that gets on."""
+        if self.state != "ready" or self.engine is None or self._pool is None:
+            return False
+        return max(self.engine.step_seconds, self._pool.waiting_seconds) > STALLED
+
+    @property
     def num_waiting(self) -> int:
         """Requests of which no row has begun."""
         return len(self._waiting)
@@ -117,13 +134,15 @@ class Service:
             why = {"loading": "the model is being loaded", "draining": "the server is shutting down"}
             raise ApiError(503, why.get(self.state, "the engine has stopped"), code="not_ready")
 
-    def enter(self, endpoint: str, owner: str, salt: str | None) -> LiveRequest:
-        """A new request, counted before any work is done for it; refused where too many wait."""
+    def enter(self, endpoint: str, owner: str, salt: str | None, caller: str = "") -> LiveRequest:
+        """A new request, counted before any work is done for it; refused where too many of its caller's wait."""
         self.check_ready()
-        if len(self._waiting) >= self.settings.max_queued_requests:
+        caller = caller or owner
+        waiting, share = self._share(caller, self.settings.max_queued_requests)
+        if len(waiting) >= share or len(self._waiting) >= MOST_SHARES * self.settings.max_queued_requests:
             self.metrics.rejected("requests")
-            raise ApiError(429, f"{len(self._waiting)} requests wait already; try again later", code="queue_full")
-        live = self._live(endpoint, owner, salt)
+            raise ApiError(429, f"{len(waiting)} requests wait already; try again later", code="queue_full")
+        live = self._live(endpoint, owner, salt, caller=caller)
         self.live.add(live)
         self._idle.clear()
         self._waiting[live] = 0
@@ -137,18 +156,26 @@ class Service:
         ]
         return live
 
-    def _live(self, endpoint: str, owner: str, salt: str | None, *, background: bool = False) -> LiveRequest:
+    def _share(self, caller: str, limit: int) -> tuple[list[LiveRequest], int]:
+        """The requests of a caller that wait, and its part of a limit: all of it while no other's wait."""
+        callers = {live.caller for live in self._waiting} | {caller}
+        return [live for live in self._waiting if live.caller == caller], max(1, limit // len(callers))
+
+    def _live(
+        self, endpoint: str, owner: str, salt: str | None, *, caller: str = "", background: bool = False
+    ) -> LiveRequest:
         group = "" if self.settings.share_learning else owner
         group = group if salt is None else f"{group}\n{salt}"
-        return LiveRequest(endpoint, owner, group, background=background, watch=self._watch)
+        return LiveRequest(endpoint, owner, group, background=background, caller=caller or owner, watch=self._watch)
 
     def submit(self, live: LiveRequest, jobs: list[Job]) -> None:
-        """Queue the rows of a request; refused where too many prompt tokens wait."""
+        """Queue the rows of a request; refused where too many prompt tokens of its caller's wait."""
         if live.error is not None:  # it came too late
             raise live.error
         tokens = sum(job.row.prompt_length for job in jobs)
-        waiting = sum(self._waiting.values())
-        if waiting and waiting + tokens > self.settings.max_queued_tokens:
+        others, share = self._share(live.caller, self.settings.max_queued_tokens)
+        waiting = sum(self._waiting[other] for other in others)
+        if waiting and waiting + tokens > share:
             self.metrics.rejected("tokens")
             raise ApiError(429, f"{waiting} prompt tokens wait already; try again later", code="queue_full")
         self._waiting[live] = tokens
@@ -181,9 +208,9 @@ class Service:
         self.batches = BatchRunner(self, self._store)
         self.batches.start()
 
-    def _stop_batches(self) -> None:
+    def _stop_batches(self, *, orderly: bool) -> None:
         if self.batches is not None:
-            self.batches.stop()
+            self.batches.stop(orderly=orderly)
 
     def enter_background(self, endpoint: str, owner: str, id: str, salt: str | None) -> LiveRequest:
         """A request that nobody waits for: it counts for no limit and is decoded behind all others."""
@@ -227,7 +254,7 @@ class Service:
         """Refuse what is new and wait for what runs; what is left after the timeout ends with an error."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
-        self._stop_batches()
+        self._stop_batches(orderly=True)
         try:
             await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout)
         except TimeoutError:
@@ -244,7 +271,7 @@ class Service:
         if self.engine is not None:
             self.engine.stop()
             self.engine.join(patience)
-        if self._pool is not None:
-            self._pool.close()
+        for pool in filter(None, (self._pool, self._compiling_pool)):
+            pool.close()
         if self._store is not None:
             self._store.close()

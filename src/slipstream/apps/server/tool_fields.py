@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.apps.server.request_fields import ChatFields
+from slipstream.apps.server.error_objects import refused
+from slipstream.apps.server.request_fields import ConversationFields, ToolChoice
+from slipstream.errors import did_you_mean
 
 LONGEST_NAME = 256
 
 
-def checked_tools(fields: ChatFields) -> list[dict[str, Any]]:
+def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
     """The tools of a request; ApiError naming the first that is none."""
     tools = fields.tools or []
     for at, tool in enumerate(tools):
@@ -60,21 +61,17 @@ def _check_parameters(place: str, parameters: Any) -> None:
         raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
 
 
-def forced_tools(fields: ChatFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The tools of which one must be called: all for "required", else the one that `tool_choice` names."""
     if not tools:
         raise refused("tool_choice without tools; allowed: 'none', 'auto'", "tool_choice")
     if fields.tool_choice == "required":
         return tools
-    choice = fields.tool_choice if isinstance(fields.tool_choice, dict) else {}
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise ApiError(
-            400, 'tool_choice; allowed: {"type": "function", "function": {"name": ...}}', param="tool_choice"
-        )
+    assert isinstance(fields.tool_choice, ToolChoice)
+    name = fields.tool_choice.function.name
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
         offered = ", ".join(tool["function"]["name"] for tool in tools)
-        raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}", "tool_choice")
+        near = did_you_mean(name, *(tool["function"]["name"] for tool in tools))
+        raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}{near}", "tool_choice")
     return named

@@ -7,11 +7,13 @@ from email.message import Message
 from pathlib import Path
 from typing import BinaryIO
 
+from slipstream.apps.server.batch_records import LONGEST_NAME
 from slipstream.apps.server.error_objects import refused
 
 LONGEST_HEAD = 8 << 10  # bytes of a part's headers
 LONGEST_FIELD = 1 << 10  # bytes of a field that is no file
 MOST_PARTS = 16
+CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")  # of `filename*`; Python knows others, which are no character sets
 
 
 class UploadForm:
@@ -21,7 +23,11 @@ class UploadForm:
         head = Message()
         head["content-type"] = content_type
         boundary = head.get_param("boundary")
-        if head.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or len(boundary) > 200:
+        if (
+            head.get_content_type() != "multipart/form-data"
+            or not isinstance(boundary, str)
+            or not 0 < len(boundary) <= 200
+        ):
             raise refused("the request body; allowed: a form (multipart/form-data) with file and purpose", "file")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
@@ -82,7 +88,7 @@ class UploadForm:
         if found == "file":
             if self.filename is not None:
                 raise refused("the form has two files; allowed: one", "file")
-            self.filename = message.get_filename() or "file"
+            self.filename = _filename(message)
         else:
             self.fields[found] = ""
 
@@ -94,3 +100,14 @@ class UploadForm:
             self.fields[self._name] += data.decode("utf-8", "replace")
             if len(self.fields[self._name]) > LONGEST_FIELD:
                 raise refused(f"{self._name:.40} is too long; allowed: {LONGEST_FIELD} bytes", self._name[:40])
+
+
+def _filename(message: Message) -> str:
+    """The name of a part's file; ApiError for one in a character set that forms do not have."""
+    name = message.get_param("filename", "", header="content-disposition")
+    if isinstance(name, tuple):  # `filename*`, RFC 8187: character set, language, bytes as Latin-1
+        charset = str(name[0] or CHARSETS[0]).lower()
+        if charset not in CHARSETS:
+            raise refused(f"filename* in {charset!r:.40}; allowed: {', '.join(CHARSETS)}", "file")
+        name = str(name[2]).encode("latin-1", "replace").decode(charset, "replace")
+    return name[:LONGEST_NAME] or "file"

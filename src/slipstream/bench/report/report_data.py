@@ -12,7 +12,7 @@ from slipstream.bench.saved_costs import read_saved
 from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms
 from slipstream.bench.summary import ArmSummary, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def against(data: Data, reference: str) -> Data:
     """The same runs with every speed-up referring to one arm."""
     names = list(data.references)
     if reference not in names:
-        raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}")
+        near = did_you_mean(reference, *names)
+        raise UsageError(f"reference {reference!r} is not among the arms; allowed: {', '.join(names)}{near}")
     return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.bench.tuning.candidates import Candidate
 from slipstream.draft_length.early_stop import REPRODUCIBLE
 from slipstream.drafters import hybrid, ngram, suffix
+from slipstream.models.hf.model_files import is_gguf
 
 NOTHING = "do not speculate: no setting measured gains anything here"
 
@@ -87,7 +88,7 @@ def _llamacpp(candidate: Candidate, stops_early: bool) -> Settings:
         flags += ["--spec-draft-n-min", "0", "--spec-draft-p-min", unsure]
         if stops_early:
             notes.append("p-min bounds the probability of each token, here drafts end where another step would not pay")
-        if not str(candidate.draft).endswith(".gguf"):
+        if not is_gguf(str(candidate.draft)):
             notes.append(f"llama.cpp reads GGUF files: put that of {candidate.draft} in its place")
     return Settings("llamacpp", ("--spec-type", ",".join(types), *flags), tuple(notes))
 

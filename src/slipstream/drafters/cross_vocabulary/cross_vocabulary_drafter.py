@@ -106,14 +106,17 @@ class CrossVocabularyDrafter:
         if sampler.plain:
             best = argmax(logits)
             if self._stop is None:
-                return best, torch.ones(len(best), device=best.device)  # nobody asks how likely they are
+                return best, torch.ones(
+                    len(best), dtype=torch.float32, device=best.device
+                )  # nobody asks how likely they are
             return best, logits.float().softmax(-1).gather(-1, best[:, None])[:, 0]
         shared, offsets = self._shared, [len(text.tokens()) for text in texts]
         scores = self._scores(shared.of(logits)[:, None], texts, offsets, sampler)
         probs = sampler.probs(scores)[:, 0].nan_to_num(0.0)
         at = torch.tensor(offsets, dtype=torch.int64).to(sampler.device, non_blocking=True)
         winner = sampler.draw_at(probs, at, max(offsets)).clamp(min=0)
-        heat = torch.tensor([row.params.temperature or 1e-3 for row in sampler.rows]).to(sampler.device)[:, None]
+        heats = [row.params.temperature or 1e-3 for row in sampler.rows]
+        heat = torch.tensor(heats, dtype=torch.float32).to(sampler.device)[:, None]
         all_scores = torch.logsumexp(logits.float() / heat, -1, keepdim=True)
         mass = (torch.logsumexp(scores[:, 0].clamp(min=-1e30) / heat, -1, keepdim=True) - all_scores).exp()
         chosen, chance = shared.draft_id[winner], mass[:, 0] * probs.gather(-1, winner[:, None])[:, 0]

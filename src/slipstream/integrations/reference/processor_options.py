@@ -113,7 +113,7 @@ def _draws_like(processor: Processor, kind: type[GreedyProcessor] | type[Multino
 
 def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -> None:
     """Refuse a processor that answers with anything but a distribution, or with two of them for the same logits."""
-    logits = torch.linspace(-3.0, 3.0, vocab_size, device=device)[None]
+    logits = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float32, device=device)[None]
     first, second = processor(logits.clone()), processor(logits.clone())
     found = f"shape {tuple(first.shape)}"
     if first.shape == logits.shape:

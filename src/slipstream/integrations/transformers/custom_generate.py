@@ -1,6 +1,6 @@
 """Speculative decoding inside Hugging Face `generate`: `generate(..., custom_generate=slipstream.custom_generate)`.
 
-`generate` (transformers 5.17 to 5.23) prepares inputs, processors and criteria as usual; only its loop is replaced.
+`generate` (transformers 5.17 to 5.24) prepares inputs, processors and criteria as usual; only its loop is replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from slipstream.core.types import Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.integrations.decoder_cache import DecoderSettings, decoder_for
-from slipstream.integrations.transformers.generate_options import NotPassedOn, Options, read_prompts, refuse_options
+from slipstream.integrations.transformers.generate_options import (
+    NotPassedOn,
+    Options,
+    read_prompts,
+    refuse_options,
+    refuse_row_hooks,
+)
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
+from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.text.stats import Stats
 
 
@@ -30,9 +37,9 @@ class CustomGenerate:
     """A loop for `generate`: exact, in batches, with a drafter. `slipstream.custom_generate` has the defaults.
 
     draft: a loaded model or a name; drafter, num_draft_tokens, acceptance, max_batch_size, tokenizer, draft_tokenizer:
-    as in `SpeculativeDecoder`; a draft model of another vocabulary needs both tokenizers. All but tokenizer, which
-    `generate` does not pass on, may also be given to `generate` itself for one call; `assistant_model=` is another way
-    to say `draft=`.
+    as in `SpeculativeDecoder`; a draft model of another vocabulary needs both tokenizers. All may also be given to
+    `generate` itself for one call; `assistant_model=` and `assistant_tokenizer=` are other ways to say `draft=` and
+    `draft_tokenizer=` (with `assistant_model=`, `generate` itself refuses num_return_sequences > 1; `draft=` takes it).
 
     Greedy text equals that of `generate` without it, except where two tokens tie within rounding; sampled text has the
     same distribution. Each row's seed comes from torch's global generator: after one `torch.manual_seed` a call gives
@@ -42,8 +49,7 @@ class CustomGenerate:
     What differs:
     - Processors and criteria are asked one row at a time, [1, n], padding included; processors must be stateless.
       Criteria get scores=None. A criterion with state sees the rows' tokens in another order than in `generate`.
-    - `stop_strings=` needs the tokenizer here (`CustomGenerate(tokenizer=...)`): `generate` does not pass its own on.
-      In a `GenerationConfig` it does not work for any callable; a `StopStringCriteria` does.
+    - `stop_strings` in a `GenerationConfig` work for no callable; `stop_strings=` and a `StopStringCriteria` do.
     - `use_cache`, static and offloaded caches change nothing: the KV cache is Slipstream's own. The model keeps it, and
       the draft model, for later calls until it goes itself. `past_key_values` of the output is None.
     - `prompt_lookup_num_tokens` and an assistant model's own settings are not read: they concern speed only.
@@ -91,22 +97,27 @@ class CustomGenerate:
         if passed.synced_gpus:
             raise UsageError("synced_gpus=True; allowed: None or False")
         own = {
-            "draft": _one_of(draft, passed.assistant_model),
+            "draft": _one_of("draft", draft, "assistant_model", passed.assistant_model),
             "drafter": drafter,
             "num_draft_tokens": num_draft_tokens,
             "acceptance": acceptance,
             "max_batch_size": max_batch_size,
-            "tokenizer": tokenizer,
-            "draft_tokenizer": draft_tokenizer,
+            "tokenizer": passed.tokenizer if tokenizer is None else tokenizer,
+            "draft_tokenizer": _one_of(
+                "draft_tokenizer", draft_tokenizer, "assistant_tokenizer", passed.assistant_tokenizer
+            ),
         }
         settings = replace(self, **{name: value for name, value in own.items() if value is not None})
+        if settings.draft is None and own["draft_tokenizer"] is not None:
+            raise UsageError("draft_tokenizer (assistant_tokenizer) without a draft model; allowed: with draft=...")
+        refuse_row_hooks(model)
         cached = settings.decoder_of(model)
         decoder = cached.using(
             settings.drafter, num_draft_tokens=settings.num_draft_tokens, acceptance=settings.acceptance
         )
         criteria = [*stopping_criteria, *settings.stop_criteria(stop_strings)]
         refuse_options(generation_config, logits_processor, criteria)
-        prompts = read_prompts(input_ids, model_kwargs)
+        prompts = read_prompts(model, input_ids, model_kwargs)
         if passed.streamer is not None and len(prompts) > 1:
             raise UsageError(f"streamer with {len(prompts)} rows; allowed: one row")
         options = Options.of(generation_config, logits_processor, criteria, len(prompts))
@@ -130,9 +141,10 @@ class CustomGenerate:
     def decoder_of(self, model: Any) -> SpeculativeDecoder:
         """The decoder over the model and the draft, cached on the model."""
         for one in (model, self.draft):
-            if isinstance(one, torch.nn.Module) and one.training:
+            if isinstance(one, torch.nn.Module) and unwrapped(one).training:
                 raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
-        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=self.draft_tokenizer)
+        spoken = None if self.draft is None else self.draft_tokenizer  # it may be here for calls with a draft model
+        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=spoken)
         return decoder_for(model, replace(settings, max_batch_size=self.max_batch_size))
 
     def stop_criteria(self, stop_strings: Any) -> list[Any]:
@@ -141,16 +153,16 @@ class CustomGenerate:
             return []
         if self.tokenizer is None:
             raise UsageError(
-                f"stop_strings={stop_strings!r}, but generate passes no tokenizer on to a callable; allowed: with "
+                f"stop_strings={stop_strings!r} without a tokenizer; allowed: with tokenizer=..., or "
                 "custom_generate=slipstream.CustomGenerate(tokenizer=...)"
             )
         return [StopStringCriteria(self.tokenizer, stop_strings)]
 
 
-def _one_of(draft: Any, assistant_model: Any) -> Any:
-    if draft is not None and assistant_model is not None:
-        raise UsageError("draft and assistant_model are both given; allowed: one of them")
-    return assistant_model if draft is None else draft
+def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    if value is not None and other is not None:
+        raise UsageError(f"{name} and {other_name} are both given; allowed: one of them")
+    return other if value is None else value
 
 
 def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[PaddedPrompt], streamer: Any) -> list[Row]:
@@ -171,7 +183,7 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     else:
         for done in decoder.run(rows):
             for token in done.tokens:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
     for row in rows:
         if row.error is not None:
             raise row.error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,15 @@ from slipstream.integrations.transformers.hf_processors import (
     last_fields,
 )
 from slipstream.models.hf.cache_names import NAMES
+from slipstream.models.hf.fast_forwards import a_few_tokens
+from slipstream.models.hf.state_trials import MODEL_ERRORS, differ
 from slipstream.sampling.params import Processor, SamplingParams
+from slipstream.text.prompt_forms import MEDIA
 
 Criterion = Callable[[Tensor, None], Any]
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+ENCODED = "mm_encoder_outputs"  # images and videos as `generate` has encoded them, by kind
 HARMLESS = ("use_cache", "logits_to_keep")  # inputs of the model that change no text
 ROW_ENDS = (hf_stopping.MaxLengthCriteria, hf_stopping.EosTokenCriteria)  # a row checks these itself
 # option -> the values that a speculative loop can honour
@@ -63,7 +68,19 @@ def refuse_options(config: Any, processors: Sequence[Any], criteria: Sequence[An
         raise UsageError("stopping_criteria: ConfidenceCriteria reads scores; allowed: criteria that read input_ids")
 
 
-def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PaddedPrompt]:
+def refuse_row_hooks(model: Any) -> None:
+    """Refuse, by name, options that a library has bound to hooks row by row, such as PEFT's adapter_names."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for name, value in (hook.keywords if isinstance(hook, partial) else {}).items():
+                if isinstance(value, list | tuple):
+                    raise UsageError(
+                        f"{name}={value!r:.60} cannot be combined with slipstream.custom_generate, which decodes rows "
+                        "on their own; allowed: one choice for all rows, such as model.set_adapter(...)"
+                    )
+
+
+def read_prompts(model: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[PaddedPrompt]:
     """The rows of input_ids [B, n] without their left padding; other inputs of the model are refused."""
     inputs = {name: value for name, value in model_kwargs.items() if value is not None and name not in HARMLESS}
     mask = inputs.pop("attention_mask", torch.ones_like(input_ids)).bool()
@@ -71,8 +88,14 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Pad
     for name in inputs.keys() & set(NAMES):
         if _is_new(inputs[name]):
             del inputs[name]
-    for name in inputs:
-        raise UsageError(f"{name} is given; allowed: input_ids and attention_mask only")
+    for kind in inputs.pop(ENCODED, {}):  # what `generate` has made of pixel_values and the like; {} for a text
+        raise UsageError(f"{kind} input is given; allowed: text only, as input_ids and attention_mask")
+    for name, value in inputs.items():
+        if any(kind in name for kind in MEDIA):
+            raise UsageError(f"{name} is given; allowed: text only, as input_ids and attention_mask")
+        if not _is_default_type(model, name, value):
+            what = "past_key_values (cache)" if name in NAMES else name
+            raise UsageError(f"{what} is given; allowed: input_ids and attention_mask only")
     if input_ids.shape != mask.shape:
         raise UsageError(f"attention_mask {list(mask.shape)}, input_ids {list(input_ids.shape)}; allowed: one shape")
     if positions is not None and bool(((positions != mask.cumsum(1) - 1) & mask).any()):
@@ -84,6 +107,22 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Pad
             raise UsageError(f"attention_mask: row {row} is not padding and then tokens; allowed: padding on the left")
         prompts.append(PaddedPrompt(row, ids[None, :start], ids[start:].tolist()))
     return prompts
+
+
+@torch.inference_mode()
+def _is_default_type(model: Any, name: str, value: Any) -> bool:
+    """Whether an input says of every token that it is text, as processors of models for text and images do.
+
+    Zeros are no more than that where the model gives the same logits without them; GPT-2 adds an embedding for them.
+    """
+    if not isinstance(value, Tensor) or value.is_floating_point() or bool(value.any()):
+        return False
+    tokens = a_few_tokens(model.config.get_text_config().vocab_size, model.device)
+    try:
+        logits = model(input_ids=tokens, use_cache=False, **{name: torch.zeros_like(tokens)}).logits
+    except MODEL_ERRORS:
+        return False
+    return not differ(model, logits)
 
 
 def _is_new(cache: Any) -> bool:
@@ -183,18 +222,22 @@ class Watch:
 
 @dataclass(frozen=True)
 class NotPassedOn:
-    """Arguments of `generate` itself that it does not pass on to a callable (transformers 5.17 to 5.23).
+    """Arguments of `generate` that it does not pass on to a callable (transformers 5.17 to 5.24).
 
     `generate` compares the callable's signature with what is left in its `**kwargs`
     (`GenerationMixin._extract_generation_mode_kwargs`), and its own named parameters are never there: naming
     `assistant_model`, `streamer` or `synced_gpus` in `CustomGenerate.__call__` gives None whatever the caller said.
     `assistant_model=draft` is how users of transformers give a draft model, and a streamer that stays silent would be
-    an option accepted and ignored, so they are read from the frame of the call. `draft=` needs no frame.
+    an option accepted and ignored, so they are read from the frame of the call. `draft=` needs no frame. `tokenizer`
+    and `assistant_tokenizer` are dropped from its `**kwargs` before any callable is asked; the frame that calls
+    `generate`, of PyTorch's decorator, still has them.
     """
 
     streamer: Any = None
     assistant_model: Any = None
     synced_gpus: bool | None = None
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
 
     @classmethod
     def of(cls, model: Any) -> NotPassedOn:
@@ -202,6 +245,8 @@ class NotPassedOn:
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code is GENERATE and frame.f_locals["self"] is model:
-                return cls(**{option.name: frame.f_locals[option.name] for option in fields(cls)})
+                above = {} if frame.f_back is None else frame.f_back.f_locals.get("kwargs", {})
+                given = {option.name: frame.f_locals.get(option.name, above.get(option.name)) for option in fields(cls)}
+                return cls(**given)
             frame = frame.f_back
         return cls()

@@ -102,7 +102,7 @@ class BlockPart:
             raise IndexError(
                 f"outputs from {int(wanted.min())} to {int(wanted.max())}; allowed: 0 to {self.outputs - 1}"
             )
-        out = torch.empty(len(wanted), self.inputs)
+        out = torch.empty(len(wanted), self.inputs, dtype=torch.float32)
         self.library.unpack_rows(
             ctypes.byref(self.struct),
             ctypes.c_int64(self.inputs),
@@ -121,7 +121,9 @@ class BlockLinear(nn.Module):
         super().__init__()
         self.parts, self.planes, self.activations = tuple(parts), ACTIVATIONS[activations], activations
         self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
-        self.bias = None if bias is None else nn.Parameter(bias.float().contiguous(), requires_grad=False)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        # the kernels read the numbers above: a parameter gets others when the model's type or place changes
+        self.bias = None if self._bias is None else nn.Parameter(self._bias, requires_grad=False)
         self._library = parts[0].library
         self._set([part.struct for part in parts])
 
@@ -129,13 +131,13 @@ class BlockLinear(nn.Module):
         self._structs = (PartStruct * len(structs))(*structs)  # what the struct points to must live as long
         outputs = sum(int(struct.outputs) for struct in structs)
         where = ctypes.addressof(self._structs)
-        self.weights = BlockLinearStruct(self.in_features, outputs, len(structs), where, address(self.bias))
+        self.weights = BlockLinearStruct(self.in_features, outputs, len(structs), where, address(self._bias))
 
     def first(self, outputs: int) -> BlockLinear:
         """The layer of the first `outputs` outputs, over the same weights; of a layer of one part."""
         (part,) = self.parts
         made = BlockLinear([part], None, self.activations)
-        made.bias, made.out_features = self.bias, outputs
+        made.bias, made._bias, made.out_features = self.bias, self._bias, outputs
         made._set([PartStruct(part.block.code, outputs, address(part.data))])
         return made
 

@@ -44,7 +44,7 @@ class CompiledRecurrence:
         rows = x.contiguous()
         if rows.dtype != self._dtype:
             raise ValueError(f"x: {rows.dtype}; allowed: {self._dtype}")
-        out = torch.empty(*rows.shape[:2], self._outputs)
+        out = torch.empty(*rows.shape[:2], self._outputs, dtype=torch.float32)
         self._struct.ring = memory.inputs.shape[1]
         given = (SegmentStruct * len(segments))(
             *(SegmentStruct(s.slot, s.start, s.count, s.known, s.keep) for s in segments)

@@ -1,8 +1,9 @@
 """Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
 
-A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed. Without either, or on a
-processor without the instructions that the kernels are written for, PyTorch's kernels are used and a warning says why;
-SLIPSTREAM_KERNELS=off in the environment does so without a warning.
+A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed; what it makes is loaded
+again only from a folder that nobody but the user can have written to. Without either, or on a processor without the
+instructions that the kernels are written for, PyTorch's kernels are used and a warning says why; SLIPSTREAM_KERNELS=off
+in the environment does so without a warning.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UsageError
-from slipstream.models.cache_folder import cache_folder
+from slipstream.models.cache_folder import cache_folder, users_cache_folder
 from slipstream.models.cpu.instruction_sets import NoKernelsError
+from slipstream.models.cpu.private_folder import is_whole, private_folder, save
 
 log = logging.getLogger("slipstream")
 
@@ -66,17 +68,14 @@ class Recipe:
         return tuple(sorted(SOURCES.rglob("*.h")))
 
 
-def library_file(recipe: Recipe) -> Path:
-    """The compiled library: the prebuilt one if it is of these sources, else compiled here.
-
-    Raises `NoKernelsError` where neither can be had.
-    """
+def prebuilt_file(recipe: Recipe) -> Path | None:
+    """The prebuilt library of these sources; None if there is none."""
     name = prebuilt_name(recipe, sys.platform)
     if (PREBUILT / name).exists():
         return PREBUILT / name
     if others := sorted(PREBUILT.glob(f"{recipe.name}-*")):
         log.info("%s was built of other sources: the kernels are compiled", others[0].name)
-    return built(cache_folder() / "kernels", os.environ, recipe)
+    return None
 
 
 def prebuilt_name(recipe: Recipe, platform: str) -> str:
@@ -85,18 +84,20 @@ def prebuilt_name(recipe: Recipe, platform: str) -> str:
 
 
 def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
-    """The compiled library in this folder; compiled if it is not there. The compiler is $CC, else gcc, else cc."""
+    """The compiled library in this folder; compiled if it is not there whole, by $CC, else gcc, else cc.
+
+    folder: see `private_folder`.
+    """
     candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
     compiler = next((command for command in candidates if shutil.which(command[0])), None)
     if compiler is None:
         raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
     library = folder / f"{version(*compiler, recipe=recipe)}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    if not is_whole(library):
+        with tempfile.TemporaryDirectory() as scratch:
             linked = Path(scratch) / "library.so"
             compile_library(compiler, recipe, linked)
-            linked.rename(library)
+            save(linked.read_bytes(), library)
     return library
 
 
@@ -126,12 +127,31 @@ def _digest(recipe: Recipe, *compiler: str) -> str:
 @cache
 def loaded(recipe: Recipe) -> ctypes.CDLL:
     """The library, ready to compute with as many threads as PyTorch. Raises `NoKernelsError`."""
+    prebuilt = prebuilt_file(recipe)
     try:
-        library = ctypes.CDLL(str(library_file(recipe)))
+        library = _compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt))
     except OSError as error:
         raise NoKernelsError(str(error)) from error
     library.set_pool_threads(ctypes.c_int64(torch.get_num_threads()))
     return library
+
+
+def _compiled(recipe: Recipe) -> ctypes.CDLL:
+    """The library from the cache folder, compiled if need be; from the user's own where that one is shared."""
+    reasons = dict[Path, str]()
+    for folder in dict.fromkeys(parent / "kernels" for parent in (cache_folder(), users_cache_folder())):
+        try:
+            with private_folder(folder) as private:
+                library = built(private, os.environ, recipe)
+                try:
+                    return ctypes.CDLL(str(library))
+                except OSError as error:  # compiled by another system that has this folder too
+                    log.info("%s is compiled again: %s", folder / library.name, error)
+                    library.unlink(missing_ok=True)
+                    return ctypes.CDLL(str(built(private, os.environ, recipe)))
+        except OSError as error:
+            reasons[folder] = str(error)
+    raise NoKernelsError("; ".join(reasons.values()))
 
 
 def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:

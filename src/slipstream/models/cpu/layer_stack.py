@@ -37,7 +37,7 @@ class Rotations:
         types = getattr(module, "rope_type", None)
         self._module = module
         self._options: list[dict[str, str]] = [{}]
-        if "layer_type" in inspect.signature(module.forward).parameters:
+        if "layer_type" in inspect.signature(type(module).forward).parameters:
             self._options = [{"layer_type": kind} for kind in kinds]
         named = set(types.values()) if isinstance(types, dict) else {types}
         self._is_static, self._known = named <= STATIC, list[Rope]()
@@ -72,9 +72,7 @@ class LayerStack:
         ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
         if len(ops) < len(layers):
             raise UnknownLayerError("they are not all compiled")
-        inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
-        if inner is None or len(inner.get_submodule("layers")) != len(layers):
-            raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+        inner = _caller_of(model, len(layers))
         self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
         self._functions, self._norm = ops[0].functions, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
         of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
@@ -140,3 +138,43 @@ class LayerStack:
             ctypes.addressof(pointers),
             scratch.data_ptr(),
         )
+
+
+def _caller_of(model: Any, count: int) -> nn.Module:
+    """The module that calls the layers."""
+    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
+    if inner is None or len(inner.get_submodule("layers")) != count:
+        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+    found: nn.Module = inner
+    return found
+
+
+@torch.inference_mode()
+def check_around(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
+
+    A forward of two tokens shows it: each is given the bits that the one before it returned.
+    """
+    norm = _caller_of(model, len(layers)).get_submodule("norm")
+    chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
+    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def look(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        into = inputs[0] if inputs else options.get("hidden_states")
+        passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
+
+    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in chain]
+    try:
+        ids = torch.tensor([[1, 0]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if [module for module, _, _ in passed] != chain:
+        raise UnknownLayerError(
+            "its embedding, layers, norm and output layer do not run one after the other, once each"
+        )
+    given = [*(into for _, into, _ in passed[1:]), logits]
+    for (module, _, output), into in zip(passed, given, strict=True):
+        if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
+            raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -11,7 +11,7 @@ several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +61,16 @@ def unsupported(model: Any) -> str | None:
     own = model.dtype == torch.bfloat16 and kernels() is not None  # nearly all weights are compressed
     if not torch.backends.mkldnn.is_available() and not own:
         return "this PyTorch has no oneDNN"
-    if next(model.parameters()).device.type != "cpu":
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in devices:
+        return "some of its weights are brought from elsewhere when they are needed"
+    if devices != {"cpu"}:
         return "packing is for CPU"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"packing needs bfloat16 or float32 weights, not {str(model.dtype).removeprefix('torch.')}"
     if getattr(model, "is_quantized", False):
         return "the model is quantised"
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [module for module in model.modules() if is_plain(module)]
     if not linears:
         return "the model has no nn.Linear"
     if needs_float32(model.dtype) and not own:
@@ -79,6 +82,12 @@ def unsupported(model: Any) -> str | None:
                 f"{copies / 1e9:.0f} of {memory / 1e9:.0f} GB of memory"
             )
     return None
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether this is an `nn.Linear` that computes nothing else: hooks and forwards of others' go with the layer."""
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return type(module) is nn.Linear and not hooked
 
 
 def packed(linear: nn.Linear) -> nn.Module:
@@ -94,5 +103,5 @@ def pack(model: nn.Module, convert: Callable[[nn.Linear], nn.Module] = packed, l
     kept = set(leave)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child not in kept:
+            if is_plain(child) and child not in kept:
                 setattr(parent, name, convert(child))

@@ -84,7 +84,7 @@ def step_seconds() -> float:
     """Median time of an operator that all threads share."""
     import torch
 
-    numbers = torch.ones(1 << 16)
+    numbers = torch.ones(1 << 16, dtype=torch.float32)
     return median(_timed(numbers) for _ in range(SAMPLES))
 
 
@@ -99,7 +99,7 @@ def _workers() -> list[int]:
     import torch
 
     before, ended = _used(), perf_counter() + 0.1
-    numbers = torch.ones(1 << 20)
+    numbers = torch.ones(1 << 20, dtype=torch.float32)
     while perf_counter() < ended:
         numbers.mul_(1.0)
     gained = {task: used - before.get(task, 0) for task, used in _used().items() if task != os.getpid()}
@@ -111,7 +111,7 @@ def _share_a_core(tasks: list[int]) -> bool:
     """Whether two of these threads are on one core whenever one looks."""
     import torch
 
-    numbers, shared = torch.ones(1 << 16), 0
+    numbers, shared = torch.ones(1 << 16, dtype=torch.float32), 0
     for _ in range(SAMPLES):
         numbers.mul_(1.0)
         shared += len({_processor(task) for task in tasks}) < len(tasks)

@@ -43,7 +43,8 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
     reasons = (unsupported(forward.plain) for _, forward in layers)
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
-    trials = [Trial(forward, TritonOps(forward.plain)) for _, forward in layers]
+    kernels = [TritonOps(forward.plain) for _, forward in layers]
+    trials = [Trial(forward, forward.by(ops)) for (_, forward), ops in zip(layers, kernels, strict=True)]
     rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
     try:
         with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
@@ -51,7 +52,7 @@ def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, Fuse
     except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
         return f"the kernels cannot be compiled or run: {first_line(failed)}"
     if error > tolerance(backend.model):
-        return f"the kernels give other numbers (by {error:.2g} of the largest)"
-    for (_, forward), trial in zip(layers, trials, strict=True):
-        forward.ops = trial.ops
+        return f"the kernels give other numbers (by {error:.2g} of what they add)"
+    for (_, forward), ops in zip(layers, kernels, strict=True):
+        forward.ops = ops
     return None

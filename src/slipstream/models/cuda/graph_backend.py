@@ -39,7 +39,8 @@ MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a f
 class GraphedBackend:
     """An `HFBackend` that replays captured graphs where it can, and says once why where it cannot.
 
-    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `TreeForwards`. branching, flat: see there.
+    Optional capabilities: `GreedyRounds`, `PromptLogits`, `LayerSubsets`, `LongTexts`, `TreeForwards`. branching, flat:
+    see there.
     """
 
     branching, flat = True, False
@@ -63,10 +64,14 @@ class GraphedBackend:
         if capturer is None:
             capturer = CudaCapturer(self.device) if self.device.type == "cuda" else Rerun()
         self._graphs = GraphStore(type(model).__name__, capturer, max_graphs, max_bytes)
+        self.longest_short, self.reads_anew = self.eager.longest_short, self.eager.reads_anew
+        self.read_as = self.eager.read_as
         reason = unsupported(model)
+        if reason is None and self.longest_short is not None:
+            reason = "its rotations depend on how long each text is"
         if reason is not None:
             self._graphs.disable(reason)
-        self._captured_shape = self.cache.shape  # of the cache whose addresses the graphs have
+        self._captured_moves = self.cache.moves  # of the cache whose addresses the graphs have
         self._bodies = CapturedForwards(self.eager, self.cache)
 
     @property
@@ -94,10 +99,10 @@ class GraphedBackend:
         return self._graphs.memory
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow the cache, which moves it and drops all graphs: so rarely, slots by doubling, positions by half."""
+        """Grow what is reserved, which drops all graphs: so rarely, slots by doubling, positions by half."""
         slots, positions = self.cache.shape
         needed = -(-(length + SPARE) // self.attended_unit) * self.attended_unit
-        if rows <= slots and needed <= positions:
+        if rows <= slots and needed <= positions and positions % self.attended_unit == 0:
             return
         self._graphs.clear()
         self.eager.reserve(max(rows, 2 * slots) if rows > slots else slots, needed)
@@ -180,13 +185,20 @@ class GraphedBackend:
         return matching_prefix(tokens, chosen, *table[:, 1:].unbind(1))
 
     def _bucket(self, starts: Sequence[int], width: int, end: int) -> Bucket | None:
-        """The bucket of forwards that write positions below `end`; None if they must run eagerly."""
+        """The bucket of forwards that write positions below `end`; None if they must run eagerly.
+
+        Where the cache must grow for it, all graphs are dropped, since they have its addresses. It doubles, and a
+        longer attended length takes graphs of its own, so few are captured again that would have been of use.
+        """
         if self._graphs.reason is not None or not self.cache.allocated:
             return None
-        if self._captured_shape != self.cache.shape:  # it has moved
+        bucket = self.cache.bucket(starts, width, end)
+        if bucket is not None:
+            self.cache.hold(bucket.rows, max(bucket.attended, end + SPARE))
+        if self._captured_moves != self.cache.moves:
             self._graphs.clear()
-            self._captured_shape = self.cache.shape
-        return self.cache.bucket(starts, width, end)
+            self._captured_moves = self.cache.moves
+        return bucket
 
     def _run(self, body: Callable[..., Tensor], bucket: Bucket, *options: int) -> Tensor | None:
         key = (body.__name__, bucket, *options, self.eager.masks.repeats)

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger("slipstream")
 
 MAX_GRAPHS = 64
 MAX_BYTES = 2 << 30
+REPLAYS = 100  # that take about as long as a capture
+FEWEST_CALLS, MOST_CALLS = 16, 1 << 16  # without a capture after one that failed, and after many
 
 Body = Callable[[], Tensor]
 
@@ -82,7 +85,7 @@ class CudaCapturer:
                 # this outer context restores the caller's stream even if the capture ends in an error
                 with torch.cuda.stream(self._stream):
                     body()  # libraries choose kernels and allocate workspaces on first use
-                    with _no_waiting():
+                    with NoWaiting():
                         body()
                     graph, out = self._record(body)
             finally:
@@ -115,17 +118,33 @@ class CudaCapturer:
         return graph, out
 
 
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Any operator that waits for the device raises: it could not be captured, and a failed capture is costlier."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch calls this mode a prototype, once
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class NoWaiting(TorchDispatchMode):
+    """Any operator of this thread that waits for the device raises.
+
+    It could not be captured, and a failed capture is costlier. PyTorch's own check (`set_sync_debug_mode`) is for the
+    whole process, whose other threads may wait as they like.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if _waits(func, args, options):
+            raise RuntimeError(f"operation not permitted during a capture: {func._schema.name}")
+        return func(*args, **options)
+
+
+def _waits(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether an operator must know numbers of the device: to return them, or for the shape of what it returns."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in ("_to_copy", "copy_"):
+        source = args[0] if name == "_to_copy" else args[1]
+        target = options.get("device") if name == "_to_copy" else args[0].device
+        blocks = not (options.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        return blocks and target is not None and torch.device(target).type != source.device.type
+    if name in ("index", "index_put", "index_put_", "_unsafe_index"):  # of masks it looks for the places
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1]) if index is not None)
+    if options.get("output_size") is not None:  # `repeat_interleave` of a known length
+        return False
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 @contextmanager
@@ -152,10 +171,13 @@ class GraphMemory:
 
 
 class GraphStore:
-    """Captured bodies by key, at most `max_graphs`, the least recently used dropped first.
+    """Captured bodies by key, at most `max_graphs`, the least recently used dropped first, as long as that pays.
 
-    When they hold more than `max_bytes` all are dropped and captured again as needed, because a shared pool shrinks in
-    no other way. The first failure turns capturing off for good, and `reason` says why.
+    A body that is not captured is run instead, so that whatever happens a shape keeps the bits of its captures. When
+    captures hold more than `max_bytes`, or more than twice what the first of them took if that is more, nothing new is
+    captured until replays have paid for those there are; then all are dropped and captured again as needed, because a
+    shared pool shrinks in no other way. A capture that fails, often because somebody else has the memory just then, is
+    tried again after more and more calls. reason: why nothing is ever captured; None where captures are tried.
     """
 
     def __init__(
@@ -164,10 +186,12 @@ class GraphStore:
         self._owner, self._capturer = owner, capturer
         self._max_graphs, self._max_bytes = max_graphs, max_bytes
         self._saved: OrderedDict[Hashable, Body] = OrderedDict()
+        self._captures = self._replays = self._first_bytes = 0  # since all were dropped
+        self._failures = self._calls_to_wait = 0
         self.reason: str | None = None
 
     def run(self, key: Hashable, body: Body) -> Tensor | None:
-        """What the body returns, by a replay, captured first if need be; None if capturing is off.
+        """What the body returns, by a replay, captured first if need be; None if it must not be run.
 
         The tensor is the capture's own: the next run of any key may write over it.
         """
@@ -175,8 +199,9 @@ class GraphStore:
             return None
         replay = self._saved.pop(key, None) or self._capture(key, body)
         if replay is None:
-            return None
+            return self._uncaptured(body)
         self._saved[key] = replay
+        self._replays += 1
         return replay()
 
     def disable(self, reason: str) -> None:
@@ -188,30 +213,57 @@ class GraphStore:
     def clear(self) -> None:
         """Drop all captures, as is needed when a buffer they use has moved."""
         if self._saved:
-            self._capturer.reset()
-            self._saved.clear()
+            self._drop()
 
     @property
     def memory(self) -> GraphMemory:
         """How many graphs there are, and the memory of all captures since the last time all were dropped."""
         return GraphMemory(len(self._saved), self._capturer.bytes if self._saved else 0)
 
+    def _drop(self) -> None:
+        self._capturer.reset()
+        self._saved.clear()
+        self._captures = self._replays = self._first_bytes = 0
+
     def _capture(self, key: Hashable, body: Body) -> Body | None:
+        """A new capture; None where it fails or has to wait."""
+        if self._calls_to_wait:
+            self._calls_to_wait -= 1
+            return None
+        if self._capturer.bytes > max(self._max_bytes, 2 * self._first_bytes):
+            if self._replays < REPLAYS * self._captures:
+                return None
+            self.clear()
+        if len(self._saved) >= self._max_graphs and self._replays < REPLAYS * (self._captures - 2 * self._max_graphs):
+            return None  # more shapes take turns than there is room for: each would drive out the next one
         try:
             replay = self._capturer.capture(body)
-            if self._capturer.bytes > self._max_bytes and self._saved:
-                del replay
-                self.clear()
-                replay = self._capturer.capture(body)
         except Exception as error:  # a capture runs the model's own code, which may raise anything
-            self.disable(first_line(error))
+            self._note_failure(error)
             return None
+        self._captures, self._failures = self._captures + 1, 0
+        self._first_bytes = self._first_bytes or self._capturer.bytes
         # only now that the new graph holds the pool may old ones go
         while len(self._saved) >= self._max_graphs:
             self._saved.popitem(last=False)
         used = GraphMemory(len(self._saved) + 1, self._capturer.bytes)
         log.info("%s: captured %s; now %s", self._owner, key, used)
         return replay
+
+    def _note_failure(self, error: Exception) -> None:
+        """Give all memory back and wait, each time twice as long as the last; says why once."""
+        self._drop()
+        self._calls_to_wait = min(FEWEST_CALLS << self._failures, MOST_CALLS)
+        level = logging.INFO if self._failures else logging.WARNING
+        log.log(level, "%s runs without CUDA graphs for now: %s", self._owner, first_line(error))
+        self._failures += 1
+
+    def _uncaptured(self, body: Body) -> Tensor | None:
+        try:
+            return body()
+        except Exception as error:  # the eager forward needs less, and says what fails there too
+            log.info("%s: %s", self._owner, first_line(error))
+            return None
 
 
 def unsupported(model: Any) -> str | None:

@@ -53,6 +53,7 @@ class IndexedCache(RaggedCache):
     """
 
     forward: IndexedForward | None = None
+    spare_positions = SPARE
 
     def index(self, forward: IndexedForward) -> None:
         """Make the next forward write the columns of the first R slots and read what it attends to of them."""
@@ -69,7 +70,7 @@ class IndexedCache(RaggedCache):
     @property
     def spare(self) -> int:
         """The first of the `SPARE` positions that are for padding."""
-        return self.shape[1] - SPARE
+        return self.held[1] - SPARE
 
     @property
     def allocated(self) -> bool:
@@ -82,7 +83,7 @@ class IndexedCache(RaggedCache):
         wide = next((w for w in WIDTHS if w >= width), None)
         slots, positions = self.shape
         rows = min(1 << (len(starts) - 1).bit_length(), slots)
-        if wide is None or rows < len(starts) or rows * wide > MAX_TOKENS or end > self.spare:
+        if wide is None or rows < len(starts) or rows * wide > MAX_TOKENS or end > positions - SPARE:
             return None
         return Bucket(rows, wide, min(_round_units(-(-end // unit)) * unit, positions))
 

@@ -7,6 +7,7 @@ between <tool_call> and </tool_call>, as Hermes and Qwen models write them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from slipstream.models.hf.call_forms import ARGUMENTS, HERMES, NAMES, rendered_f
 from slipstream.text.tool_calls import CallForm, ParsedAnswer, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # what JSON is written with besides texts
+JSON_BEGINS = re.compile(r"[{\[]")
 TAGGED: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor_pattern": r"\Z",  # nothing of the prompt belongs to the answer
@@ -86,20 +89,74 @@ def _literal_beginning(pattern: str) -> str:
 def parse(
     tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
 ) -> ParsedAnswer | None:
-    """The calls of an answer; None if there are none, or they cannot be read, as those that were cut off."""
+    """The calls of an answer; None if there are none, or they cannot be read.
+
+    Where the answer was cut off, so may be its last call, which is then left out.
+    """
     template = response_template(tokenizer)
     if template is None:
         return None
     ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-    ids = list(answer[:-1]) if answer and answer[-1] in ends else list(answer)
-    try:
-        found = tokenizer.parse_response(
-            tokenizer.decode(ids), template, prefix=tokenizer.decode(list(prompt)), tools=list(tools)
-        )
-        calls = tuple(_call(one) for one in found.get("tool_calls") or ())
-    except (ValueError, LookupError, TypeError, AttributeError):  # a model may write anything
-        return None
-    return ParsedAnswer(str(found.get("content") or "").strip(), calls) if calls else None
+    is_over = bool(answer) and answer[-1] in ends and tokenizer.decode([answer[-1]]) not in _marks(template)
+    text = tokenizer.decode(list(answer[:-1] if is_over else answer))
+    text = _with_hidden_marks(text, template, is_cut=not is_over)
+    whole = _whole_calls(text, template)
+    # a call that is JSON shows by itself whether it is whole; of others only the mark behind it tells
+    texts = [text] if is_over else [text, whole] if _calls_of(template).get("content") == "json" else [whole]
+    for one in dict.fromkeys(texts):
+        try:
+            found = tokenizer.parse_response(one, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools))
+            calls = tuple(map(_call, found.get("tool_calls") or ()))
+        except (ValueError, LookupError, TypeError, AttributeError):  # a model may write anything
+            continue
+        if calls:
+            return ParsedAnswer(str(found.get("content") or "").strip(), calls)
+    return None
+
+
+def _marks(template: Mapping[str, Any]) -> set[str]:
+    """The texts that parts of an answer begin and end with."""
+    fields = [field for field in template.get("fields", {}).values() if isinstance(field, Mapping)]
+    found = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
+    return {mark for one in found for mark in (one if isinstance(one, list) else [one]) if isinstance(mark, str)} - {""}
+
+
+def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) -> str:
+    """The same answer without marks in the texts of its calls' JSON, where they are no marks: one letter is escaped.
+
+    is_cut: the last JSON may break off.
+    """
+    opening = call_opening(template)
+    if opening is None or _calls_of(template).get("content") != "json":
+        return text
+    decoder, marks, parts, at = json.JSONDecoder(), _marks(template), list[str](), 0
+    while (begin := text.find(opening, at)) >= 0:
+        start = end = begin + len(opening)
+        if (body := JSON_BEGINS.search(text, start)) is not None:
+            try:
+                start, end = body.start(), decoder.raw_decode(text, body.start())[1]
+            except (ValueError, RecursionError):
+                start, end = (body.start(), len(text)) if is_cut else (start, end)
+        parts += [text[at:start], _escaped(text[start:end], marks)]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _escaped(text: str, marks: set[str]) -> str:
+    for mark in marks:
+        # a letter that JSON has in its texts alone, so that the mark can only be in one of them
+        if letter := next((one for one in mark if one not in OUTSIDE_TEXTS), ""):
+            text = text.replace(mark, mark.replace(letter, f"\\u{ord(letter):04x}", 1))
+    return text
+
+
+def _whole_calls(text: str, template: Mapping[str, Any]) -> str:
+    """An answer up to the end of its last whole call, if another one begins behind it."""
+    opening, closing = call_opening(template), _calls_of(template).get("close")
+    if opening is None or not isinstance(closing, str) or not closing:
+        return text
+    end = text.rfind(closing) + len(closing) if closing in text else 0
+    return text[:end] if opening in text[end:] else text
 
 
 def _call(found: Mapping[str, Any]) -> ToolCall:

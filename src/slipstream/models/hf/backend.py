@@ -22,8 +22,10 @@ from slipstream.models.hf import decoder_layers
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.attention_masks import MaskBuilder, Masks
 from slipstream.models.hf.cache_names import cache_name
+from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
 from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
 from slipstream.models.hf.recurrent.mixers import recurrent_states
+from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
 from slipstream.models.hf.supported_models import check_supported
 from slipstream.models.hf.tree_attention import tree_rows
 
@@ -32,9 +34,10 @@ class HFBackend:
     """Runs a `PreTrainedModel` on a slot-addressed KV cache.
 
     Optional capabilities: `PromptLogits`, `AttendedLengths`, `RaggedForwards`, `TreeForwards`, `LayerKinds`,
-    `Checkpoints`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged forwards, and
-    whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole forwards of
-    the kinds that it can.
+    `Checkpoints`, `LongTexts`, `ShapeIndependent`. ragged, shape_independent: whether the model's layers take ragged
+    forwards, and whether kernels compute each token as if it were alone; `fuse_layers` finds out. stack: computes whole
+    forwards of the kinds that it can. told_later: by how much, [B, 1], the positions that the model is told are later
+    than those of the cache; for trials.
     """
 
     def __init__(self, model: Any, cache: RaggedCache | None = None) -> None:
@@ -42,9 +45,9 @@ class HFBackend:
         if cache is None:
             check_supported(model)
         self.model = model.eval()
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = input_device(model)
         config = model.config.get_text_config()
-        self.vocab_size: int = model.get_output_embeddings().out_features
+        self.vocab_size = vocab_size_of(model)
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.num_layers: int = config.num_hidden_layers
         self.cache = _new_cache(model, config.num_hidden_layers) if cache is None else cache
@@ -54,6 +57,10 @@ class HFBackend:
         self.masks = MaskBuilder(model)
         self.ragged = self.shape_independent = False
         self.stack: LayerStack | None = None
+        self.told_later: Tensor | None = None
+        self.longest_short = rotate_by_length(model)
+        self.reads_anew = self.longest_short is not None and drops_cache(model, self.longest_short)
+        self._long_slots = set[int]()
         self._key_positions = torch.arange(0, device=self.device)
 
     @property
@@ -106,7 +113,8 @@ class HFBackend:
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout)
         masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-        return self._run(tokens[None], layout.positions[None], masks, 0 if columns is None else columns)[0]
+        keep, is_long = 0 if columns is None else columns, self._each_is_long(segments, len(tokens))
+        return self._run(tokens[None], layout.positions[None], masks, keep, is_long)[0]
 
     @property
     def branching(self) -> bool:
@@ -127,7 +135,8 @@ class HFBackend:
             layout = lay_out(rows, len(tokens), widths)
             attended = self.cache.place_tree(tree, layout.end, layout)
             masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
-            return self._run(tokens[None], layout.positions[None], masks, 0)[0]
+            is_long = self._each_is_long(rows, len(tokens))
+            return self._run(tokens[None], layout.positions[None], masks, 0, is_long)[0]
         width = max(segment.count for segment in segments)
         starts = torch.tensor([segment.start for segment in segments], device=self.device)
         positions = starts[:, None] + torch.arange(width, device=self.device)
@@ -135,7 +144,8 @@ class HFBackend:
         table = tokens.new_zeros(len(segments), width)
         table[tree.cells] = tokens
         masks = partial(self.masks.build, positions, self.key_positions()[:attended])
-        return self._run(table, positions, masks, 0)[tree.cells].to(self.device)
+        is_long = self._is_long([segment.slot for segment in segments], len(segments))
+        return self._run(table, positions, masks, 0, is_long)[tree.cells].to(self.device)
 
     @torch.inference_mode()
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
@@ -196,6 +206,10 @@ class HFBackend:
         if self.cache.states is not None:
             self.cache.states.settle(slot, position)
 
+    def read_as(self, slot: int, *, is_long: bool) -> None:
+        """See `LongTexts.read_as`."""
+        (self._long_slots.add if is_long else self._long_slots.discard)(slot)
+
     def key_positions(self) -> Tensor:
         """The positions [P] of all keys in the cache, made anew when it has grown."""
         if len(self._key_positions) != self.cache.shape[1]:
@@ -206,17 +220,48 @@ class HFBackend:
         keys = self.key_positions()
         positions = torch.tensor(starts, device=self.device)[:, None] + keys[: tokens.shape[1]]
         attended, states = self.cache.place(first_slot, starts, positions), self.cache.states
+        is_long = self._is_long(range(first_slot, first_slot + len(starts)), len(starts))
         if states is None:
-            return self._run(tokens, positions, partial(self.masks.build, positions, keys[:attended]), keep)
+            return self._run(tokens, positions, partial(self.masks.build, positions, keys[:attended]), keep, is_long)
         states.begin(first_slot, starts, tokens.shape[1])
-        logits = self._run(tokens, positions, partial(self.masks.build_hybrid, positions, keys[:attended]), keep)
+        masks = partial(self.masks.build_hybrid, positions, keys[:attended])
+        logits = self._run(tokens, positions, masks, keep, is_long)
         states.end()
         return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
+    def _is_long(self, slots: Sequence[int], count: int) -> Tensor | None:
+        """[count, 1] whether the texts in these slots are long, those behind the last as it; None: it matters not."""
+        if self.longest_short is None:
+            return None
+        flags = [slot in self._long_slots for slot in slots]
+        return torch.tensor(flags + flags[-1:] * (count - len(flags)), device=self.device)[:, None]
+
+    def _each_is_long(self, segments: Sequence[RowSegment], count: int) -> Tensor | None:
+        """[1, count] the same of each token of a ragged forward."""
+        if self.longest_short is None:
+            return None
+        is_long = self._is_long([segment.slot for segment in segments for _ in range(segment.count)], count)
+        return None if is_long is None else is_long.T
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Callable[[], Masks],
+        keep: int | Tensor,
+        is_long: Tensor | None,
+    ) -> Tensor:
+        if self.told_later is not None:
+            positions = positions + self.told_later
         # padding may reach beyond the context's end, where learned positions have no row
         positions = positions.clamp(max=self.max_length - 1)
-        if self.stack is not None and (whole := self.stack.logits(tokens, positions, self.cache, keep)) is not None:
+        with texts_are_long(is_long):
+            return self._compute(tokens, positions, masks, keep)
+
+    def _compute(self, tokens: Tensor, positions: Tensor, masks: Callable[[], Masks], keep: int | Tensor) -> Tensor:
+        # its table of rotations reaches as far as the cache
+        stack = self.stack if self.told_later is None else None
+        if stack is not None and (whole := stack.logits(tokens, positions, self.cache, keep)) is not None:
             return whole
         given: dict[str, Any] = {self.cache_name: self.cache}
         if self._takes_positions:

@@ -12,6 +12,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.hf.checkpoint_loading import checkpoint_of
 from slipstream.models.hf.gguf_loading import GGUFFile
+from slipstream.models.hf.model_files import is_gguf
 from slipstream.models.loaded import LoadOptions
 
 log = logging.getLogger("slipstream")
@@ -47,7 +48,7 @@ def load_in_blocks(source: str, options: LoadOptions) -> FromBlocks | None:
     `UsageError` where the options ask for activations of blocks then.
     """
     asked = options.activations != "auto"
-    found: Quantised | None = GGUFFile(source, options) if source.endswith(".gguf") else checkpoint_of(source, options)
+    found: Quantised | None = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
     reason = "it is no GGUF file and not quantised" if found is None else _otherwise(options)
     if found is not None and reason is None:
         try:
@@ -74,8 +75,8 @@ def _otherwise(options: LoadOptions) -> str | None:
         return "fast=False unpacks it"
     if options.quantise in ("int4", "int8"):
         return f"draft_dtype={options.quantise!r} rounds it anew"
-    if options.extra:
-        return f"load_options {', '.join(options.extra)} are for transformers' reader"
+    if options.for_reader:
+        return f"load_options {', '.join(options.for_reader)} are for transformers' reader"
     device = options.device
     if device == "auto" and torch.cuda.is_available():
         return "it is unpacked for the GPU"

@@ -6,7 +6,7 @@ norms and biases are the file's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
-from slipstream.models.hf.weights import READER_ERRORS, quietly
+from slipstream.models.hf.model_files import NO_OPTIONS
+from slipstream.models.hf.weights import READER_ERRORS, from_config, quietly
 
 
 class TensorSource(Protocol):
@@ -44,16 +45,18 @@ def check_kernels() -> None:
         raise NotInBlocksError(str(error)) from error
 
 
-def empty_model(make_config: Callable[[], Any], unreadable: Callable[[Exception], SlipstreamError]) -> Any:
+def empty_model(
+    make_config: Callable[[], Any],
+    unreadable: Callable[[Exception], SlipstreamError],
+    files: Mapping[str, Any] = NO_OPTIONS,
+) -> Any:
     """The model of a configuration without its weights; buffers, which no file holds, are there.
 
-    unreadable: what to raise where transformers cannot make it.
+    unreadable: what to raise where transformers cannot make it; files: see `LoadOptions.files`.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         with quietly(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(make_config(), dtype=torch.float32)
+            model = from_config(make_config(), files, dtype=torch.float32)
     except READER_ERRORS as error:
         raise unreadable(error) from error
     for module in model.modules():

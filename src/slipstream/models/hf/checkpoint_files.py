@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.model_files import NO_OPTIONS, one_line
 from slipstream.models.hf.weights import READER_ERRORS, extra_bias, warn_of_unused
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,24 +20,29 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
-def file_of(source: str, name: str) -> Path | None:
-    """A file of a local folder or a hub id; None if it has none."""
+def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
+    """A file of a local folder or a hub id; None if it has none. options: see `LoadOptions.files`."""
     from transformers.utils import cached_file
 
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **located(options))
     return None if found is None else Path(found)
+
+
+def located(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `LoadOptions.files` that say where files are; the others are about code."""
+    return {name: value for name, value in files.items() if not name.endswith(("_code", "code_revision"))}
 
 
 class CheckpointFiles:
     """The tensors of a model's safetensors files. metadata: of all files; shapes: by tensor; used: names, as noted."""
 
-    def __init__(self, source: str, folder: str) -> None:
-        """source: as the user named the model; folder: it resolved, a folder or hub id."""
+    def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+        """source: as the user named the model; folder: it resolved, a folder or hub id; options: see `file_of`."""
         self.source, self.metadata = source, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.used = set[str]()
         self._files: dict[str, Any] = {}
-        for file in _paths(source, folder):
+        for file in _paths(source, folder, options):
             header = self._header(file)
             self.metadata |= header.pop("__metadata__", {})
             try:
@@ -113,13 +118,13 @@ def _called(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _paths(source: str, folder: str) -> list[Path]:
+def _paths(source: str, folder: str, options: Mapping[str, Any]) -> list[Path]:
     try:
-        if (whole := file_of(folder, WHOLE)) is not None:
+        if (whole := file_of(folder, WHOLE, options)) is not None:
             return [whole]
-        index = file_of(folder, INDEX)
+        index = file_of(folder, INDEX, options)
         names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
-        found = [file_of(folder, name) for name in sorted(names)]
+        found = [file_of(folder, name, options) for name in sorted(names)]
     except READER_ERRORS as error:
         raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {error}") from error
     if missing := [name for name, path in zip(sorted(names), found, strict=True) if path is None]:

@@ -16,41 +16,61 @@ from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
 from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
 from slipstream.models.cpu.compressed_linear import CompressedLinear
-from slipstream.models.cpu.layer_stack import LayerStack
+from slipstream.models.cpu.layer_stack import LayerStack, check_around
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.declared_numbers import AROUND_LAYERS, OF_LAYERS, thresholds, unimplemented
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
 from slipstream.models.hf.passed_trials import PassedTrials
 
 log = logging.getLogger("slipstream")
 
 START = 6  # tokens of the first of two forwards that a model is tried with
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a faster forward's logits, relative to the largest
-ALONE = "whole layers, each token as if it were alone"
+TOKENS = 9  # of both
+CLOSE = 1e-3  # difference of a faster forward's numbers, relative to how they vary; both as RMS
+ROUNDINGS = 2.5  # the same in half precision, in units of its last place: 0.02 for bfloat16
 ROUNDED = {"int8": 0.1, "int15": 0.01}  # the same where activations are rounded: one may be rounded the other way
+ALONE = "whole layers, each token as if it were alone"
 
 
 class Trial:
-    """A layer's forward that also computes what other ops would give, and notes the largest difference."""
+    """A layer's forward that also computes what another would give, and notes the largest difference."""
 
-    def __init__(self, forward: FusedLayer, ops: Any) -> None:
-        """ops: see `fused_layer.Ops`."""
-        self._forward, self.ops = forward, ops
-        self.error = 0.0  # relative to the largest of the layer's outputs
+    def __init__(self, expected: Callable[..., Any], found: Callable[..., Tensor]) -> None:
+        self._expected, self._found = expected, found
+        self.error = 0.0  # see `difference`
 
-    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
-        """The layer's own output."""
-        own = self._forward.ops
-        self._forward.ops = self.ops
-        found = self._forward(*inputs, **options)
-        self._forward.ops = own
-        expected = self._forward(*inputs, **options)
-        error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-        self.error = max(self.error, error if math.isfinite(error) else math.inf)
+    def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
+        """What is expected."""
+        found = self._found(hidden, *inputs, **options)
+        expected = self._expected(hidden, *inputs, **options)
+        error = difference(found, expected, hidden) if isinstance(expected, Tensor) else math.inf
+        self.error = max(self.error, error)
         return expected
+
+
+def difference(found: Tensor, expected: Tensor, start: Tensor | None = None) -> float:
+    """How far numbers [..., N] are from the expected ones, relative to how much these vary, both as RMS.
+
+    start: what the expected numbers were before a layer added to them. They vary as much as was added, or as the sum
+    where that is so large that its rounding is what differs. Infinite where anything is no number.
+    """
+    found, expected = found.float(), expected.float()
+    if start is None:
+        varies = _rms(expected - expected.mean(-1, keepdim=True))
+    else:
+        varies = max(_rms(expected - start.float()), _rms(expected) / ROUNDINGS)
+    error = _rms(found - expected)
+    if not math.isfinite(error) or not math.isfinite(varies):
+        return math.inf
+    return error / varies if varies else math.inf if error else 0.0
+
+
+def _rms(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
 
 
 class OwnLogits:
@@ -67,15 +87,19 @@ class OwnLogits:
         """`a_few_logits`."""
         return a_few_logits(self._backend)
 
+    @cached_property
+    def later(self) -> Tensor:
+        """`later_logits`."""
+        return later_logits(self._backend)
+
     def stay(self, name: str, change: Callable[[], None]) -> bool:
         """Make a change of the forward and return whether the logits stay what they were. name: of the trial."""
         if name in self.passed:
             change()
             return True
-        expected = self.logits
+        pairs = [(a_few_logits, self.logits), (later_logits, self.later)]
         change()
-        error = (a_few_logits(self._backend) - expected).abs().max()
-        if not bool(error <= tolerance(self._backend.model) * expected.abs().max()):  # NaN differs from everything
+        if max(difference(find(self._backend), expected) for find, expected in pairs) > tolerance(self._backend.model):
             return False
         self.passed.add(name)
         return True
@@ -130,16 +154,17 @@ def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> list[tuple[
     except UnknownLayerError as error:
         warn_slower(f"{name} keeps its layers' own forward: {error}")
         return []
-
-    def replace_forwards() -> None:
-        for layer, forward in layers:
-            layer.forward = forward
-
-    if not own.stay("fused layers", replace_forwards):
-        for layer, _ in layers:
-            del layer.forward
-        warn_slower(f"{name} keeps its layers' own forward: the fused one gives other logits")
+    if number := unimplemented(backend.model.config.get_text_config(), OF_LAYERS | AROUND_LAYERS):
+        warn_slower(f"{name} keeps its layers' own forward: its configuration has {number}")
         return []
+    if "fused layers" not in own.passed:
+        trials = [Trial(layer.forward, forward) for layer, forward in layers]
+        if largest_error(backend, layers, trials) > tolerance(backend.model):
+            warn_slower(f"{name} keeps its layers' own forward: the fused one gives other numbers")
+            return []
+        own.passed.add("fused layers")
+    for layer, forward in layers:
+        layer.forward = forward
     if backend.device.type == "cpu":  # elsewhere forwards are captured as rectangles
         _compile(backend, layers, own)
         backend.ragged = True
@@ -148,39 +173,49 @@ def fuse_layers(backend: HFBackend, own: OwnLogits | None = None) -> list[tuple[
 
 def _compile(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
     """Give these layers compiled ops if all have them and they compute the same from the same input."""
-    compiled = [_compiled(forward.plain) for _, forward in layers]
-    trials = [Trial(forward, ops) for (_, forward), ops in zip(layers, compiled, strict=True) if ops is not None]
-    if len(trials) < len(layers):
+    compiled = [ops for ops in (_compiled(forward.plain) for _, forward in layers) if ops is not None]
+    if len(compiled) < len(layers):
         return
+    trials = [Trial(forward, forward.by(ops)) for (_, forward), ops in zip(layers, compiled, strict=True)]
     if "compiled layers" not in own.passed:
         if largest_error(backend, layers, trials) > tolerance(backend.model):
             warn_slower(f"{type(backend.model).__name__} keeps its layers' operators: compiled ones give other numbers")
             return
         own.passed.add("compiled layers")
-    for (_, forward), trial in zip(layers, trials, strict=True):
-        forward.ops = trial.ops
+    for (_, forward), ops in zip(layers, compiled, strict=True):
+        forward.ops = ops
     _stack(backend, layers, own)
-    if all(trial.ops.shape_independent for trial in trials):
+    if all(ops.shape_independent for ops in compiled):
         own.passed.add(ALONE)
     backend.shape_independent = ALONE in own.passed and _multiplies_as_if_alone(backend.model)
 
 
 def largest_error(backend: Backend, layers: Sequence[tuple[nn.Module, FusedLayer]], trials: Sequence[Trial]) -> float:
-    """The largest relative difference of any layer's outputs in a few forwards of the backend."""
+    """The largest difference of any layer's outputs in a few forwards of the backend."""
+    replaced = [layer.__dict__.get("forward") for layer, _ in layers]
     for (layer, _), trial in zip(layers, trials, strict=True):
         layer.forward = trial
     try:
         a_few_logits(backend)
+        if isinstance(backend, HFBackend):
+            later_logits(backend)
     finally:
-        for layer, forward in layers:
-            layer.forward = forward
+        for (layer, _), forward in zip(layers, replaced, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
     return max(trial.error for trial in trials)
 
 
 def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], own: OwnLogits) -> None:
     """Compute all layers in one call if that gives the logits of these layers, which were compared themselves."""
-    model = backend.model
+    model, trial = backend.model, "all layers in one call"
     try:
+        if number := unimplemented(model.config.get_text_config(), OF_LAYERS):
+            raise UnknownLayerError(f"its configuration has {number}")
+        if trial not in own.passed:
+            check_around(model, [layer for layer, _ in layers])
         stack = LayerStack(model, [forward for _, forward in layers])
     except UnknownLayerError as error:
         log.info("%s calls its layers one by one: %s", type(model).__name__, error)
@@ -189,9 +224,9 @@ def _stack(backend: HFBackend, layers: Sequence[tuple[nn.Module, FusedLayer]], o
     def put_in() -> None:
         backend.stack = stack
 
-    if not OwnLogits(backend, own.passed).stay("all layers in one call", put_in):
+    if not OwnLogits(backend, own.passed).stay(trial, put_in):
         backend.stack = None
-        log.info("%s calls its layers one by one: it computes more around them", type(model).__name__)
+        log.info("%s calls its layers one by one: in one call they give other logits", type(model).__name__)
 
 
 def _compiled(ops: LayerOps) -> CompiledOps | BlockLayerOps | None:
@@ -205,14 +240,16 @@ def _multiplies_as_if_alone(model: Any) -> bool:
 
 
 def tolerance(model: Any) -> float:
-    """The largest difference of a faster forward's logits, relative to the largest of them."""
-    linears = block_linears(model)
-    return ROUNDED[linears[0].activations] if linears else TOLERANCE[model.dtype]
+    """The largest `difference` of a faster forward's numbers that is rounding."""
+    linears, dtype = block_linears(model), model.dtype
+    if linears:
+        return ROUNDED[linears[0].activations]
+    return max(CLOSE, ROUNDINGS * torch.finfo(dtype).eps)
 
 
 def a_few_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """[1, 9] token ids to try a model with: any, since special ones may be read as nothing else is."""
-    return torch.randint(0, vocab_size, (1, 9), generator=torch.Generator().manual_seed(11)).to(device)
+    """[1, TOKENS] token ids to try a model with: any, since special ones may be read as nothing else is."""
+    return torch.randint(0, vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(11)).to(device)
 
 
 def a_few_logits(backend: Backend) -> Tensor:
@@ -221,3 +258,34 @@ def a_few_logits(backend: Backend) -> Tensor:
     tokens = a_few_tokens(backend.vocab_size, backend.device)
     first = backend.forward(tokens[:, :START], [0], first_slot=0, logits=True)
     return torch.cat([first, backend.forward(tokens[:, START:], [START], first_slot=0, logits=True)], 1).float()
+
+
+def later_logits(backend: HFBackend) -> Tensor:
+    """Logits [T, TOKENS, V] of the same tokens at the positions from each of `later_starts` on, float32.
+
+    Each row attends to itself alone: its model is told other positions than those at which its tokens are cached.
+    """
+    starts = later_starts(backend.model)
+    backend.reserve(len(starts), 2 * backend.attended_unit)
+    tokens = a_few_tokens(backend.vocab_size, backend.device).expand(len(starts), -1)
+    backend.told_later = torch.tensor(starts, device=backend.device)[:, None]
+    short = backend.longest_short
+    for slot, start in enumerate(starts):
+        backend.read_as(slot, is_long=short is not None and start + TOKENS > short)
+    try:
+        return backend.forward(tokens, [0] * len(starts), first_slot=0, logits=True).float()
+    finally:
+        backend.told_later = None
+        for slot in range(len(starts)):
+            backend.read_as(slot, is_long=False)
+
+
+def later_starts(model: Any) -> list[int]:
+    """Where to place TOKENS tokens, so that some are before and some behind each position at which models change.
+
+    The first text is at the beginning, beside those that are not.
+    """
+    config = model.config.get_text_config()
+    end = getattr(config, "max_position_embeddings", None) or 0
+    starts = {min(position - START, end - TOKENS) for position in thresholds(config, end)}
+    return [0, *sorted(start for start in starts if start > 0)]

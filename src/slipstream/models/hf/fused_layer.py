@@ -9,6 +9,7 @@ specification: a layer that computes anything else gives other logits, and then 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from slipstream.models.hf.activation import activated
 from slipstream.models.hf.cache_names import given_cache
 from slipstream.models.hf.fused_linear import FusedOutput
 from slipstream.models.hf.grouped_attention import attend, attend_in_blocks
@@ -62,7 +64,8 @@ class RootMeanSquare:
             self._within, self._after = form
             return float((self(x).float() - expected).abs().max().detach())
 
-        forms = (None, weight), (weight.repeat(2), None), ((1 + weight.float()).repeat(2), None)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        forms = (None, weight), (weight.repeat(2), None), ((1 + weight.to(wide)).repeat(2), None)
         if error(min(forms, key=error)) > CLOSE * float(expected.abs().max()):
             raise UnknownLayerError(f"{type(norm).__name__} computes something other than RMSNorm")
 
@@ -164,7 +167,7 @@ class LayerOps:
         x: Tensor = self.out(attended)
         x = hidden + (x if self.after_attention is None else self.after_attention(x))
         gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)
-        y: Tensor = self.down(self.act(gate).mul_(up))
+        y: Tensor = self.down(activated(self.act, gate).mul_(up))
         return x.add_(y if self.after_feed_forward is None else self.after_feed_forward(y))
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
@@ -198,6 +201,12 @@ class FusedLayer:
         qk, values = self.ops.project_qkv_rope(hidden_states, rope)
         attended = self._attend(qk, values, mask, cache)
         return self.ops.residual_mlp(hidden_states, attended.transpose(1, 2).flatten(2))
+
+    def by(self, ops: Ops) -> FusedLayer:
+        """The same layer, computed by other ops."""
+        other = copy(self)
+        other.ops = ops
+        return other
 
     def _attend(self, qk: Tensor, values: Tensor, mask: Tensor, cache: RaggedCache) -> Tensor:
         """qk: queries and keys [B, heads, W, D]."""

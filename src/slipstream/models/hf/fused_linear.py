@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.cpu.packed_linear import is_plain
 from slipstream.models.fast_path_warnings import warn_slower
 
 
@@ -98,9 +99,14 @@ def called_by_none(model: nn.Module, calls: Calls) -> list[nn.Linear]:
 
     Layers whose names differ in numbers only count as one, since of many experts two tokens choose a few.
     """
-    names = {module: re.sub(r"\d+", "#", name) for name, module in model.named_modules() if type(module) is nn.Linear}
+    names = _names(model)
     called = {names[linear] for linear, _ in calls}
     return [linear for linear, name in names.items() if name not in called]
+
+
+def _names(model: nn.Module) -> dict[nn.Linear, str]:
+    """The linear layers with their names but for numbers."""
+    return {module: re.sub(r"\d+", "#", name) for name, module in model.named_modules() if type(module) is nn.Linear}
 
 
 def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
@@ -109,10 +115,12 @@ def _same_input(model: Any, calls: Calls) -> list[tuple[nn.Module, list[str]]]:
         child: (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if is_plain(child)
     }
     groups: list[tuple[Tensor, nn.Module, list[nn.Linear]]] = []
     for linear, x in calls:
+        if linear not in parents:
+            continue
         parent = parents[linear][0]
         if groups and groups[-1][0] is x and groups[-1][1] is parent and _alike(groups[-1][2][0], linear):
             groups[-1][2].append(linear)
@@ -130,21 +138,46 @@ def _alike(one: nn.Linear, other: nn.Linear) -> bool:
     return (one.bias is None) == (other.bias is None) and one.weight.dtype == other.weight.dtype
 
 
+class _ObservedLinear(nn.Linear):
+    """A linear layer that notes whether others use its weight: adapters do, and layers that multiply by themselves."""
+
+    is_used_by_others = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        parameters: Any = self._parameters
+        return nn.functional.linear(x, parameters["weight"], parameters["bias"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_parameters"]:
+            self.is_used_by_others = True
+        return super().__getattr__(name)
+
+
 @torch.inference_mode()
 def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
-    """Every call of a linear layer and its input, in a forward of two tokens."""
+    """Every call of a linear layer and its input, in a forward of two tokens.
+
+    Layers whose weights others use are left out, and all that are called the same but for numbers.
+    """
     seen: list[tuple[nn.Linear, Tensor]] = []
+    names, device = _names(model), next(model.parameters()).device
+    plain = [linear for linear in names if is_plain(linear)]  # pruning, for one, hides the weight
     hooks = [
-        module.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0])))
-        for module in model.modules()
-        if type(module) is nn.Linear
+        linear.register_forward_pre_hook(lambda linear, inputs: seen.append((linear, inputs[0]))) for linear in names
     ]
+    for linear in plain:
+        linear.__class__ = _ObservedLinear
     try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # the model's own: it wants other inputs
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # the model's own: it wants other inputs
         warn_slower(f"{type(model).__name__} keeps its layers apart: a forward of two tokens fails: {error}")
         return []
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+        used = {name for linear, name in names.items() if vars(linear).pop("is_used_by_others", False)}
+        for linear in plain:
+            linear.__class__ = nn.Linear
+    return [(linear, x) for linear, x in seen if names[linear] not in used]

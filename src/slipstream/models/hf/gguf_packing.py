@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from types import TracebackType
 from typing import Any, cast
 
@@ -19,8 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.block_structs import FilePieceStruct
 from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry
-from slipstream.models.hf.gguf_rows import ends_within
+from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry, ends_within
 
 TABLE, OUTPUT = "token_embd.weight", "output.weight"
 REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows stand in another order in some models
@@ -38,30 +36,16 @@ class PackedAhead:
         for entry in entries:
             assert entry.block is not None
             self._parts[entry.name] = BlockPart(entry.block, cast(Any, entry.shape), None, library, memory)
-        pieces = [(entry, first, last) for entry in entries for first, last in self._parts[entry.name].steps(PIECE)]
-        self._of = [entry for entry, _, _ in pieces]
-        self._pieces = (FilePieceStruct * len(pieces))(*(self._piece(*piece) for piece in pieces))
-        self._header, self._library, self._next = header, library, ctypes.c_int64(0)
-        threads = max(1, torch.get_num_threads()) if pieces else 0
+        by_file = [[entry for entry in entries if entry.file == file] for file in header.parts]
+        self._files = [_FilePieces(group, self._parts) for group in by_file if group]
+        self._library = library
+        threads = max(1, torch.get_num_threads()) if self._files else 0
         self._threads = ThreadPoolExecutor(threads or 1, "packing")
         self._at_work = [self._threads.submit(self._pack) for _ in range(threads)]
 
-    def _piece(self, entry: TensorEntry, first: int, last: int) -> FilePieceStruct:
-        part = self._parts[entry.name]
-        start = entry.start + first * part.row_bytes
-        return FilePieceStruct(part.block.code, last - first, part.inputs, start, part.from_row(first))
-
     def _pack(self) -> None:
-        pack = self._library.pack_pieces
-        with self._header.file.open("rb", buffering=0) as stream:
-            count = ctypes.c_int64(len(self._pieces))
-            failed = pack(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
-        if failed < 0:
-            return
-        entry = self._of[failed]
-        if self._header.file.stat().st_size < entry.start + prod(entry.shape[:-1]) * (entry.row_bytes or 0):
-            raise ends_within(self._header.file, entry)
-        raise SlipstreamError(f"model {str(self._header.file)!r}: tensor {entry.name!r} could not be read into memory")
+        for pieces in self._files:
+            pieces.pack(self._library)
 
     def part(self, name: str) -> BlockPart | None:
         """The matrix of this name, once all are packed; None if it is not among those packed here."""
@@ -75,8 +59,40 @@ class PackedAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._next.value = len(self._pieces)
+        for pieces in self._files:
+            pieces.stop()
         self._threads.shutdown()
+
+
+class _FilePieces:
+    """What is packed of one file, in pieces that threads take in turn."""
+
+    def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart]) -> None:
+        ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
+        self._file, self._of = entries[0].file, [entry for entry, _, _ in ranges]
+        structs = (_piece(entry, parts[entry.name], first, last) for entry, first, last in ranges)
+        self._pieces, self._next = (FilePieceStruct * len(ranges))(*structs), ctypes.c_int64(0)
+
+    def pack(self, library: Any) -> None:
+        """Pack pieces until all are taken; several threads share the work."""
+        with self._file.open("rb", buffering=0) as stream:
+            count = ctypes.c_int64(len(self._pieces))
+            failed = library.pack_pieces(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
+        if failed < 0:
+            return
+        entry = self._of[failed]
+        if self._file.stat().st_size < entry.start + entry.num_bytes:
+            raise ends_within(entry)
+        raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
+
+    def stop(self) -> None:
+        """Let nobody take another piece."""
+        self._next.value = len(self._pieces)
+
+
+def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePieceStruct:
+    start = entry.start + first * part.row_bytes
+    return FilePieceStruct(part.block.code, last - first, part.inputs, start, part.from_row(first))
 
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:

@@ -59,7 +59,7 @@ def _by_factors(header: GGUFHeader, theta: float) -> dict[str, Any]:
         return {}
     if entry.kind_name != "F32" or len(entry.shape) != 1:
         raise _wrong(header, f"tensor {FACTORS!r} is {list(entry.shape)} in {entry.kind_name}", "a vector in F32")
-    with header.file.open("rb") as stream:
+    with entry.file.open("rb") as stream:
         stream.seek(entry.start)
         factors = numpy.frombuffer(stream.read(4 * entry.shape[0]), "<f4")
     if (factors == 1).all():

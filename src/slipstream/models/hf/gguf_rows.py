@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from threading import Lock
 from typing import Any, cast
 from weakref import finalize
@@ -11,17 +10,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, Memory
 from slipstream.models.cpu.huge_pages import SmallPages
-from slipstream.models.hf.gguf_header import TensorEntry
+from slipstream.models.hf.gguf_header import TensorEntry, ends_within
 
 
 class RowReader:
     """Reads rows into memory that the next reading overwrites; for one thread."""
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._space = file, bytearray()
+    def __init__(self) -> None:
+        self._space = bytearray()
 
     def rows(self, entry: TensorEntry, first: int, last: int) -> Any:
         """[last - first, bytes] uint8."""
@@ -29,11 +27,11 @@ class RowReader:
         size = (last - first) * row_bytes
         if len(self._space) < size:
             self._space = bytearray(size)
-        with self._file.open("rb", buffering=0) as stream:
+        with entry.file.open("rb", buffering=0) as stream:
             stream.seek(entry.start + first * row_bytes)
             filled = stream.readinto(memoryview(self._space)[:size])
         if filled != size:
-            raise ends_within(self._file, entry)
+            raise ends_within(entry)
         return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
 
     def part(self, entry: TensorEntry, library: Any, memory: Memory | None = None, order: Any = None) -> BlockPart:
@@ -54,10 +52,10 @@ class RowsOfFile:
     The file is open as long as this object lives, so that another one may take its name.
     """
 
-    def __init__(self, file: Path, entry: TensorEntry, library: Any) -> None:
+    def __init__(self, entry: TensorEntry, library: Any) -> None:
         self.outputs, self.inputs = entry.shape
-        self._file, self._entry, self._library = file, entry, library
-        self._stream, self._lock = file.open("rb", buffering=0), Lock()
+        self._entry, self._library = entry, library
+        self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
         finalize(self, self._stream.close)
 
     def rows(self, outputs: Tensor) -> Tensor:
@@ -73,13 +71,8 @@ class RowsOfFile:
             for at, row in enumerate(wanted):
                 self._stream.seek(self._entry.start + row * row_bytes)
                 if self._stream.readinto(to[at * row_bytes : (at + 1) * row_bytes]) != row_bytes:
-                    raise ends_within(self._file, self._entry)
+                    raise ends_within(self._entry)
         rows = numpy.frombuffer(read, numpy.uint8).reshape(len(wanted), row_bytes)
         shape = len(wanted), self.inputs
         packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
         return packed.rows(torch.arange(len(wanted)))
-
-
-def ends_within(file: Path, entry: TensorEntry) -> SlipstreamError:
-    """The error of a file that has become shorter."""
-    return SlipstreamError(f"model {str(file)!r} ends within tensor {entry.name!r}")

@@ -56,7 +56,7 @@ class GGUFTensors:
             self._names = _names(reader, model, self._processor)
         except NotImplementedError as error:
             raise NotInBlocksError(str(error)) from error
-        self._ahead, self._reader, self._memory = ahead, RowReader(header.file), HugePages()
+        self._ahead, self._reader, self._memory = ahead, RowReader(), HugePages()
         self._used = {FACTORS}
 
     def of(self, parameter: str) -> NamedTensor | None:
@@ -106,7 +106,7 @@ class GGUFTensors:
                 "computed with: F32, F16, BF16"
             )
         count = int(numpy.prod(entry.shape))
-        with self.header.file.open("rb") as stream:
+        with entry.file.open("rb") as stream:
             stream.seek(entry.start)
             raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
@@ -144,7 +144,7 @@ class GGUFTensors:
         """A matrix of the file [shape] of which single rows are needed."""
         named = self._matrix(parameter, shape)
         if named.order is None and stays_in_file(self.header, named.entry.name):
-            return RowsOfFile(self.header.file, named.entry, library)
+            return RowsOfFile(named.entry, library)
         return self.part(parameter, shape, library)
 
     def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
 
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.byte_tokens import ByteTokens
 from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
-from slipstream.models.hf.model_files import one_line
+from slipstream.models.hf.model_files import code_of_its_own, is_converted, one_line
+from slipstream.models.loaded import LoadOptions
 from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
 from slipstream.text.prompts import check_text
 from slipstream.text.tool_calls import CallForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
+PLAIN = LoadOptions()
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def tokenizer_in(given: Any, name: str) -> Any:
+    """A tokenizer that was handed over, or that of a processor. Raises `UsageError` for anything else.
+
+    name: of the argument.
+    """
+    for tokenizer in (given, getattr(given, "tokenizer", None)):
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            return tokenizer
+    value = f"{given!r:.60}" if isinstance(given, str | int | float) else f"a {type(given).__name__}"
+    raise UsageError(f"{name}={value}; allowed: a Hugging Face tokenizer, such as AutoTokenizer.from_pretrained(...)")
 
 
 class HFTokenizer:
@@ -65,8 +82,26 @@ class HFTokenizer:
             )
         if form.variables:
             self._check_variables(form)
+        text = self._rendered_parts(messages, form)
+        check_text("the conversation as the chat template writes it", text)
+        return self.bare(text)
+
+    def _rendered_parts(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        """The conversation as text; contents in parts become one text for a template that knows texts alone."""
+        parts = [str(message["content"]) for message in messages if isinstance(message.get("content"), list | tuple)]
         try:
-            text = self.inner.apply_chat_template(
+            text = self._rendered(messages, form)
+        except UsageError:  # it may add texts to a content
+            if not parts:
+                raise
+        else:
+            if not any(part in text for part in parts):  # else it prints them as Python prints a list
+                return text
+        return self._rendered([_with_one_text(message) for message in messages], form)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        try:
+            text: str = self.inner.apply_chat_template(
                 list(messages),
                 tools=list(form.tools) or None,
                 add_generation_prompt=form.opens_answer,
@@ -79,20 +114,52 @@ class HFTokenizer:
             raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
         except TemplateError as error:  # a template's own rules, for example about system messages
             raise UsageError(f"the chat template refuses these messages: {error}") from error
-        check_text("the conversation as the chat template writes it", text)
-        return self.bare(text)
+        return text
 
     def _check_variables(self, form: ChatForm) -> None:
         """Refuse variables that the template does not read, among which are all that mean something to transformers."""
-        env = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        templates = self.inner.chat_template
-        sources = templates.values() if isinstance(templates, dict) else [templates]
-        read = set().union(*(meta.find_undeclared_variables(env.parse(source)) for source in sources)) - OWN
-        read -= set(self.inner.special_tokens_map) | {"raise_exception", "strftime_now"}
+        read = self.template_variables() - OWN
         for name in form.variables:
             if name not in read:
                 allowed = ", ".join(sorted(read)) or "none, this template reads no others"
-                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}")
+                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *read)}")
+
+    def _template_sources(self) -> list[str]:
+        templates = self.inner.chat_template
+        return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
+
+    def template_variables(self) -> frozenset[str]:
+        """See `TokenizerDetails.template_variables`."""
+        read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
+        return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+
+    def template_fields(self) -> frozenset[str]:
+        """See `TokenizerDetails.template_fields`."""
+        return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
+
+    def special_ids(self) -> frozenset[int]:
+        """See `TokenizerDetails.special_ids`."""
+        added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
+        found = frozenset(self.inner.all_special_ids) | {token for token, one in added.items() if one.special}
+        # what stands for unknown characters is no control, unless it ends texts, too
+        return found if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else found - {unknown}
+
+    def digest(self) -> str:
+        """See `TokenizerDetails.digest`."""
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        # what a caller has set for padding and truncation stands before the added tokens, and is no part of a text
+        rules = (
+            sorted(self.vocabulary().items()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
+        )
+        parts = (
+            type(self.inner).__name__,
+            rules,
+            self._template_sources(),
+            getattr(self.inner, "response_template", None),
+            sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
+            [getattr(self.inner, name, None) for name in ("add_bos_token", "add_eos_token")],
+        )
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def call_opening(self) -> str | None:
         """See `ToolCallParser.call_opening`."""
@@ -132,6 +199,25 @@ class HFTokenizer:
         return self.inner.backend_tokenizer
 
 
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The same with the texts of its parts as lines of one."""
+    content = message.get("content")
+    joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
+    return {**message, "content": joined}
+
+
+@lru_cache(16)
+def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables of a chat template, and all names that may be those of a message's fields."""
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError as error:
+        raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
+    attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
+    texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(meta.find_undeclared_variables(parsed)), frozenset(attributes | texts)
+
+
 def _backend_alone_decodes(kind: Any) -> bool:
     """Whether `decode` of such tokenizers asks their backend and no more: streams call it twice per token."""
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
@@ -139,18 +225,20 @@ def _backend_alone_decodes(kind: Any) -> bool:
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
 
 
-def load_tokenizer(source: str, folder: str, **options: Any) -> HFTokenizer | None:
-    """The tokenizer beside a model, or None where there is none (prompts must then be token ids).
+def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HFTokenizer | None:
+    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
-    options: further arguments of `from_pretrained`, such as gguf_file.
-    """
-    from transformers import AutoTokenizer  # takes seconds
-
-    if Path(folder).is_dir() and not options and not any((Path(folder) / name).exists() for name in FILES):
+    place = Path(folder) / options.files.get("subfolder", "")
+    if place.is_dir() and not any((place / name).exists() for name in FILES):
         return None
+    # what stands in a folder made of a GGUF file is the file's; other classes would split texts their own way
+    kind = PreTrainedTokenizerFast if is_converted(place) else AutoTokenizer
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(folder, **options))
+        return HFTokenizer(kind.from_pretrained(folder, **options.files))
     except ImportError as error:  # a package that this tokenizer needs
         raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
     except Exception as error:  # the tokenizers package raises plain Exception on damaged files
-        raise SlipstreamError(f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}") from error
+        raise code_of_its_own(source, error) or SlipstreamError(
+            f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
+        ) from error

@@ -20,6 +20,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
 from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
+from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
+from slipstream.models.hf.rotations_by_length import rotate_by_length
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
 NEWEST, MOST = 10, 16  # states kept of a row: always the newest, and this many in all
@@ -152,8 +154,9 @@ class OwnCacheBackend:
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
-        self.device: torch.device = model.get_input_embeddings().weight.device
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.device = input_device(model)
+        # a draft that reached into long texts would be read as one of them
+        self.max_length: int = rotate_by_length(model) or getattr(config, "max_position_embeddings", None) or 1 << 20
         self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model, CACHE_NAMES)
@@ -161,7 +164,7 @@ class OwnCacheBackend:
         self.module_state = ModuleState(model)
         self.caches = OwnCaches()
         self._ids: list[list[int]] = []
-        self.vocab_size = self._vocab_size()
+        self.vocab_size = vocab_size_of(model)
 
     def reserve(self, rows: int, length: int) -> None:
         """Make slots; their states grow by themselves."""
@@ -232,6 +235,10 @@ class OwnCacheBackend:
         inputs = self.model.prepare_inputs_for_generation(
             everything, next_sequence_length=width, is_first_iteration=width == len(ids), **given
         )
+        embedded = inputs.get("inputs_embeds")
+        if embedded is not None and embedded.shape[1] > width:
+            extra = embedded.shape[1] - width
+            raise ValueError(f"prepare_inputs_for_generation adds {extra} virtual tokens, as prompt tuning does")
         if "logits_to_keep" in self._accepts:
             inputs["logits_to_keep"] = 0 if logits else 1  # 0: all
         self.module_state.restore(None if state is None else state.in_modules)
@@ -241,8 +248,3 @@ class OwnCacheBackend:
         returned = None if self._cache_name is None else out.get(self._cache_name)
         after = State(cache if returned is None else returned, self.module_state.saved())  # None: changed in place
         return out.logits[0, -count:], after
-
-    def _vocab_size(self) -> int:
-        head = self.model.get_output_embeddings()
-        size = getattr(head, "out_features", None) or self.model.config.get_text_config(decoder=True).vocab_size
-        return int(size)

@@ -34,11 +34,13 @@ from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
+from slipstream.models.hf.model_view import ModelView
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
-from slipstream.models.hf.state_trials import check_causal, differ, own_cache_backend
-from slipstream.models.hf.supported_models import not_by_position
+from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
+from slipstream.models.hf.supported_models import not_by_position, without_weights
+from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 
 log = logging.getLogger("slipstream")
@@ -53,11 +55,15 @@ AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only.
 
-    The model is the caller's, so its weights are packed only if fast=True asks for it.
+    The model stays as it is: all that is changed are the modules of a view. Its own weights stay in memory beside
+    packed ones, so they are packed only if fast=True asks for it.
     """
-    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-        raise UsageError(f"model of type {type(model).__name__}; allowed: a Hugging Face PreTrainedModel")
+    owned = unwrapped(model)
+    if (reason := without_weights(owned)) is not None:
+        raise UsageError(f"model {type(owned).__name__} is not supported: {reason}")
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
+    view = ModelView(owned)
+    model = view.model
     convert = _quantised(model, options, "'auto'") if options.quantise in BITS else None
     if convert is None and options.fast is True:
         convert = _packed(model, True)
@@ -69,15 +75,26 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
             "allowed: 'auto' or 'full', or draft_dtype='int4' or 'int8', which replaces its layers"
         )
     restriction = Restriction(model, options.vocabulary, convert)
-    backend = _backend(model, options.fast is True, convert)
+    backend = _backend(model, options.fast is True, convert, owned=owned)
     name, packed = model.config._name_or_path or type(model).__name__, convert is not None
     ends, made_of = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
-    return Loaded(backend, name, ends, wrapped, model, packed, made_of, head)
+    replaced = isinstance(backend, GraphedBackend) and options.fast is True
+    view.copies_weights = packed or replaced or head is not None or bool(recurrent_layers(model))
+    return Loaded(backend, name, ends, wrapped, owned, packed, made_of, head, view=view)
 
 
-def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None) -> AnyBackend:
+def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
+    """A loaded model as its owner has changed it since."""
+    _TRIED.discard(loaded.model)
+    return replace(wrap_model(loaded.model, None, options), tokenizer=loaded.tokenizer)
+
+
+def _backend(
+    model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None, owned: Any = None
+) -> AnyBackend:
     """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
+    owned: whose view it is.
 
     On CUDA its forwards are captured as graphs unless `fast` is False; True also replaces its layers. A model whose
     state cannot be written by position runs on caches of its own.
@@ -85,7 +102,7 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
     if reason is None:
-        check_causal(HFBackend(model), model)
+        reason = why_not_on_slots(model, lambda: is_causal(HFBackend(model), model))
     if convert is not None:
         _convert(model, convert)
     elif captured and fast is True:
@@ -93,20 +110,22 @@ def _backend(model: Any, fast: bool | str, convert: Convert | None, passed: Pass
     if reason is None:
         graphed = GraphedBackend(model) if captured else None
         backend = HFBackend(model) if graphed is None else graphed.eager
-        if convert is None and model in _TRIED:
+        if convert is None and owned in _TRIED:
             if graphed is not None and fast is True:
                 make_graphs_faster(graphed, OwnLogits(backend))
             return graphed or backend
         own = OwnLogits(backend, passed)
-        if "slots of a cache" in own.passed or not differ(model, own.logits):
-            own.passed.add("slots of a cache")
-            _TRIED.add(model)
+        name = "slots of a cache"
+        reason = why_not_on_slots(model, lambda: name in own.passed or not differ(model, own.logits, own.later))
+        if reason is None:
+            own.passed.add(name)
+            if owned is not None:
+                _TRIED.add(owned)
             if graphed is not None and fast is True:
                 make_graphs_faster(graphed, own)
             elif faster:
                 make_faster(backend, own)
             return graphed or backend
-        reason = "its attention takes neither positions nor masks as they are given"
     if captured and fast is True:
         raise _cannot_be_captured(model, reason)
     log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
@@ -170,9 +189,8 @@ def _convert(model: Any, convert: Convert) -> None:
 
 def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
     """The end-of-sequence ids `generate` would use."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if ends is None:
-        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
+    settings = getattr(model, "generation_config", None) or model.config.get_text_config()
+    ends = getattr(settings, "eos_token_id", None)
     ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
     return tuple(i for i in ids if 0 <= i < vocab_size)
 
@@ -187,7 +205,7 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
     in_blocks = found is not None and found.in_blocks
     if model.device.type == "cpu":
         separate_threads()
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     convert = None
     if not in_blocks:
         convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
@@ -215,7 +233,7 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     check_heads(source, model, ranks.size())
     _backend(model, False, None)  # on every rank: is the model one that can be run by position?
     backend = lead_or_follow(model, ranks)
-    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
     made_of = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
     return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, made_of)
 

@@ -33,7 +33,7 @@ class Layout:
     slots, positions: [T], in the KV cache; rows: the slots that attention reads. queries: [1, C], the positions of all
     its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
     into: [B * W], the token of each column of the rectangle; out_of: [T], the column of each token; None without one.
-    end: the end of the positions attended to.
+    end: the end of the positions attended to. reach: the first slot and position behind all that are written.
     """
 
     slots: Tensor
@@ -45,6 +45,7 @@ class Layout:
     out_of: Tensor | None
     cuts: list[Cut]
     end: int
+    reach: tuple[int, int]
 
 
 def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | None) -> Layout:
@@ -59,10 +60,12 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     row = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
     column = torch.arange(total) - torch.tensor(first)[row]
     slots, positions = torch.tensor([segment.slot for segment in segments])[row], starts[row] + column
+    last = max(segment.start + count for segment, count in zip(segments, written, strict=True))
+    reach = max(segment.slot for segment in segments) + 1, last
     if widths is None:
         cuts = _prompts(segments, first, total)
         end = max(cut.start + cut.width for cut in cuts)
-        return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end)
+        return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end, reach)
     width = _width(counts, widths)
     cells = torch.tensor(first)[:, None] + torch.arange(width)
     cuts, at = [], len(segments) * width
@@ -75,7 +78,8 @@ def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | 
     end = max(int(starts.max()) + width, *(cut.start + cut.width for cut in cuts), 0)
     out_of = row * width + column.clamp(max=width - 1)
     rows, shape = slice(segments[0].slot, segments[0].slot + len(segments)), (len(segments), width)
-    return Layout(slots, positions, rows, queries, shape, cells.clamp(max=total - 1).flatten(), out_of, cuts, end)
+    into = cells.clamp(max=total - 1).flatten()
+    return Layout(slots, positions, rows, queries, shape, into, out_of, cuts, end, reach)
 
 
 class RaggedCache(SlotCache):
@@ -108,7 +112,7 @@ class RaggedCache(SlotCache):
         self.tree = None
         self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
         self._rows, self._columns = layout.slots[None], layout.positions[None]
-        return self._attend_up_to(layout.end)
+        return self._attend_up_to(layout.end, *layout.reach)
 
     def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
         """The same for a forward over a tree. layout: of its rows, if it is ragged."""
@@ -130,8 +134,8 @@ class RaggedCache(SlotCache):
             self._destinations = slots, self._written.flatten()
         slots, positions = self._destinations
         written = positions if self.tree is None else self.tree.into[1]
-        if int(slots.max()) >= self.shape[0] or int(written.max()) >= self.shape[1]:
-            raise SlipstreamError(f"slot {int(slots.max())}, position {int(positions.max())}; reserved: {self.shape}")
+        if int(slots.max()) >= self.held[0] or int(written.max()) >= self.held[1]:
+            raise SlipstreamError(f"slot {int(slots.max())}, position {int(written.max())}; reserved: {self.shape}")
         return self._destinations
 
     def blocks(self, mask: Tensor) -> list[Block]:

@@ -15,8 +15,9 @@ from slipstream.errors import UsageError, first_line
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
-from slipstream.models.hf.fast_forwards import START, a_few_tokens
+from slipstream.models.hf.fast_forwards import START, a_few_tokens, later_starts
 from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.prepared_inputs import input_device, prepares_inputs_differently
 
 log = logging.getLogger("slipstream")
 
@@ -27,7 +28,7 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # difference of logits, rela
 # to 0.08, a wrong mask by 1
 CLOSE_ELSE = 0.3
 # what a model's own code raises on inputs that it does not take
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
 def own_cache_backend(model: Any) -> OwnCacheBackend:
@@ -46,13 +47,16 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
         ids = _ids(backend)
         whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, FIRST:]
         backend.module_state.find()
-        check_causal(backend, model)
+        is_causal(backend, model)
         if not _takes_several(backend, ids) and not _agree(whole, _steps(backend, ids)):
             raise UsageError(f"model {name} is not supported: its cached forward gives other logits than its whole one")
         steps, several = _after_noise(backend, ids, _steps), _after_noise(backend, ids, _several)
         backend.reads_on = backend.reads_on and _agree(steps, several)
         if not backend.reads_on:
             warn_slower(f"{name} reads drafts token by token: its forward of several gives other logits than of one")
+        elif prepares_inputs_differently(model):  # what it does to several at once need not be what it does to each
+            backend.reads_on = False
+            warn_slower(f"{name} reads drafts token by token: its prepare_inputs_for_generation is its own")
         again = backend.forward(ids[:, FIRST:], [FIRST], first_slot=0, logits=True)
         if not _agree(several if backend.reads_on else steps, again):
             raise UsageError(f"model {name} is not supported: its state after a token cannot be kept and put back")
@@ -65,11 +69,24 @@ def own_cache_backend(model: Any) -> OwnCacheBackend:
     return backend
 
 
-def check_causal(backend: Backend, model: Any) -> None:
-    """Refuse models whose configuration makes them attend to later tokens, as encoders do."""
+def why_not_on_slots(model: Any, try_forward: Callable[[], bool]) -> str | None:
+    """Why a model cannot run on the slots of a cache, as far as a trial shows; None if it can.
+
+    try_forward: whether the model gives its own logits there. Raises `UsageError` for a model that is refused anyway.
+    """
+    try:
+        return None if try_forward() else "its attention takes neither positions nor masks as they are given"
+    except UsageError:
+        raise
+    except MODEL_ERRORS as error:  # its code wants a cache of its own kind, or a mask of two dimensions
+        return f"its forward fails on the slots of a cache: {first_line(error)}"
+
+
+def is_causal(backend: Backend, model: Any) -> bool:
+    """True; refuses models whose configuration makes them attend to later tokens, as encoders do."""
     switches = [name for name in SWITCHES if getattr(model.config, name, None) is False]
     if not switches:
-        return
+        return True
     backend.reserve(1, TOKENS)
     ids = _ids(backend)
     whole = backend.forward(ids, [0], first_slot=0, logits=True)[:, :FIRST]
@@ -77,20 +94,40 @@ def check_causal(backend: Backend, model: Any) -> None:
         raise UsageError(
             f"model {type(model).__name__} attends to later tokens: {switches[0]}=False in its config; allowed: True"
         )
+    return True
 
 
 @torch.inference_mode()
-def differ(model: Any, logits: Tensor) -> bool:
+def differ(model: Any, logits: Tensor, later: Tensor | None = None) -> bool:
     """Whether a model gives other logits than these of `a_few_tokens`, [1, 9, V], from a slot cache.
 
     Either in one forward or, where quantised layers read many tokens in another precision, in as many tokens at a time.
+    later: the same of texts that begin later, [T, 9, V], computed together. Raises `UsageError` where a text's logits
+    depend on the positions of those beside it.
     """
-    tokens = a_few_tokens(logits.shape[-1], model.get_input_embeddings().weight.device)
+    tokens = a_few_tokens(logits.shape[-1], input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # `generate` gives them too
     given, close = logits.nan_to_num(), CLOSE_ELSE if block_linears(model) else None
     own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    if _agree(own.nan_to_num(), given.to(own.dtype), close):
-        return False
+    if not _agree(own.nan_to_num(), given.to(own.dtype), close) and _differs_in_two(model, tokens, given, close):
+        return True
+    for start, beside in () if later is None else zip(later_starts(model), later, strict=True):
+        own = model(input_ids=tokens, position_ids=positions + start, use_cache=False).logits
+        alone = [own.nan_to_num()] if start else [own.nan_to_num(), given.to(own.dtype)]
+        if any(_agree(logits, beside[None].nan_to_num().to(own.dtype), close) for logits in alone):
+            continue
+        if start:
+            return True
+        raise UsageError(
+            f"model {type(model).__name__} is not supported: what it computes of a text depends on how long the "
+            "texts beside it are; allowed: models whose rotations depend on a token's own position"
+        )
+    return False
+
+
+def _differs_in_two(model: Any, tokens: Tensor, given: Tensor, close: float | None) -> bool:
+    """`differ` where the model's own forward goes on from its own cache after the first tokens."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     try:
         begun = model(input_ids=tokens[:, :START], position_ids=positions[:, :START], use_cache=True)
         name = cache_name(model) or KEYS_AND_VALUES[0]

@@ -17,12 +17,21 @@ from transformers.cache_utils import (
 from slipstream.errors import UsageError
 from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, STATES, cache_name
+from slipstream.models.hf.prepared_inputs import prepares_inputs_differently
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
 
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 KINDS = frozenset(("full_attention", "sliding_attention"))
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
+
+
+def without_weights(model: Any) -> str | None:
+    """Why a model has no weights to compute with; None if it has, or something brings them when they are needed."""
+    moved = any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    if not moved and any(parameter.device.type == "meta" for parameter in model.parameters()):
+        return "its weights are on the meta device, without numbers; allowed: a model whose weights are loaded"
+    return None
 
 
 def check_supported(model: Any) -> None:
@@ -41,7 +50,9 @@ def not_by_position(model: Any) -> str | None:
     cached = cache_name(model, names) or names[-1]
     needed = ("position_ids", cached, "logits_to_keep") if attends else (cached, "logits_to_keep")
     reason = None
-    if not _known_layers(model, config, layers):
+    if getattr(model.config, "is_encoder_decoder", False):
+        reason = "it is an encoder-decoder model; allowed: decoder-only models"
+    elif not _known_layers(model, config, layers):
         reason = "it carries recurrent state or compressed attention"
     elif missing := [p for p in needed if p not in parameters]:
         reason = f"its forward takes no {missing[0]}"
@@ -49,6 +60,8 @@ def not_by_position(model: Any) -> str | None:
         reason = "it has no language-modelling head"
     elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
+    elif prepares_inputs_differently(model):
+        reason = "its prepare_inputs_for_generation gives the forward other inputs than transformers' does"
     return reason
 
 

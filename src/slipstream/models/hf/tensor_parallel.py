@@ -91,6 +91,11 @@ class TensorParallelBackend(HFBackend):
     def settle(self, slot: int, position: int) -> None:
         """See `Checkpoints.settle`; models with recurrent layers are refused."""
 
+    def read_as(self, slot: int, *, is_long: bool) -> None:
+        """See `LongTexts.read_as`."""
+        if is_long != (slot in self._long_slots):
+            self._do("read_as", slot, is_long=is_long)
+
     @property
     def attended_unit(self) -> int:
         """See `Backend`."""

@@ -25,7 +25,7 @@ class TreeRows:
     slots: [S], where each row's keys are, but for those at `positions` of `rows`, which stand at `places`; all [N].
     cells: row and column of each new token in the rectangle of all rows, [T] each. into: where each is written, slots
     and places, [T] each. forks: [T], the first position that a token sees at another place: at that of number `begins`,
-    [T], of `paths`, and so on.
+    [T], of `paths`, and so on. reach: the first slot and place behind all that are written.
     """
 
     slots: Tensor
@@ -37,6 +37,7 @@ class TreeRows:
     forks: Tensor
     begins: Tensor
     paths: Tensor
+    reach: tuple[int, int]
 
     def gathered(self, cached: Tensor, length: int) -> Tensor:
         """[S, heads, length, size] of keys or values [slots, heads, positions, size]."""
@@ -68,4 +69,6 @@ def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device)
     own_slots, own_rows, at, of_place = (part.to(device=device, dtype=torch.int64) for part in parts)
     cells, into = (of.to(device), column.to(device)), (slots[of].to(device), place.to(device))
     forked = torch.tensor(forks)[of], torch.tensor(begins)[of], torch.tensor(paths, dtype=torch.int64)
-    return TreeRows(own_slots, own_rows, at, of_place, cells, into, *forked)
+    last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
+    reach = max(segment.slot for segment in segments) + 1, last
+    return TreeRows(own_slots, own_rows, at, of_place, cells, into, *forked, reach)

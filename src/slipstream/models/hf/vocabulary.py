@@ -14,7 +14,8 @@ def same_vocabulary(target: Loaded, draft: Loaded) -> bool:
     if differing is None and a.head_size != b.head_size:
         raise UsageError(
             f"draft {b.name!r} has {b.head_size} logits, target {a.name!r} has {a.head_size}, and no tokenizers are at "
-            "hand to compare; allowed: the same vocabulary, or both tokenizers"
+            "hand to compare; allowed: the same vocabulary, or both tokenizers, by tokenizer= and draft_tokenizer= of "
+            "SpeculativeDecoder or CustomGenerate"
         )
     return usable(a, b, differing)
 

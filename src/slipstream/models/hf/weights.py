@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf.model_files import not_loaded, resolve
+from slipstream.models.hf.model_files import is_gguf, not_loaded, resolve
 from slipstream.models.loaded import PLAN, LoadOptions
 
 log = logging.getLogger("slipstream")
@@ -31,6 +31,7 @@ READER_ERRORS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    AssertionError,
     RuntimeError,
     ImportError,
     EOFError,
@@ -44,24 +45,43 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
     """The folder or hub id to take the tokenizer from, and the loaded model."""
     if PLAN in options.extra:
         raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
-    if source.endswith(".gguf") and options.dtype == "float32" and not options.extra:
+    if is_gguf(source) and options.dtype == "float32" and not options.extra:
         return _dequantised(source, options.device)
-    folder = resolve(source)
+    folder = resolve(source, options.extra)
     _read_ahead(Path(folder))
-    from transformers import AutoModelForCausalLM  # takes seconds
+    from transformers import AutoConfig  # takes seconds
 
     try:
         with quietly():
+            config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
             arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, **(arguments | options.extra), output_loading_info=True
-            )
+            arguments |= options.files | options.extra
+            model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
     except READER_ERRORS as error:
         raise not_loaded(source, folder, error) from error
     check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
     if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
         model = model.to(device_named(options.device))
     return folder, model
+
+
+def auto_class(config: Any) -> Any:
+    """What makes the model of a configuration: a causal language model or, with images or sounds, one that has it.
+
+    Raises `ValueError` for a configuration of something else.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
+            return auto
+    raise ValueError(f"{type(config).__name__} is of no causal language model; allowed: models that write text")
+
+
+def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
+    """The model of a configuration, with weights of its own. files: see `LoadOptions.files`."""
+    code = {name: value for name, value in files.items() if name in ("trust_remote_code", "code_revision")}
+    return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
 
 
 def _dequantised(source: str, device: str) -> tuple[str, Any]:
@@ -71,7 +91,7 @@ def _dequantised(source: str, device: str) -> tuple[str, Any]:
     from slipstream.models.hf.gguf_header import read_header
 
     header = read_header(Path(source).expanduser())
-    header.check()
+    header.check_model()
     return str(described(header)), dequantised(header.file, torch.float32).to(device_named(device))
 
 

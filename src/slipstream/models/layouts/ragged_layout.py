@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.core.argmax import argmax
 from slipstream.core.batch_layout import Rectangle
-from slipstream.core.cache_state import common_beginning
+from slipstream.core.cache_state import PROMPT_UNIT, common_beginning
 from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import RaggedForwards, RowSegment
 from slipstream.core.slot_table import CATCH_UP, SlotTable, in_order
@@ -109,7 +109,8 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
     """Several rows' texts one after the other, in forwards of a chunk."""
     shapes = table.shapes
     lacking = [RowSegment(slot, base, ends[slot] - base) for slot in ends for base in [table.states[slot].base]]
-    for segments in portions(lacking, shapes.shared_chunk):
+    most = shapes.chunk - PROMPT_UNIT if shapes.widths else shapes.chunk  # the last piece may be padded
+    for segments in portions(lacking, most):
         texts = [rows[segment.slot].tokens[segment.start : segment.start + segment.count] for segment in segments]
         counts = [segment.count for segment in segments]
         total = sum(counts[:-1]) + shapes.pad_prompt(counts[-1])

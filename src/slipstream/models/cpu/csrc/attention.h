@@ -54,10 +54,11 @@ static void update_softmax(struct query *q, int64_t start, int64_t size, floats 
     float most = largest(max_floats(left, right));
     if (!(most > q->most)) most = q->most;
     floats lowest = all_floats(LOWEST), top = all_floats(most);
-    left = exponential(max_floats(subtract_floats(left, top), lowest));
-    right = exponential(max_floats(subtract_floats(right, top), lowest));
+    /* of a number and what is none `max_floats` gives the second: a broken score makes the result no number either */
+    left = exponential(max_floats(lowest, subtract_floats(left, top)));
+    right = exponential(max_floats(lowest, subtract_floats(right, top)));
     left = only_lanes(left, begins, ends, zero), right = only_lanes(right, begins - 16, ends - 16, zero);
-    floats rest = exponential(max_floats(all_floats(q->most - most), lowest));
+    floats rest = exponential(max_floats(lowest, all_floats(q->most - most)));
     float first[16];
     store_floats(first, rest);
     q->sum = q->sum * first[0] + sum_of(add_floats(left, right));
@@ -66,14 +67,36 @@ static void update_softmax(struct query *q, int64_t start, int64_t size, floats 
     for (int64_t i = 0; i < size; i += 16) store_floats(q->out + i, multiply_floats(load_floats(q->out + i), rest));
 }
 
+/* Whether each of some queries sees all `there` positions from `start` on. */
+static int all_see(int count, const struct query *q, int64_t start, int64_t there) {
+    for (int i = 0; i < count; i++)
+        if (q[i].first > start || q[i].last + 1 < start + there) return 0;
+    return 1;
+}
+
+/* `gather_values` of each query by itself, from no other positions than those it sees: 0 times infinity is not 0. */
+static __attribute__((noinline)) void gather_seen(int count, struct query *q, int64_t start, int64_t there, int64_t size,
+                                                  const struct tile *tile) {
+    struct tile seen;
+    for (int i = 0; i < count; i++) {
+        copy_values(tile, there, size, &seen);
+        for (int64_t key = 0; key < there; key++)
+            if (start + key < q[i].first || start + key > q[i].last) clear_values(&seen, key, size);
+        gather_values(1, q + i, there, size, &seen);
+    }
+}
+
 /* Products of some queries with 32 keys, the weights that follow, and the weighted values of the first `there`. */
 ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t there, int64_t size,
-                        const struct tile *tile, float scaling) {
+                        const struct tile *tile, int all_finite, float scaling) {
     floats sum[TOGETHER][2], by = all_floats(scaling);
     score(count, q, size, tile, sum);
     for (int i = 0; i < count; i++)
         update_softmax(q + i, start, size, multiply_floats(sum[i][0], by), multiply_floats(sum[i][1], by));
-    gather_values(count, q, there, size, tile);
+    if (all_finite || all_see(count, q, start, there))
+        gather_values(count, q, there, size, tile);
+    else
+        gather_seen(count, q, start, there, size, tile);
 }
 
 /* Attention of all queries of a group over the positions that any of them sees. */
@@ -84,12 +107,13 @@ static void attend_positions(struct query *group, int count, const number *keys,
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         int64_t there = last + 1 - start < KEYS ? last + 1 - start : KEYS;
         fill_tile(&tile, keys, values, sight, start, last, size);
+        int all_finite = all_see(count, group, start, there) || values_are_finite(&tile, there, size);
         for (int i = 0; i < count; i += TOGETHER)
             switch (count - i) {
-                case 1: attend_tile(1, group + i, start, there, size, &tile, scaling); break;
-                case 2: attend_tile(2, group + i, start, there, size, &tile, scaling); break;
-                case 3: attend_tile(3, group + i, start, there, size, &tile, scaling); break;
-                default: attend_tile(4, group + i, start, there, size, &tile, scaling);
+                case 1: attend_tile(1, group + i, start, there, size, &tile, all_finite, scaling); break;
+                case 2: attend_tile(2, group + i, start, there, size, &tile, all_finite, scaling); break;
+                case 3: attend_tile(3, group + i, start, there, size, &tile, all_finite, scaling); break;
+                default: attend_tile(4, group + i, start, there, size, &tile, all_finite, scaling);
             }
     }
 }

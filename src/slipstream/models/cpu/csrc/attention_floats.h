@@ -58,6 +58,26 @@ static void fill_tile(struct tile *tile, const number *keys, const number *value
         for (int64_t i = 0; i < size; i += 16) transpose(these + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
 }
 
+/* Whether the values of the first `there` positions are numbers, and not infinite. */
+static int values_are_finite(const struct tile *tile, int64_t there, int64_t size) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < there * size; i++) {
+        uint32_t bits;
+        memcpy(&bits, tile->values + i, sizeof bits);
+        bits &= 0x7f800000;
+        most = bits > most ? bits : most;
+    }
+    return most < 0x7f800000;
+}
+
+static void copy_values(const struct tile *from, int64_t there, int64_t size, struct tile *to) {
+    to->values = memcpy(to->own_values, from->values, there * size * sizeof *from->values);
+}
+
+static void clear_values(struct tile *tile, int64_t key, int64_t size) {
+    memset(tile->own_values + key * size, 0, size * sizeof *tile->own_values);
+}
+
 static void store_weights(struct query *q, floats left, floats right) {
     store_floats(q->weights, left), store_floats(q->weights + 16, right);
 }

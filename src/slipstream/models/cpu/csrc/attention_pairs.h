@@ -51,6 +51,27 @@ static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *v
     interleave(these_values, last + 1 - start, size, tile->values);
 }
 
+/* Whether all values are numbers, and not infinite; those behind the last position are 0. */
+static int values_are_finite(const struct tile *tile, int64_t there, int64_t size) {
+    (void)there;
+    uint16_t most = 0;
+    for (int64_t i = 0; i < KEYS * size; i++) {
+        uint16_t bits = tile->values[i] & 0x7f80;
+        most = bits > most ? bits : most;
+    }
+    return most < 0x7f80;
+}
+
+static void copy_values(const struct tile *from, int64_t there, int64_t size, struct tile *to) {
+    (void)there;
+    memcpy(to->values, from->values, KEYS * size * sizeof *from->values);
+}
+
+static void clear_values(struct tile *tile, int64_t key, int64_t size) {
+    uint16_t *pairs = tile->values + key / 2 * 2 * size;
+    for (int64_t i = key % 2; i < 2 * size; i += 2) pairs[i] = 0;
+}
+
 static void store_weights(struct query *q, floats left, floats right) {
     store_bf16(q->weights, left), store_bf16(q->weights + 16, right);
 }

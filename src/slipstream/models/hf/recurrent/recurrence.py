@@ -106,7 +106,7 @@ class LayerMemory:
 
     def __init__(self, recurrence: Recurrence) -> None:
         device = recurrence.weight.device
-        self.states = torch.zeros(0, *recurrence.state_shape, device=device)
+        self.states = torch.zeros(0, *recurrence.state_shape, dtype=torch.float32, device=device)
         self.inputs = torch.zeros(0, 0, recurrence.inputs, dtype=recurrence.dtype, device=device)
 
     def resize(self, slots: int, ring: int, ends: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
     """Channels x [taps - 1 + n, C] -> [n, C], float32, rounded where the model rounds; not activated yet."""
     count = len(x) - recurrence.taps + 1
     x = x.float()
-    mixed = torch.zeros(count, recurrence.channels, device=x.device)
+    mixed = torch.zeros(count, recurrence.channels, dtype=torch.float32, device=x.device)
     for tap in range(recurrence.taps):
         mixed = mixed + x[tap : tap + count] * recurrence.weight[:, tap]
     if recurrence.bias is not None:

@@ -1,0 +1,103 @@
+"""Connections that must bring their requests in time, of which those without one make room for others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_ARRIVES = (
+    20.0  # seconds that the head of a request may take, from the connection's beginning or the last answer
+)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """most: connections, beyond which the oldest without a whole request is closed; twice as many are never kept.
+
+    stalled: seconds after which a client that reads nothing is given up.
+    """
+
+    most: int
+    stalled: float
+    arrival: float = REQUEST_ARRIVES
+
+    def protocol(self) -> Any:
+        """What makes connections, for uvicorn."""
+        return partial(BoundedConnection, self)
+
+
+class BoundedConnection(H11Protocol):
+    """One connection under these limits. waiting_since: when it began to wait for the request that it waits for."""
+
+    def __init__(self, limits: ConnectionLimits, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._arrival: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._cycle_seen: object = None
+        self.waiting_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close another one where there are too many."""
+        super().connection_made(transport)
+        self._await_request()
+        most = self._limits.most
+        if len(self.connections) > most:
+            others = [one for one in self.connections if isinstance(one, BoundedConnection) and one.lacks_request]
+            if len(self.connections) > 2 * most:
+                transport.abort()
+            elif others:
+                min(others, key=lambda one: one.waiting_since).give_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers."""
+        super().connection_lost(exc)
+        _end(self._arrival)
+        _end(self._stall)
+
+    def handle_events(self) -> None:
+        """A request whose head has come is waited for no longer; its body has a deadline of its own."""
+        super().handle_events()
+        if self.cycle is not self._cycle_seen:
+            self._cycle_seen = self.cycle
+            _end(self._arrival)
+
+    def on_response_complete(self) -> None:
+        """The next request must come in time."""
+        self._await_request()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._limits.stalled, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It does."""
+        super().resume_writing()
+        _end(self._stall)
+
+    @property
+    def lacks_request(self) -> bool:
+        """Whether no whole request is being answered."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body
+
+    def give_up(self) -> None:
+        """Close it without a word."""
+        self.connections.discard(self)  # at once, so that it is not given up twice
+        self.transport.abort()
+
+    def _await_request(self) -> None:
+        self.waiting_since = self.loop.time()
+        _end(self._arrival)
+        self._arrival = self.loop.call_later(self._limits.arrival, self.give_up)
+
+
+def _end(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

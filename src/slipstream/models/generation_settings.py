@@ -1,0 +1,57 @@
+"""What a model's generation_config asks of Hugging Face `generate`, and a decoder does only if its caller asks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slipstream.models.loaded import Loaded
+
+log = logging.getLogger("slipstream")
+
+OWN = "logits_processors"
+# settings that change greedy text: the values that change nothing, and the field of `SamplingParams` for the same
+SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "repetition_penalty": ((None, 1), "repetition_penalty"),
+    "bad_words_ids": ((None, []), "bad_words"),
+    "sequence_bias": ((None, {}, []), "logit_bias"),
+    "min_length": ((None, 0), "min_tokens"),
+    "min_new_tokens": ((None, 0), "min_tokens"),
+    "stop_strings": ((None, []), "stop"),
+    "suppress_tokens": ((None, []), OWN),
+    "begin_suppress_tokens": ((None, []), OWN),
+    "no_repeat_ngram_size": ((None, 0), OWN),
+    "encoder_repetition_penalty": ((None, 1), OWN),
+    "encoder_no_repeat_ngram_size": ((None, 0), OWN),
+    "forced_bos_token_id": ((None,), OWN),
+    "forced_eos_token_id": ((None,), OWN),
+    "exponential_decay_length_penalty": ((None,), OWN),
+    "guidance_scale": ((None, 1), OWN),
+    "watermarking_config": ((None,), OWN),
+}
+
+
+def warn_of_unread_settings(target: Loaded) -> None:
+    """Say in the log which settings of a model's generation_config `generate` would follow and a decoder does not."""
+    settings = getattr(target.model, "generation_config", None)
+    if settings is None:
+        return
+    values = {name: getattr(settings, name, None) for name in SETTINGS}
+    unread = {name: value for name, value in values.items() if value not in SETTINGS[name][0]}
+    if unread:
+        log.warning(
+            "model %s: its generation_config has %s, which generate applies and a decoder leaves to SamplingParams: %s",
+            target.name,
+            ", ".join(f"{name}={value!r:.60}" for name, value in unread.items()),
+            ", ".join(dict.fromkeys(SETTINGS[name][1] for name in unread)),
+        )
+    end = getattr(target.model.config.get_text_config(), "eos_token_id", None)
+    if settings.eos_token_id is None and end is not None:
+        ids = list(end) if isinstance(end, list | tuple) else [end]
+        log.warning(
+            "model %s: its generation_config names no end token, though its config does (eos_token_id=%r): texts run "
+            "to max_tokens, as generate's do; SamplingParams(stop_token_ids=%r) ends them",
+            target.name,
+            end,
+            ids,
+        )

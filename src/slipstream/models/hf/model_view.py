@@ -1,0 +1,168 @@
+"""A loaded model's modules once more, over the same weights: nothing that Slipstream changes in them reaches the model.
+
+A model that is handed over stays its owner's. It is trained, saved, copied and cast as before, while packed layers,
+replaced forwards, attention settings and eval mode are the view's alone. Before each call the view is compared with
+its model, so that whatever the owner has changed meanwhile is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from copy import copy, deepcopy
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+CONTAINERS = frozenset((list, set, dict, OrderedDict))
+SETTINGS = (PreTrainedConfig, GenerationConfig)
+OURS = "_slipstream"  # attributes that Slipstream keeps on a model begin so
+MOST_SAMPLES = 1 << 16  # numbers of a tensor that are read to see whether it has changed
+
+
+class ModelView:
+    """See the module. model: what Slipstream runs; copies_weights: see `View`, whoever replaces modules sets it."""
+
+    copies_weights = False
+
+    def __init__(self, owned: Any) -> None:
+        """owned: the model as its owner has it."""
+        self.owned = owned
+        self.model = _twin_of(owned)
+        modules = list(owned.modules())
+        self._attributes = [(vars(module), _frozen(vars(module))) for module in modules]
+        settings = {id(value): value for values, _ in self._attributes for value in values.values()}
+        self._settings = [(vars(x), _saved(x)) for x in settings.values() if isinstance(x, SETTINGS)]
+        tensors = {id(tensor): tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values())}
+        self._tensors: list[Tensor] = [tensor for tensor in tensors.values() if tensor is not None]
+        self._places = [_place(tensor) for tensor in self._tensors]
+        self._samples = [part for tensor in self._tensors if (part := _sample(tensor)) is not None]
+        self._values = self._read()
+
+    def is_same_model(self) -> bool:
+        """Whether the model consists of what it consisted of when the view was made, weights' values apart."""
+        for now, before in self._attributes:
+            before["training"] = now["training"]  # the view has a mode of its own
+            if not _equal(now, before):
+                return False
+        same_settings = all(_equal(now, before) for now, before in self._settings)
+        return same_settings and all(map(_is_at, self._tensors, self._places))
+
+    def has_same_weights(self) -> bool:
+        """Whether weights have the values that they had when the view was made or `accept_weights` was called."""
+        return self._read() == self._values
+
+    def accept_weights(self) -> None:
+        """Take the values that weights have now for those that they had."""
+        self._values = self._read()
+
+    def num_writes(self) -> int:
+        """How often PyTorch has counted a change of a weight in place; cheap enough for every round."""
+        return sum([0 if tensor.is_inference() else tensor._version for tensor in self._tensors])
+
+    @torch.inference_mode()
+    def _read(self) -> tuple[int, list[list[int]]]:
+        """`num_writes`, and sums of samples of all tensors, as changes by way of `.data` are not counted."""
+        sums: dict[torch.device, list[Tensor]] = {}
+        for part in self._samples:
+            sums.setdefault(part.device, []).append(part.sum(dtype=torch.float32))
+        # compared as bits, since NaN equals nothing
+        return self.num_writes(), [torch.stack(of_device).view(torch.int32).tolist() for of_device in sums.values()]
+
+
+def _twin_of(owned: nn.Module) -> Any:
+    """A tree of new module objects with the same parameters, buffers, hooks and attributes, in eval mode."""
+    twins: dict[int, Any] = {}
+    modules = list(owned.modules())
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, PreTrainedConfig):
+                deepcopy(value, twins)  # parts of a configuration are attributes of modules, too
+        is_script = isinstance(module, torch.jit.ScriptModule)  # has no attributes of its own
+        twins[id(module)] = module if is_script else object.__new__(type(module))
+    for module in modules:
+        twin = twins[id(module)]
+        if twin is not module:
+            attributes = {name: _moved(value, twins) for name, value in vars(module).items() if not _is_ours(name)}
+            attributes["training"] = False
+            attributes["_compiled_call_impl"] = None  # it calls the owner's module
+            vars(twin).update(attributes)
+            twin._modules.update((name, twins.get(id(child))) for name, child in module._modules.items())
+    return twins[id(owned)]
+
+
+def _moved(value: Any, twins: dict[int, Any]) -> Any:
+    """An attribute's value for the twin: what belongs to a module belongs to its twin."""
+    if type(value) in CONTAINERS:
+        return copy(value)
+    if isinstance(value, PreTrainedConfig):
+        return twins[id(value)]
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, twins.get(id(value.__self__), value.__self__))
+    if isinstance(value, partial):  # libraries that move weights about wrap a module's forward so
+        arguments = [twins.get(id(x), x) if isinstance(x, nn.Module) else x for x in value.args]
+        return update_wrapper(partial(value.func, *arguments, **value.keywords), value)
+    return value
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(OURS)
+
+
+def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes as they are now, containers by content."""
+    return {
+        name: copy(value) if type(value) in CONTAINERS else value
+        for name, value in attributes.items()
+        if not _is_ours(name)
+    }
+
+
+def _saved(settings: Any) -> dict[str, Any]:
+    copied = deepcopy(vars(settings))
+    return copied if _equal(vars(settings), copied) else _frozen(vars(settings))  # not all parts can be compared
+
+
+def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether attributes are the same objects or equal ones."""
+    if len(now) != len(before):
+        now = {name: value for name, value in now.items() if not _is_ours(name)}
+    try:
+        return now == before
+    except (RuntimeError, ValueError, TypeError):  # arrays do not compare to one truth: they are others
+        return False
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, _address(tensor)
+
+
+def _is_at(tensor: Tensor, place: tuple[Any, ...]) -> bool:
+    return _place(tensor) == place
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the numbers are; 0 for tensors that do not say."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """A view of numbers of all rows and, where there are enough rows, all columns; None for tensors without numbers."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+    if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    numbers, columns = tensor.detach(), tensor.shape[-1] if tensor.dim() else 1
+    if not numbers.is_contiguous():
+        return numbers.select(-1, columns // 2)
+    count = min(MOST_SAMPLES, max(columns, numbers.numel() // columns))
+    step = numbers.numel() // count
+    while math.gcd(step, columns) > 1:  # else it would come back to the same columns
+        step += 1
+    return numbers.view(-1)[::step]

@@ -1,0 +1,108 @@
+"""What a model's forward is to be given: on which device, and whether by `prepare_inputs_for_generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
+
+from slipstream.models.hf.cache_names import NAMES, cache_name, prepared_name
+
+SHORT, LONG = 9, 4096  # tokens of texts that are prepared
+LATEST = 3  # of them that are not cached yet, the second time
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model wants token ids: beside its embedding, or where that is brought to compute (by accelerate)."""
+    embedding = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embedding, "_hf_hook", None)
+    places = [getattr(part, "execution_device", None) for part in (hook, *getattr(hook, "hooks", ()))]
+    return torch.device(next((place for place in places if place is not None), "cpu"))
+
+
+def vocab_size_of(model: Any) -> int:
+    """How many logits a token has: by its output layer or, where that does not say, by its configuration."""
+    size = getattr(model.get_output_embeddings(), "out_features", None)
+    return int(size or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def prepares_inputs_differently(model: Any) -> bool:
+    """Whether the method is somebody else's and gives the model's forward anything that transformers' would not.
+
+    Whoever overrides it may change or add to the inputs, which only a loop that calls it at every step honours.
+    """
+    method = model.prepare_inputs_for_generation
+    if str(method.__module__).startswith("transformers.") or not isinstance(model, GenerationMixin):
+        return False
+    config = model.config.get_text_config()
+    longest = min(LONG, getattr(config, "max_position_embeddings", None) or LONG)
+    return any(
+        not _is_usual(model, length, cached)
+        for length in (min(SHORT, longest), longest)
+        for cached in (0, max(0, length - LATEST))
+    )
+
+
+@torch.inference_mode()
+def _is_usual(model: Any, length: int, cached: int) -> bool:
+    """Whether a text's inputs are those that transformers prepares. cached: how many of its tokens the cache holds."""
+    positions = torch.arange(length, device=input_device(model))[None]
+    ids = positions % len(model.get_input_embeddings().weight)
+    prepared = []
+    for method in (model.prepare_inputs_for_generation, _usual_method(model)):
+        cache: dict[str, Any] = {}
+        if (name := cache_name(model, NAMES)) is not None:
+            cache[prepared_name(model, name)] = _filled(cached)
+        try:
+            inputs = method(
+                ids,
+                next_sequence_length=length - cached,
+                is_first_iteration=not cached,
+                attention_mask=torch.ones_like(ids),
+                position_ids=positions,
+                use_cache=True,
+                **cache,
+            )
+        except Exception:  # somebody else's code may raise whatever it likes
+            return False
+        prepared.append({key: value for key, value in inputs.items() if value is not None and key not in NAMES})
+        prepared[-1]["caches"] = [inputs.get(key) is cache[key] for key in cache]
+    return _holds(prepared[1], prepared[0])
+
+
+def _usual_method(model: Any) -> Any:
+    """The nearest method of transformers that a model's own one takes the place of."""
+    bases = type(model).__mro__
+    owner = next(
+        base
+        for base in bases
+        if "prepare_inputs_for_generation" in vars(base) and base.__module__.startswith("transformers.")
+    )
+    return vars(owner)["prepare_inputs_for_generation"].__get__(model)
+
+
+def _filled(length: int) -> DynamicCache:
+    cache = DynamicCache()
+    if length:
+        nothing = torch.zeros(1, 1, length, 1)
+        cache.update(nothing, nothing, 0)
+    return cache
+
+
+def _holds(usual: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
+    """Whether inputs are among the usual ones; positions and masks may be left out, as the forward makes the same."""
+    if "input_ids" not in inputs:
+        return False
+    return all(name in usual and _same(usual[name], value) for name, value in inputs.items())
+
+
+def _same(usual: Any, value: Any) -> bool:
+    if isinstance(usual, Tensor) and isinstance(value, Tensor):
+        return torch.equal(usual, value)
+    return type(usual) is type(value) and bool(usual == value)

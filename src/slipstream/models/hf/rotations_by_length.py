@@ -1,0 +1,132 @@
+"""Rotations that depend on how long a text is: longrope turns the keys of long texts otherwise, from the first one on.
+
+transformers looks at the largest position of a whole call, so a short text beside a long one, or a draft that reaches
+far enough, would be turned otherwise than alone. Here every token is turned as its own text's length wants it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from slipstream.errors import UsageError
+from slipstream.models.hf.cache_names import cache_name, prepared_name
+from slipstream.models.hf.declared_numbers import thresholds
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
+PROBE = 4  # positions
+# whether the tokens of the forward under way are of long texts: [B, 1] or [1, W] bool; None: by the largest position
+_IS_LONG: ContextVar[Tensor | None] = ContextVar("is_long", default=None)
+
+
+class RotationsByLength:
+    """Replaces the `forward` of a model's rotary module. switch: a text of more tokens than this is long."""
+
+    def __init__(self, module: nn.Module, switch: int) -> None:
+        self._module, self.switch = module, switch
+
+    def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Rotation:
+        """The module's own for calls by anyone but `HFBackend`."""
+        is_long = _IS_LONG.get()
+        if is_long is None:
+            return _own(self._module, x, position_ids, options)
+        short = _own(self._module, x, position_ids.clamp(max=self.switch - 1), options)
+        if not bool(is_long.any()):
+            return short
+        long = _beside(self._module, x, position_ids, self.switch, options)
+        of_long = is_long[..., None].to(short[0].device)
+        cosines, sines = (torch.where(of_long, *both) for both in zip(long, short, strict=True))
+        return cosines, sines
+
+
+@contextmanager
+def texts_are_long(is_long: Tensor | None) -> Iterator[None]:
+    """For a forward of a model; see `_IS_LONG`."""
+    token = _IS_LONG.set(is_long)
+    try:
+        yield
+    finally:
+        _IS_LONG.reset(token)
+
+
+def rotate_by_length(model: Any) -> int | None:
+    """Make a model's rotations depend on each text's own length; returns the largest length of a short text.
+
+    None where they depend on a token's position alone. Found by trying the rotary modules around the positions that
+    the configuration names.
+    """
+    switches = set()
+    for module in model.modules():
+        if "position_ids" not in inspect.signature(type(module).forward).parameters or not hasattr(module, "rope_type"):
+            continue
+        forward = module.__dict__.get("forward")
+        if forward is None and (switch := _switch(model, module)) is not None:
+            forward = module.forward = RotationsByLength(module, switch)
+        if isinstance(forward, RotationsByLength):
+            switches.add(forward.switch)
+    if len(switches) > 1:
+        raise UsageError(
+            f"model {type(model).__name__} is not supported: its rotations change at {sorted(switches)} tokens; "
+            "allowed: at one number of them"
+        )
+    return next(iter(switches), None)
+
+
+def _switch(model: Any, module: nn.Module) -> int | None:
+    """The position whose presence in a call changes the rotations of earlier ones, if there is one."""
+    config = model.config.get_text_config()
+    end = getattr(config, "max_position_embeddings", None) or 0
+    x = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.get_input_embeddings().weight.device)
+    positions = torch.arange(PROBE, device=x.device)[None]
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    by_kind = "layer_type" in inspect.signature(module.forward).parameters
+    every: list[dict[str, str]] = [{"layer_type": kind} for kind in kinds] if by_kind else [{}]
+    for options in every:
+        try:
+            alone = _own(module, x, positions, options)
+            for position in thresholds(config, end)[:-1]:
+                before, behind = (_beside(module, x, positions, far, options) for far in (position - 1, position))
+                if _same(alone, before) and not _same(alone, behind):
+                    return position
+        except (RuntimeError, TypeError, ValueError, LookupError):  # positions or rotations of another form
+            continue
+    return None
+
+
+def drops_cache(model: Any, longest_short: int) -> bool:
+    """Whether `generate` reads a text anew that becomes long: whether its next forward is given all of its tokens."""
+    name, cache = cache_name(model), DynamicCache()
+    key = torch.zeros(1, 1, longest_short, 1)
+    cache.update(key, key, 0)  # its length is what matters
+    ids = torch.zeros(1, longest_short + 1, dtype=torch.int64)
+    given = {prepared_name(model, name): cache} if name else {}
+    try:
+        inputs = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **given
+        )
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return False
+    return bool(inputs["input_ids"].shape[1] > 1)
+
+
+def _own(module: nn.Module, x: Tensor, positions: Tensor, options: dict[str, Any]) -> Rotation:
+    cosines, sines = type(module).forward(module, x, positions, **options)
+    return cosines, sines
+
+
+def _beside(module: nn.Module, x: Tensor, positions: Tensor, far: int, options: dict[str, Any]) -> Rotation:
+    """A module's own rotations of these positions where a far one is among those of the call."""
+    together = torch.cat([positions, torch.full_like(positions[..., :1], far)], -1)
+    cosines, sines = _own(module, x, together, options)
+    return cosines[..., :-1, :], sines[..., :-1, :]
+
+
+def _same(one: Rotation, other: Rotation) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,202 @@
+"""An engine in which an exception ends the rows that it belongs to, and no other.
+
+A round changes nothing but caches before its tokens are committed, caches only ever hold a prefix of committed tokens,
+and random draws are keyed by seed and position. So a round that raises is repeated row by row: the rows that succeed
+get the tokens they would have had, and a row that fails alone is ended with its error. Where all rows fail, a plain row
+tells whether they or the engine are at fault.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+import torch
+
+from slipstream.core.batch import Batch, Clock
+from slipstream.core.cache_state import SlotState
+from slipstream.core.interfaces import Policy
+from slipstream.core.loop import STEPS, Engine
+from slipstream.core.rounds import Round
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+from slipstream.errors import first_line
+from slipstream.sampling.params import SamplingParams
+
+log = logging.getLogger("slipstream")
+
+NOT_OF_A_ROW = (KeyboardInterrupt, SystemExit, GeneratorExit)
+PROBE_PROMPT = 16  # tokens, so that a prompt is read as well
+PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # long enough to be drafted for
+
+
+@dataclass
+class GuardedEngine(Engine):
+    """`Engine`, whose `step` raises only if the engine itself has failed. sessions: the target's and the draft model's.
+
+    A step's rounds include those of rows that failed: without tokens, with finish reason "error".
+    """
+
+    sessions: Sequence[Session] = ()
+    _ended: list[Round] = field(default_factory=list, init=False)  # to be reported with the next step
+
+    @classmethod
+    def of(cls, engine: Engine, *sessions: Session | None) -> GuardedEngine:
+        """The same engine, guarded."""
+        parts = {part.name: getattr(engine, part.name) for part in fields(Engine)}
+        return cls(**parts, sessions=[session for session in sessions if session is not None])
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """See `Engine.batch`; empty if a row's options cannot be prepared, which `step` then reports."""
+        try:
+            return super().batch(rows)
+        except Exception:
+            if not self._end_failing(rows, lambda place: super(GuardedEngine, self).batch(rows[place : place + 1])):
+                raise
+            return super().batch([])
+
+    def read_ahead(self, running: Sequence[Row], new: Sequence[Row], budget: int) -> None:
+        """See `Engine.read_ahead`."""
+        read = super().read_ahead
+        try:
+            read(running, new, budget)
+        except Exception:
+            self._tidy(running)
+            self._end_failing(new, lambda place: read([*running, *new[:place]], new[place : place + 1], budget))
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, clock: Clock, read_ahead: Callable[[], None] | None = None) -> list[Round]:
+        """See `Engine.step`."""
+        begun = [len(row.rounds) for row in batch.rows]
+        try:
+            rounds = super().step(batch, clock, read_ahead) if batch.rows else []
+        except BaseException as error:
+            if isinstance(error, NOT_OF_A_ROW):
+                raise
+            rounds = self._one_by_one(batch, begun, error)
+        if self._ended:
+            rounds, self._ended = rounds + self._ended, []
+        return rounds
+
+    def _one_by_one(self, batch: Batch, begun: Sequence[int], error: BaseException) -> list[Round]:
+        """Repeat a step that has raised. begun: how many rounds each row had before it."""
+        rows, batch.rows = batch.rows, []  # so that a new batch is made: of this one's sampler nothing is known
+        self._tidy(rows)
+        for place, row in enumerate(rows):
+            if row.finish_reason is None:
+                self._guarded(row, partial(self._alone, rows, place, begun[place], error))
+        if all(row.error is not None for row in rows):
+            try:
+                self.check(error)
+            except BaseException:
+                for row in rows:  # it is not theirs, and another engine may go on with them
+                    if not row.rounds[-1].tokens:
+                        row.rounds.pop()
+                    row.finish_reason = row.error = None
+                raise
+        return [done for row, count in zip(rows, begun, strict=True) for done in row.rounds[count:]]
+
+    def _alone(self, rows: Sequence[Row], place: int, begun: int, error: BaseException) -> None:
+        """One row's part of the step. What stands in the first slot, which a row on its own uses, is kept meanwhile."""
+        row = rows[place]
+        if len(rows) == 1:
+            raise error
+        if len(row.rounds) > begun:  # it is committed; what failed was to learn from it
+            self._policy(row).observe([row])
+            return
+        for session in self.sessions:
+            exchange(session, place, len(rows))
+        try:
+            super().step(super().batch([row]), Clock())
+        finally:
+            for session in self.sessions:
+                exchange(session, place, len(rows))
+
+    def _policy(self, row: Row) -> Policy:
+        return self.predicting.policy if self.predicting is not None and row.prediction else self.policy
+
+    def _end_failing(self, rows: Sequence[Row], work: Callable[[int], object]) -> bool:
+        """Do some work for each row, by its place, and end those that fail; returns whether one has."""
+        for place, row in enumerate(rows):
+            self._guarded(row, partial(work, place))
+        self._ended += [row.rounds[-1] for row in rows if row.error is not None]
+        return bool(self._ended)
+
+    def _guarded(self, row: Row, work: Callable[[], object]) -> None:
+        """Do some work for a row, which is ended if it fails."""
+        try:
+            work()
+        except BaseException as error:
+            if isinstance(error, NOT_OF_A_ROW):
+                raise
+            self._tidy([])
+            if not isinstance(error, Exception):  # a panic in Rust
+                error = RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+            row.fail(error)
+            start, step = len(row.tokens), next(STEPS)
+            row.rounds.append(Round(row.index, step, 1, start, (), (), 0, rejected=False, finish_reason="error"))
+
+    def _tidy(self, rows: Sequence[Row]) -> None:
+        """After an interrupted round: caches hold committed tokens alone, those of a batch's rows at their places."""
+        for session in self.sessions:
+            forget_round(session)
+        with suppress(Exception):  # a row that is not moved is read again
+            for reader in filter(None, (self.target, self.draft_session)):
+                reader.settle(rows)
+
+    @torch.inference_mode()
+    def check(self, error: BaseException) -> None:
+        """Raise what a step failed with unless a plain row can be decoded, if with empty caches."""
+        try:
+            self._decode_probe()
+        except Exception as again:
+            log.warning("the engine begins anew with empty caches: %s", first_line(again))
+            for session in self.sessions:
+                session.forget()
+            try:
+                self._decode_probe()
+            except Exception:
+                raise error from None
+
+    def _decode_probe(self) -> None:
+        row = Row(-1, [0] * PROBE_PROMPT, PROBE, 0, group="probe")
+        for session in (self.target, self.draft_session):
+            if session is not None:
+                session.reserve(1, len(row.tokens) + PROBE.max_tokens)
+        batch = super().batch([row])
+        while row.finish_reason is None:
+            super().step(batch, Clock())
+        if row.error is not None:
+            raise row.error
+
+
+def forget_round(session: Session) -> None:
+    """After a round that did not reach its end: only tokens that are committed stay cached."""
+    table = session.table
+    for slot, state in enumerate(table.states):
+        if state.row is not None and state.round == len(state.row.rounds):
+            state.base = state.written = table.checkpoint(slot, min(state.base, len(state.row.tokens)))
+            state.branches = 0
+
+
+def exchange(session: Session, place: int, taken: int) -> None:
+    """Exchange what slot 0 and another one hold, through one behind the first `taken` that no row goes on in.
+
+    Where there is no memory for that, nothing is done, and the rows are read again.
+    """
+    if not place:
+        return
+    table = session.table
+    with suppress(Exception):
+        free = [slot for slot in range(taken, len(table.states)) if table.states[slot].is_idle]
+        spare = free[-1] if free else len(table.states)
+        session.reserve(spare + 1, 0)
+        for slot in (0, place):
+            if (row := table.states[slot].row) is not None:
+                table.seat(slot, row)  # brings together what it has accepted
+        for source, slot in ((0, spare), (place, 0), (spare, place)):
+            table.copy(source, slot, table.states[source])
+        table.states[spare] = SlotState()

@@ -1,0 +1,78 @@
+"""A server that is told to end does so in bounded time, whatever a thread of it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+SERVE = """
+import sys, threading, time
+from dataclasses import replace
+from slipstream.apps.server import launch
+from slipstream.apps.server.launch import serve
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.models.toy import ToyTokenizer
+from served import toy
+
+class Stuck(ToyTokenizer):
+    def encode(self, text):
+        while text.startswith("stuck"):
+            time.sleep(0.01)
+        return super().encode(text)
+
+def load():
+    decoder = toy()
+    decoder.target = replace(decoder.target, tokenizer=Stuck())
+    if sys.argv[1] == "engine":
+        forward = decoder.target.backend.forward
+        def stuck(*given, **more):
+            while True:
+                time.sleep(0.01)
+        decoder.target.backend.forward = stuck
+    return decoder
+
+def ready(server):
+    if sys.argv[1] == "lock":  # a thread that lets no other run, from the moment the server is to end
+        def hog():
+            import re
+            while server.service.state != "draining":
+                time.sleep(0.01)
+            re.match("(a+)+$", "a" * 60 + "b")
+        threading.Thread(target=hog, daemon=True).start()
+    print(server.url, flush=True)
+
+launch.CLOSES = 4.0
+launch.FORCED = 0.1
+import slipstream.apps.server.service as service
+service.ENGINE_STOPS = 0.1
+serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
+"""
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("engine", "lock")]
+
+
+@pytest.mark.parametrize("stuck", ["texts", *SLOW])
+def test_a_signal_ends_the_process_whatever_its_threads_do(stuck: str) -> None:
+    support = str(Path(__file__).parents[2] / "support")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([support, *filter(None, sys.path)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, stuck], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            url = server.stdout.readline().strip()
+            for prompt in ("stuck 1", "stuck 2", "stuck 3") if stuck == "texts" else ("A heron",) * (stuck == "engine"):
+                with pytest.raises(httpx.TimeoutException):
+                    httpx.post(f"{url}/v1/completions", json={"prompt": prompt}, trust_env=False, timeout=0.3)
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)  # far above what it takes, far below for ever
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()

@@ -1,0 +1,229 @@
+"""What goes wrong inside a request ends that request: others keep their texts, and the server serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_cases import by_id, chat
+from served import PATIENCE, Served, served, toy
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.apps.server.lines_under_way import LinesUnderWay
+from slipstream.core.types import Row
+
+MARK = "!!!"  # a prompt with it fails
+GOOD = ["A heron", "The sparrow was", "Then the wind"]
+
+
+class Broken(BaseException):
+    """Not an `Exception`: as what Rust raises."""
+
+
+def is_bad(row: Row) -> bool:
+    return bytes(row.tokens[: row.prompt_length]).find(MARK.encode()) >= 0
+
+
+def faulty(**settings: Any) -> SpeculativeDecoder:
+    """The toy, whose drafter fails at marked prompts once they have some output."""
+    decoder = toy(**settings)
+    drafter: Any = decoder.drafter
+    propose = drafter.propose
+
+    def failing(rows: Sequence[Row], *rest: Any) -> Any:
+        if any(is_bad(row) and row.num_output_tokens > 2 for row in rows):
+            raise Broken("secret")
+        return propose(rows, *rest)
+
+    drafter.propose = failing
+    return decoder
+
+
+def alone(prompt: str) -> str:
+    return toy().generate(prompt, SamplingParams(max_tokens=40), chat=False).text
+
+
+def ask(server: Served, prompts: Sequence[str]) -> list[Any]:
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(lambda prompt: server.complete(prompt, max_tokens=40, temperature=0), prompts))
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_a_request_that_fails_ends_alone(places: int) -> None:
+    with served(lambda: faulty(max_batch_size=places)) as server:
+        for _ in range(3):  # the same request again does no more harm
+            answers = ask(server, [*GOOD, f"bad {MARK}"])
+            assert [one.json()["choices"][0]["text"] for one in answers[:3]] == [alone(prompt) for prompt in GOOD]
+            assert answers[3].status_code == 500 and "secret" not in answers[3].text
+        assert server.http.get("/health").status_code == 200
+        assert server.server.failure is None and not server.call(lambda: server.service.live)
+
+
+def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on() -> None:
+    with served(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(server.text, GOOD[0], max_tokens=40, temperature=0)
+        body = {"prompt": f"bad {MARK}", "max_tokens": 40, "temperature": 0}
+        chunks = server.chunks("/v1/completions", body)
+        assert chunks[-1]["error"]["type"] == "server_error" and len(chunks) > 1
+        assert beside.result() == alone(GOOD[0])
+
+
+def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
+    def load() -> SpeculativeDecoder:
+        decoder: Any = toy(max_batch_size=2)
+        score = decoder.score_prompt
+
+        def failing(scores: Any, row: Row, *rest: Any) -> Any:
+            if is_bad(row):
+                raise MemoryError("no room")
+            return score(scores, row, *rest)
+
+        decoder.score_prompt = failing
+        return decoder
+
+    with served(load) as server:
+        assert server.complete(MARK, echo=True, logprobs=1, max_tokens=0).status_code == 500
+        assert server.complete("A heron", echo=True, logprobs=1, max_tokens=0).status_code == 200
+
+
+def test_a_request_for_which_there_is_no_memory_ends_alone() -> None:
+    def load() -> SpeculativeDecoder:
+        decoder: Any = toy(max_batch_size=2)
+        session = decoder._target_session
+        reserve = session.reserve
+
+        def failing(rows: int, length: int) -> None:
+            if length > 1000:
+                raise MemoryError("no room")
+            reserve(rows, length)
+
+        session.reserve = failing
+        return decoder
+
+    with served(load) as server, ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(server.text, GOOD[0], max_tokens=900, temperature=0)
+        assert server.complete("x", max_tokens=1500).status_code == 500
+        assert len(beside.result()) > 0
+        assert server.text(GOOD[0], max_tokens=40, temperature=0) == alone(GOOD[0])
+
+
+LINES = [chat(f"c{at}", "The heron" if at != 5 else MARK, temperature=0, max_tokens=20 + at) for at in range(12)]
+
+
+def test_a_job_answers_all_lines_but_the_one_that_fails(tmp_path: Path) -> None:
+    for name, order in (("job", LINES), ("last", [*LINES[:5], *LINES[6:], LINES[5]])):
+        output, errors = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.errors.jsonl"
+        report = faulty(max_batch_size=3).batch(order, output, errors=errors)
+        assert report.answered == 11 and report.failed == 1
+        assert [json.loads(line)["custom_id"] for line in errors.read_text().splitlines()] == ["c5"]
+        toy(max_batch_size=3).batch([line for line in LINES if line["custom_id"] != "c5"], tmp_path / f"{name}.good")
+        assert by_id(output) == by_id(tmp_path / f"{name}.good")
+
+
+def test_a_job_whose_engine_has_failed_says_so_and_keeps_what_is_answered(tmp_path: Path) -> None:
+    decoder = toy(max_batch_size=2)
+    drafter: Any = decoder.drafter
+    propose, calls = drafter.propose, iter(range(10**6))
+
+    def failing(*given: Any) -> Any:
+        if next(calls) > 30:
+            raise RuntimeError("the device is gone")
+        return propose(*given)
+
+    drafter.propose = failing
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        decoder.batch(LINES, tmp_path / "output.jsonl")
+    report = toy(max_batch_size=2).batch(LINES, tmp_path / "output.jsonl")
+    assert report.answered_before > 0 and report.answered + report.answered_before == len(LINES)
+
+
+def fatal(**settings: Any) -> SpeculativeDecoder:
+    """The toy, whose drafter never works again once it has seen a marked prompt."""
+    decoder = toy(**settings)
+    drafter: Any = decoder.drafter
+    propose, seen = drafter.propose, list[Row]()
+
+    def failing(rows: Sequence[Row], *rest: Any) -> Any:
+        seen.extend(filter(is_bad, rows))
+        if seen:
+            raise RuntimeError("the device is gone")
+        return propose(rows, *rest)
+
+    drafter.propose = failing
+    return decoder
+
+
+def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
+    """A server over a folder, which begins a batch or goes on: whether it lived, and what it says of the batch."""
+    with served(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
+        store = server.service.batches.store
+        if lines is not None:
+            data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            file = server.http.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]
+            server.http.post("/v1/batches", json={"input_file_id": file, "endpoint": "/v1/chat/completions"})
+        (record,) = store.batches.values()
+        pause = threading.Event()
+        for _ in range(int(PATIENCE / 0.005)):  # not on the event loop, which ends with the engine
+            if server.server.should_exit or not record.unfinished:
+                break
+            pause.wait(0.005)
+        if server.server.should_exit:
+            return False, None
+        told = server.http.get(f"/v1/batches/{record.id}").json()
+        texts = [server.http.get(f"/v1/files/{told[f'{name}_file_id']}/content").text for name in ("output", "error")]
+        return True, (told, texts)
+
+
+def test_a_line_that_ends_servers_is_answered_alone_and_then_never_again(tmp_path: Path) -> None:
+    ends, found = 0, served_batch(tmp_path / "b", LINES)
+    while not found[0]:
+        ends, found = ends + 1, served_batch(tmp_path / "b", None)
+        assert ends < 5
+    told, (output, errors) = found[1]
+    assert ends <= 2 and told["status"] == "completed"
+    assert told["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+    (error,) = map(json.loads, errors.splitlines())
+    assert error["custom_id"] == "c5" and "it is not tried again" in error["error"]["message"]
+    toy(max_batch_size=3).batch([line for line in LINES if line["custom_id"] != "c5"], tmp_path / "good.jsonl")
+    (tmp_path / "output.jsonl").write_text(output)
+    assert by_id(tmp_path / "output.jsonl") == by_id(tmp_path / "good.jsonl")
+
+
+def test_a_line_that_was_the_only_one_is_not_tried_again(tmp_path: Path) -> None:
+    assert served_batch(tmp_path / "b", [LINES[5]]) == (False, None)
+    lived, found = served_batch(tmp_path / "b", None)
+    assert lived and found[0]["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+
+
+def test_of_a_server_that_is_told_to_end_no_line_is_suspected(tmp_path: Path) -> None:
+    async def work() -> None:
+        path, keys = tmp_path / "lines", [("b", at) for at in range(3)]
+        for orderly, fatal, suspects in ((True, set(), set()), (False, set(), set(keys[:2]))):
+            lines = LinesUnderWay(path, ["b"])
+            async with lines.entered(keys[0]), lines.entered(keys[1]):
+                async with lines.entered(keys[2]):
+                    pass
+                lines.close(orderly=orderly)
+            lines = LinesUnderWay(path, ["b"])
+            assert (lines.fatal, lines.suspects) == (fatal, suspects)
+            lines.close(orderly=False)
+        lines = LinesUnderWay(path, ["b"])
+        assert lines.suspects == set(keys[:2])  # until they were tried
+        async with lines.entered(keys[0]):
+            other = asyncio.ensure_future(lines.entered(keys[2]).__aenter__())
+            await asyncio.sleep(0)
+            assert not other.done()
+            with path.open("ab") as file:
+                file.write(b'["b", 2')  # a dying process writes no more
+            lines.close(orderly=False)
+        await other
+        assert LinesUnderWay(path, ["b"]).fatal == {keys[0]} and LinesUnderWay(path, ["b"]).fatal == {keys[0]}
+        assert LinesUnderWay(path, ["c"]).fatal == set()
+
+    asyncio.run(work())

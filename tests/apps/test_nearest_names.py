@@ -1,0 +1,56 @@
+"""A wrong name that is near a known one is answered with that one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run
+from talk import refused, toy
+
+from slipstream import SamplingParams, UsageError
+from slipstream.errors import did_you_mean
+
+
+def test_only_near_names_are_suggested() -> None:
+    assert did_you_mean("ngrm", "ngram", "suffix") == "; did you mean 'ngram'?"
+    assert did_you_mean("xyz", "ngram", "suffix") == did_you_mean("topk", "topk") == did_you_mean("x") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (("--drafter", "ngrm"), "ngram"),
+        (("--drafter", "sufix:3"), "suffix"),
+        (("--acceptance", "typicl"), "typical"),
+        (("--acceptance", "rejecton"), "rejection"),
+        (("--dtype", "bfloat1"), "bfloat16"),
+        (("--num-draft-tokens", "heuristc:4"), "heuristic"),
+        (("--draft-dtype", "in8"), "int8"),
+    ],
+)
+def test_choices_of_the_command_line(
+    arguments: tuple[str, str], near: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, told = run(capsys, monkeypatch, "generate", "--target", "toy", "-p", "x", *arguments)
+    assert code == 2 and f"did you mean '{near}'?" in told and len(told.splitlines()) == 1
+
+
+def test_settings_in_files_and_sampling_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)
+    (file := tmp_path / "c.json").write_text(json.dumps({"draftr": "ngram"}))
+    assert "did you mean 'drafter'?" in run(capsys, monkeypatch, "generate", "-p", "x", "--config", str(file))[2]
+    (lines := tmp_path / "p.jsonl").write_text('{"prompt": "x", "category": "code"}\n')
+    told = run(capsys, monkeypatch, "generate", "--prompt-file", str(lines), "--category", "coed")[2]
+    assert "did you mean 'code'?" in told
+
+
+def test_a_conversation() -> None:
+    chat = toy()
+    assert "did you mean 'nucleus'?" in refused(chat, "/sampling nuclues")
+    assert "did you mean 'temperature'?" in refused(chat, "/set temprature 1")
+    assert "did you mean 'ngram'?" in refused(chat, "/drafter ngarm")

@@ -1,0 +1,268 @@
+"""An exception ends the row that it belongs to, wherever it is raised; its neighbours keep their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+from architectures import tiny_model
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.types import Row
+from slipstream.wiring import guarded_engine
+
+BAD = 59  # a token: the row whose prompt begins with it fails
+AT = 6  # tokens of output after which it does
+PROMPTS = [[5, 9, 11, 5, 9, 11, 5], [BAD, 9, 12, 9, 12], [7, 7, 7, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
+MIXED = [
+    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, seed=3, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(max_tokens=17, temperature=0.7, seed=8, ignore_eos=True, logprobs=2),
+]
+
+
+class Broken(Exception):
+    """What the faults of these tests raise."""
+
+
+class Panic(BaseException):
+    """What Rust raises is no `Exception`."""
+
+
+def is_bad(row: Row) -> bool:
+    return row.tokens[0] == BAD and row.num_output_tokens >= AT
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    honest = getattr(owner, name)
+    object.__setattr__(owner, name, lambda *given, **more: wrapper(honest, *given, **more))  # of frozen ones too
+    try:
+        yield
+    finally:
+        object.__setattr__(owner, name, honest)
+
+
+def in_drafter(decoder: SpeculativeDecoder) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+        if any(map(is_bad, rows)):
+            raise Broken("drafter")
+        return honest(rows, *rest)
+
+    return patched(decoder.drafter, "propose", propose)
+
+
+def in_forward(decoder: SpeculativeDecoder) -> Any:
+    """The forward writes what it writes, and fails."""
+
+    def score(honest: Any, rows: Sequence[Row], *rest: Any, **more: Any) -> Any:
+        out = honest(rows, *rest, **more)
+        if any(map(is_bad, rows)):
+            raise Broken("forward")
+        return out
+
+    session = decoder._target_session
+    return both(patched(session, "score", score), patched(session, "verify_greedy", score))
+
+
+def in_policy(decoder: SpeculativeDecoder) -> Any:
+    """What learns from a round fails once that is committed."""
+
+    def observe(honest: Any, rows: Sequence[Row]) -> None:
+        honest(rows)
+        if any(map(is_bad, rows)):
+            raise Broken("policy")
+
+    return patched(decoder._engine.policy, "observe", observe)
+
+
+def in_rust(decoder: SpeculativeDecoder) -> Any:
+    def propose(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+        if any(map(is_bad, rows)):
+            raise Panic("drafter")
+        return honest(rows, *rest)
+
+    return patched(decoder.drafter, "propose", propose)
+
+
+def in_stop_check(decoder: SpeculativeDecoder) -> Any:
+    """What is asked while tokens are committed cannot be asked twice."""
+
+    def check(row: Row, token: int) -> bool:
+        if is_bad(row):
+            raise Broken("stop")
+        return False
+
+    def rows(honest: Any, *given: Any, **more: Any) -> Any:
+        groups = honest(*given, **more)
+        for row in (row for group in groups for row in group if row.tokens[0] == BAD):
+            row.completes_stop = partial(check, row)
+        return groups
+
+    return patched(decoder.reader, "sample_rows", rows)
+
+
+def in_options(decoder: SpeculativeDecoder) -> Any:
+    """The options of a batch cannot be prepared."""
+
+    def sampler(honest: Any, rows: Sequence[Row], *rest: Any) -> Any:
+        if any(row.tokens[0] == BAD for row in rows):
+            raise Broken("options")
+        return honest(rows, *rest)
+
+    return patched(decoder._engine, "make_sampler", sampler)
+
+
+def in_prompt(decoder: SpeculativeDecoder) -> Any:
+    """A prompt cannot be read."""
+
+    def seat(honest: Any, slot: int, row: Row) -> None:
+        honest(slot, row)
+        if row.tokens[0] == BAD:
+            raise Broken("prompt")
+
+    return patched(decoder._target_session.table, "seat", seat)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def work(*_: Any) -> Any:
+        raise error
+
+    return work
+
+
+@contextmanager
+def both(one: Any, other: Any) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+LATER = {fault.__name__: fault for fault in (in_drafter, in_forward, in_policy, in_rust, in_stop_check)}
+AT_ONCE = {fault.__name__: fault for fault in (in_options, in_prompt)}
+
+
+def model_pair(**settings: Any) -> SpeculativeDecoder:
+    given = {"acceptance": "match", "num_draft_tokens": 3} | settings
+    return SpeculativeDecoder(tiny.fresh("llama"), tiny.perturbed("llama"), drafter="model", **given)
+
+
+def recurrent(**settings: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(tiny_model("lfm2"), drafter="ngram", num_draft_tokens=3, **settings)
+
+
+def toy(**settings: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder("toy", **{"drafter": "ngram", "num_draft_tokens": 3, "acceptance": "match"} | settings)
+
+
+def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The prompts with the bad one at a place of the batch, and the options of each."""
+    order = [n for n in range(len(PROMPTS)) if n != 1]
+    order.insert(place, 1)
+    return [PROMPTS[n] for n in order], [MIXED[n] for n in order]
+
+
+@pytest.mark.parametrize("place", range(len(PROMPTS)))
+@pytest.mark.parametrize("fault", (LATER | AT_ONCE).values(), ids=LATER | AT_ONCE)
+@pytest.mark.parametrize("made", [toy, model_pair, recurrent])
+def test_a_fault_ends_its_row_alone(made: Any, fault: Any, place: int) -> None:
+    prompts, params = ordered(place)
+    wanted = made().generate(prompts, params)
+    decoder = made()
+    with fault(decoder):
+        results = decoder.generate(prompts, params)
+    for n, (result, whole) in enumerate(zip(results, wanted, strict=True)):
+        if n == place:
+            count = len(result.token_ids)
+            assert result.finish_reason == "error" and result.error
+            assert AT <= count < 24 if fault.__name__ in LATER else count == 0
+            assert result.token_ids == whole.token_ids[:count]
+        else:
+            assert result.token_ids == whole.token_ids and result.finish_reason == "length" and result.error is None
+            assert result.logprobs == whole.logprobs
+    assert [result.token_ids for result in decoder.generate(prompts, params)] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize("made", [toy, model_pair])
+def test_what_neighbours_have_cached_stays(made: Any) -> None:
+    def read(decoder: SpeculativeDecoder) -> int:
+        decoder.generate(prompts, params)
+        return decoder.num_prefilled_tokens
+
+    prompts, params = ordered(2)
+    decoder = made()
+    with in_drafter(decoder):
+        faulty = read(decoder)
+    assert faulty == read(made())
+
+
+def test_without_keeping_it_the_neighbours_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_engine, "exchange", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_what_neighbours_have_cached_stays(toy)
+
+
+def test_a_fault_that_passes_ends_nobody() -> None:
+    prompts, params = ordered(1)
+    wanted, decoder, calls = toy().generate(prompts, params), toy(), iter(range(1000))
+
+    def propose(honest: Any, *given: Any) -> Any:
+        if next(calls) == 3:
+            raise Broken("once")
+        return honest(*given)
+
+    with patched(decoder.drafter, "propose", propose):
+        results = decoder.generate(prompts, params)
+    assert [one.token_ids for one in results] == [one.token_ids for one in wanted]
+
+
+def test_a_prompt_that_cannot_be_read_beside_others_ends_alone() -> None:
+    long = [[BAD, *range(3, 60)] * 12, [*range(3, 60)] * 12]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    def decoded(decoder: SpeculativeDecoder) -> list[Row]:
+        rows = decoder.rows([PROMPTS[0], *long], params)
+        scheduler = decoder.scheduler()
+        scheduler.prompt_budget = 64
+        scheduler.add(rows[0])
+        scheduler.step()
+        for row in rows[1:]:
+            scheduler.add(row)
+        ended = [done for done in scheduler.run([]) if done.finish_reason is not None]
+        assert len(ended) == 3
+        return rows
+
+    wanted, decoder = decoded(toy(max_batch_size=3)), toy(max_batch_size=3)
+    with in_prompt(decoder):
+        rows = decoded(decoder)
+    assert isinstance(rows[1].error, Broken) and not rows[1].output
+    assert [rows[0].output, rows[2].output] == [wanted[0].output, wanted[2].output]
+
+
+def test_a_single_prompt_raises_what_it_failed_with() -> None:
+    decoder = toy()
+    with in_drafter(decoder):
+        with pytest.raises(Broken):
+            decoder.generate(PROMPTS[1], MIXED[1])
+        tokens = []
+        with pytest.raises(Broken):
+            for chunk in decoder.stream(PROMPTS[1], MIXED[1]):
+                tokens += chunk.token_ids
+        assert tokens == toy().generate(PROMPTS[1], MIXED[1]).token_ids[: len(tokens)] and len(tokens) >= AT
+
+
+def test_what_fails_for_a_plain_row_as_well_is_raised() -> None:
+    decoder = toy()
+    with patched(decoder.drafter, "propose", raising(Broken("always"))), pytest.raises(Broken):
+        decoder.generate(PROMPTS, MIXED)
+    assert decoder.generate(PROMPTS, MIXED)[0].token_ids == toy().generate(PROMPTS, MIXED)[0].token_ids
+
+
+def test_an_interrupt_is_nobodys_fault() -> None:
+    decoder = toy()
+    with patched(decoder.drafter, "propose", raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        decoder.generate(PROMPTS, MIXED)

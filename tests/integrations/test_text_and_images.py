@@ -1,0 +1,87 @@
+"""Models that read text and images: their text is `generate`'s, by our loop, from a folder, and images are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from multimodal import CONFIGS, VOCAB, multimodal
+from tiny import fresh
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from slipstream.integrations.transformers.custom_generate import custom_generate
+
+pytestmark = pytest.mark.usefixtures("cache_audit")
+COUNT = 16
+IDS = torch.tensor([[0, 0, 5, 9, 11, 5, 9, 11], [5, 9, 11, 5, 9, 11, 5, 20]])
+BATCH = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, "eos_token_id": [7, 49]}
+over_classes = pytest.mark.parametrize("name", CONFIGS)
+TYPES = {  # what processors return beside the ids of a text: no token of it is an image's
+    "Gemma3ForConditionalGeneration": "token_type_ids",
+    "Qwen2VLForConditionalGeneration": "mm_token_type_ids",
+    "Qwen2_5_VLForConditionalGeneration": "mm_token_type_ids",
+    "Qwen3VLForConditionalGeneration": "mm_token_type_ids",
+}
+
+
+@over_classes
+def test_a_text_without_images_is_that_of_generate(name: str) -> None:
+    model, types = multimodal(name), {TYPES[name]: torch.zeros_like(IDS)} if name in TYPES else {}
+    plain = model.generate(**BATCH, **GREEDY)
+    for more in ({}, types):
+        assert torch.equal(model.generate(**BATCH, **GREEDY, **more, custom_generate=custom_generate), plain)
+    drafted = model.generate(**BATCH, **GREEDY, custom_generate=custom_generate, assistant_model=model)
+    assert torch.equal(drafted, plain)
+
+
+@over_classes
+def test_a_folder_runs_on_its_language_model(name: str, tmp_path: Path) -> None:
+    model = multimodal(name)
+    model.save_pretrained(tmp_path)
+    plain = model.generate(**BATCH, **GREEDY | {"eos_token_id": None})[:, IDS.shape[1] :].tolist()
+    made = SpeculativeDecoder(str(tmp_path), dtype="float32", device="cpu", reproducible=False)
+    texts = made.generate(
+        [[t for t in row if t] for row in IDS.tolist()], SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    )
+    assert [text.token_ids for text in texts] == plain
+
+
+def test_a_folder_with_images_is_not_quantised_at_load(tmp_path: Path) -> None:
+    multimodal("Gemma3ForConditionalGeneration").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"quantize='int8', but .* more parts than a language model \(text_config\)"):
+        SpeculativeDecoder(str(tmp_path), quantize="int8")
+
+
+MEDIA: dict[str, dict[str, Any]] = {
+    "image input is given; allowed: text only": {"pixel_values": torch.rand(2, 3, 28, 28)},
+    "token_type_ids is given; allowed: input_ids": {"token_type_ids": torch.ones_like(IDS)},
+}
+
+
+@pytest.mark.parametrize("message", MEDIA)
+def test_images_are_refused_by_name(message: str) -> None:
+    model = multimodal("Gemma3ForConditionalGeneration")
+    with pytest.raises(UsageError, match=message):
+        model.generate(**BATCH, **GREEDY, **MEDIA[message], custom_generate=custom_generate)
+
+
+def test_zeros_that_mean_something_are_refused() -> None:
+    types = {"token_type_ids": torch.zeros_like(IDS[1:])}  # GPT-2 adds an embedding for them
+    model, prompt = fresh("gpt2"), {"input_ids": IDS[1:] % VOCAB, "attention_mask": torch.ones_like(IDS[1:])}
+    bare = model.generate(**prompt, **GREEDY)
+    assert not torch.equal(model.generate(**prompt, **GREEDY, **types), bare)
+    with pytest.raises(UsageError, match="token_type_ids is given; allowed: input_ids and attention_mask only"):
+        model.generate(**prompt, **GREEDY, **types, custom_generate=custom_generate)
+
+
+def test_what_is_no_language_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        SlipstreamError, match="T5Config is of no causal language model; allowed: models that write"
+    ) as error:
+        SpeculativeDecoder(str(tmp_path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300

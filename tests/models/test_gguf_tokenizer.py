@@ -1,0 +1,245 @@
+"""A GGUF file's tokenizer: text is split as the file says, whole tokens stay whole, answers end where turns end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import ALPHABET, byte_level, write_model
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoTokenizer
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.hf.gguf_description import described
+from slipstream.models.hf.gguf_header import read_header
+from slipstream.models.hf.gguf_tokenizer import SPLITS
+from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
+from slipstream.models.hf.model_files import CONVERSION, embedded_model, is_converted, resolve
+from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = "don't   7 12345 x\n\n1 Ⅳ ४५ 日本語, «ok»!  \t end  CamelCase naïve e\u0301 'S x=1;//\n\n"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A cache of its own, except for the default model, which is in the user's."""
+    if request.node.get_closest_marker("smollm2") is None:
+        monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def info_of(
+    folder: Path, tokenizer: Callable[[Any], None], name: str = "llama", template: str | None = None, **values: bool
+) -> VocabularyInfo:
+    """What a file with this vocabulary says. values: flags of tokenizer.ggml."""
+
+    def more(writer: Any) -> None:
+        for key, value in values.items():
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+        if template is not None:
+            writer.add_chat_template(template)
+
+    write_model(folder / "some.gguf", name, tokenizer=tokenizer, more=more, vocab_size=300, pad_token_id=None)
+    return inspect_vocabulary(str(folder / "some.gguf"))
+
+
+def tokens(info: VocabularyInfo, text: str) -> list[str]:
+    """The tokens of a text as the vocabulary spells them."""
+    assert isinstance(info.tokenizer, HFTokenizer)
+    return list(info.tokenizer.inner.convert_ids_to_tokens(info.tokenizer.encode(text)))
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("smollm", "\n\n1.  7", ["ĊĊ", "1", ".", "ĠĠ", "7"]),
+        ("gpt-2", "\n\n1.  7", ["Ċ", "Ċ", "1", ".", "Ġ", "Ġ7"]),
+        ("default", "1234a", ["123", "4", "a"]),
+        ("llama-bpe", "12345 I'LL", ["123", "45", "ĠI", "'LL"]),
+        ("qwen2", "12 a\n\n", ["1", "2", "Ġa", "ĊĊ"]),
+        ("tekken", "aBc12/\n", ["a", "Bc", "1", "2", "/Ċ"]),
+        ("gpt-4o", "aBc don't 1234", ["a", "Bc", "Ġdon't", "Ġ", "123", "4"]),
+        ("deepseek-v3", "(x) 日本1234", ["(x", ")", "Ġ", "æĹ¥æľ¬", "123", "4"]),
+        ("deepseek-llm", "ab 日本 12", ["ab", "Ġ", "æĹ¥æľ¬", "Ġ", "12"]),
+        ("tiny_aya", "1234567", ["1", "234", "567"]),
+        ("afmoe", "12345", ["12", "345"]),
+        ("kimi-k2", "a日本b", ["a", "æĹ¥æľ¬", "b"]),
+        ("bloom", "a,b 1x", ["a", ",", "b", "Ġ1x"]),
+        ("command-r", "12 a", ["1", "2", "Ġa"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+    info = info_of(tmp_path, byte_level(pre, {"<end>": 3}, eos="<end>"))
+    assert isinstance(info.tokenizer, HFTokenizer)
+    split = info.tokenizer.inner.backend_tokenizer.pre_tokenizer
+    assert [word for word, _ in split.pre_tokenize_str(text)] == words
+
+
+def test_every_rule_loses_no_character() -> None:
+    pieces = {
+        name: [word for word, _ in pre_tokenizers.Sequence(parts).pre_tokenize_str(TEXT)]
+        for name, split in SPLITS.items()
+        if (parts := [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns])
+    }
+    assert all("".join(words) == TEXT for words in pieces.values())
+    assert len({tuple(words) for words in pieces.values()}) > 20
+
+
+def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        SlipstreamError, match=r"some\.gguf': tokenizer\.ggml\.pre is 'smolm', .*did you mean 'smollm'\? allowed: \S"
+    ) as error:
+        info_of(tmp_path, byte_level("smolm"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_without_a_rule_is_split_by_the_default_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        info = info_of(tmp_path, byte_level(None, {"<end>": 3}, eos="<end>"))
+        inspect_vocabulary(str(tmp_path / "some.gguf"))
+        resolve(str(tmp_path / "some.gguf"))
+    assert sum("does not say how text is split" in record.message for record in caplog.records) == 3  # each time
+    assert tokens(info, "\n\n1") == ["Ċ", "Ċ", "1"]
+
+
+def test_a_word_that_is_a_token_is_not_merged_anew_where_the_rule_says_so(tmp_path: Path) -> None:
+    for pre, expected in (("llama-bpe", ["xyz"]), ("qwen2", ["xy", "z"])):
+        info = info_of(tmp_path, byte_level(pre, {"xyz": 1}, merges=("x y", "Ċ Ċ")))
+        assert tokens(info, "xyz") == expected
+
+
+def test_characters_are_composed_where_the_original_does(tmp_path: Path) -> None:
+    for pre, expected in (("qwen2", ["Ã", "©"]), ("gpt-2", ["e", "Ì", "ģ"])):
+        assert tokens(info_of(tmp_path, byte_level(pre)), "e\u0301") == expected
+
+
+def test_texts_begin_as_the_file_or_else_the_rule_says(tmp_path: Path) -> None:
+    vocabulary = {"<start>": 3, "<end>": 3}
+    for pre, flags, first in (
+        ("llama-bpe", {}, "<start>"),
+        ("llama-bpe", {"add_bos_token": False}, "a"),
+        ("qwen2", {}, "a"),
+        ("qwen2", {"add_bos_token": True}, "<start>"),
+    ):
+        info = info_of(tmp_path, byte_level(pre, vocabulary, bos="<start>", eos="<end>"), **flags)
+        assert tokens(info, "a")[0] == first
+
+
+def test_whole_tokens_of_any_characters_stay_whole(tmp_path: Path) -> None:
+    added = {"<｜User｜>": 3, "<｜end｜>": 3, "<think>": 4}  # noqa: RUF001
+    info = info_of(tmp_path, byte_level("deepseek-v3", added, eos="<｜end｜>"))  # noqa: RUF001
+    assert tokens(info, "<｜User｜>a<think>") == ["<｜User｜>", "a", "<think>"]  # noqa: RUF001
+    assert isinstance(info.tokenizer, HFTokenizer)
+    assert len(info.tokenizer.vocabulary()) == len(ALPHABET) + 2 + 3  # nothing is added behind the file's own
+    assert info.end_ids == (len(ALPHABET) + 2 + 1,)
+    assert info.tokenizer.decode(info.tokenizer.encode("<｜User｜>a<think>")) == "a<think>"  # noqa: RUF001
+
+
+def test_a_class_of_transformers_does_not_bring_its_own_split(tmp_path: Path) -> None:
+    info_of(tmp_path, byte_level("gpt-2", {"<end>": 3}, eos="<end>"), name="qwen2")
+    folder = described(read_header(tmp_path / "some.gguf"))
+    loaded = load_tokenizer("some", str(folder))
+    assert loaded is not None and loaded.inner.convert_ids_to_tokens(loaded.encode("\n\n1")) == ["Ċ", "Ċ", "1"]
+    other = AutoTokenizer.from_pretrained(folder)  # the control: Qwen2's, whatever the folder says
+    assert other.convert_ids_to_tokens(other("\n\n1")["input_ids"]) == ["ĊĊ", "1"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_space_before_a_text_is_there_if_the_file_says_so(prefix: bool, tmp_path: Path) -> None:
+    def sentencepiece(writer: Any) -> None:
+        words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(words)
+        writer.add_token_scores([-float(number) for number in range(len(words))])
+        writer.add_token_types([2, 3, 3, *[6] * 256, 1, 1, 1])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    info = info_of(tmp_path, sentencepiece, add_space_prefix=prefix)
+    assert tokens(info, "a") == (["<s>", "▁a"] if prefix else ["<s>", "a"])
+    assert info.tokenizer is not None and info.tokenizer.decode(info.tokenizer.encode("a")) == "a"
+
+
+TURNS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<stop>": 3}
+HARMONY = {"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}
+
+
+@pytest.mark.parametrize(
+    ("added", "ids", "template", "ends"),
+    [
+        (TURNS, {"eos": "<|endoftext|>"}, CHATML, {"<|endoftext|>", "<|im_end|>"}),
+        (TURNS, {"eos": "<|im_end|>", "eot": "<stop>"}, None, {"<|im_end|>", "<|endoftext|>", "<stop>"}),
+        (TURNS, {"eos": "<|im_end|>", "eom": "<stop>"}, None, {"<|im_end|>", "<|endoftext|>", "<stop>"}),
+        ({"<stop>": 3, "<done>": 3}, {"eos": "<done>"}, CHATML.replace("<|im_end|>", "<stop>"), {"<done>", "<stop>"}),
+        ({"<done>": 3}, {"eos": "<done>"}, "{{ raise_exception('no') }}", {"<done>"}),
+        (HARMONY, {"eos": "<|return|>"}, None, {"<|return|>", "<|call|>"}),
+        ({"<eos>": 3, "</s>": 4}, {"eos": "<eos>"}, None, {"<eos>"}),  # a whole token, but of HTML
+        ({"<eos>": 3, "</s>": 3}, {"eos": "<eos>"}, None, {"<eos>", "</s>"}),
+    ],
+)
+def test_answers_end_at_every_token_that_ends_a_turn(
+    added: dict[str, int], ids: dict[str, str], template: str | None, ends: set[str], tmp_path: Path
+) -> None:
+    info = info_of(tmp_path, byte_level("smollm", added, **ids), template=template)
+    assert isinstance(info.tokenizer, HFTokenizer)
+    assert set(info.tokenizer.inner.convert_ids_to_tokens(info.end_ids)) == ends
+    assert info.tokenizer.inner.eos_token == ids["eos"]
+
+
+def test_a_loaded_model_ends_where_its_description_says(tmp_path: Path) -> None:
+    from slipstream.models.loaded import LoadOptions
+    from slipstream.models.loading import load
+
+    info = info_of(tmp_path, byte_level("smollm", TURNS, eos="<|endoftext|>"), template=CHATML)
+    for options in (LoadOptions(), LoadOptions("float32"), LoadOptions(fast=False)):
+        loaded = load(str(tmp_path / "some.gguf"), options)
+        assert set(loaded.end_ids) == set(info.end_ids) and len(info.end_ids) == 2
+
+
+def test_a_conversion_of_an_older_version_is_made_anew(tmp_path: Path, cache: Path) -> None:
+    cache.mkdir()
+    write_model(tmp_path / "some.gguf", tokenizer=byte_level("smollm", TURNS, eos="<|im_end|>"), vocab_size=300)
+    shutil.copy(tmp_path / "some.gguf", cache / "named.gguf")
+    folders = [Path(resolve(str(tmp_path / "some.gguf"))), cache / "named"]
+    folders[1].mkdir()
+    for folder in folders:
+        (folder / CONVERSION).unlink(missing_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "added_tokens.json").write_text("{}")
+    for name, folder in zip((str(tmp_path / "some.gguf"), "named"), folders, strict=True):
+        assert Path(resolve(name)) == folder and is_converted(folder)
+        assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+        assert not (folder / "added_tokens.json").exists()
+        loaded = load_tokenizer(name, str(folder))
+        assert loaded is not None and loaded.inner.convert_ids_to_tokens(loaded.encode("\n\n1")) == ["ĊĊ", "1"]
+        before = (folder / "config.json").stat().st_mtime_ns
+        assert Path(resolve(name)) == folder and (folder / "config.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.smollm2
+def test_the_default_model_reads_digits_and_spaces_as_it_was_trained() -> None:
+    loaded = load_tokenizer("smollm2", str(embedded_model()))
+    assert loaded is not None
+    assert [loaded.encode(text) for text in ("\n\n1", "   7")] == [[1116, 33], [333, 39]]
+    # the original's: digits alone, then GPT-2's words
+    original = loaded.inner.backend_tokenizer.from_str(loaded.inner.backend_tokenizer.to_str())
+    original.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    text = TEXT + Path(__file__).read_text()
+    assert loaded.encode(text) == original.encode(text).ids
+    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # the control: GPT-2's alone
+    assert loaded.encode(text) != original.encode(text).ids

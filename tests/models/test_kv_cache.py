@@ -1,0 +1,201 @@
+"""The slot cache holds what forwards have reached, grows without a trace in the logits, and forgets nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fast_part import mostly_slow
+from graph_cases import Case
+from tiny import VOCAB, fast, fresh, prompts, shared
+from torch import Tensor
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.interfaces import RowSegment, set_attended_lengths
+from slipstream.core.trees import segments_of
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cuda.indexed_cache import SPARE
+from slipstream.models.hf import kv_cache
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.kv_cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache
+
+END = 3 * FIRST_POSITIONS
+ALL = list(range(VOCAB))  # whatever a text's first token is, it ends with that
+PROMPT = 20
+WIDTHS = (1, 4, 7, 3, 16, 1, 33)
+
+
+def held_bytes(cache: SlotCache) -> int:
+    parts = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a_limit_that_no_text_comes_near_takes_no_memory(drafter: str) -> None:
+    def held(limit: int) -> tuple[int, list[list[int]]]:
+        model = fresh("llama", max_position_embeddings=9000)
+        with SpeculativeDecoder(model, drafter=drafter, reproducible=False, max_batch_size=8) as decoder:
+            limits = [SamplingParams(max_tokens=20, ignore_eos=True)] * 7
+            texts = decoder.generate(prompts([30] * 8), [SamplingParams(max_tokens=limit, stop_token_ids=ALL), *limits])
+            return held_bytes(decoder.target.backend.cache), [text.token_ids for text in texts]
+
+    few, texts = held(20)
+    many, same_texts = held(8000)
+    assert many == few and texts == same_texts
+    per_position = few // (8 * FIRST_POSITIONS)
+    assert few == per_position * 8 * FIRST_POSITIONS
+
+
+def test_slots_that_no_row_has_used_take_no_memory() -> None:
+    backend = HFBackend(shared("llama"))
+    backend.reserve(16, 600)
+    backend.forward(torch.ones(1, 9, dtype=torch.int64), [0], first_slot=0, logits=False)
+    assert backend.cache.held == (1, FIRST_POSITIONS)
+    backend.forward(torch.ones(1, 9, dtype=torch.int64), [0], first_slot=4, logits=False)
+    assert backend.cache.held == (5, FIRST_POSITIONS)
+    backend.copy(0, 9, 9)
+    assert backend.cache.held == (10, FIRST_POSITIONS) and backend.cache.shape[0] == 16
+
+
+def made(name: str, is_fast: bool, dtype: torch.dtype) -> HFBackend:
+    sizes: dict[str, Any] = {"max_position_embeddings": 2 * END} | ({"head_dim": 64} if is_fast else {})
+    return fast(name, dtype, **sizes) if is_fast else HFBackend(fresh(name, dtype=dtype, **sizes))
+
+
+CASES = [
+    (name, is_fast, dtype)
+    for name in ("llama", "gemma3")
+    for is_fast in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "is_fast", "dtype"), mostly_slow(CASES, CASES[0], CASES[3]))
+def test_growth_leaves_no_trace_in_the_logits(name: str, is_fast: bool, dtype: torch.dtype) -> None:
+    """Rows at different positions, wherever memory ends: next to what is attended to, or far behind."""
+    if is_fast and kernels() is None:
+        pytest.skip("needs a C compiler and a processor with AVX2")
+    growing, whole = (made(name, is_fast, dtype) for _ in range(2))
+    for backend in (growing, whole):
+        backend.reserve(3, 2 * END)
+    whole.cache.hold(*whole.cache.shape)
+    generator, sizes = torch.Generator().manual_seed(0), set()
+    text = torch.randint(0, growing.vocab_size, (3, END + 40), generator=generator)
+    starts = [5, 0, 0]
+    for backend in (growing, whole):
+        backend.forward(text[:1, :5], [0], first_slot=0, logits=False)
+    turn = 0
+    while max(starts) < END:
+        width, rows = WIDTHS[turn % len(WIDTHS)], (3, 1, 2)[turn % 3]
+        if turn % 5 == 4 and starts[0] % FIRST_POSITIONS < FIRST_POSITIONS - 64:  # on to the next end
+            width = FIRST_POSITIONS - 40 - starts[0] % FIRST_POSITIONS
+        fed = torch.stack([text[row, start : start + width] for row, start in enumerate(starts[:rows])])
+        both = [backend.forward(fed, starts[:rows], first_slot=0, logits=True) for backend in (growing, whole)]
+        assert torch.equal(*both), (turn, starts)
+        starts = [start + width if row < rows else start for row, start in enumerate(starts)]
+        sizes.add(growing.cache.held)
+        turn += 1
+    assert len({positions for _, positions in sizes}) > 2 and growing.cache.shape == whole.cache.shape
+
+
+@torch.inference_mode()
+def test_ragged_forwards_and_trees_reach_behind_what_they_attend_to() -> None:
+    if kernels() is None:
+        pytest.skip("needs a C compiler and a processor with AVX2")
+    backend = made("llama", True, torch.bfloat16)
+    backend.reserve(4, 2 * END)
+    text = torch.ones(600, dtype=torch.int64)
+    backend.forward(text[None, : FIRST_POSITIONS - 2], [0], first_slot=0, logits=False)
+    assert backend.cache.held == (1, FIRST_POSITIONS)
+    segments = [RowSegment(0, FIRST_POSITIONS - 2, 2)]
+    backend.forward_ragged(text[:16], segments, widths=(1, 2, 4, 8, 16))  # the last row's padding goes on
+    assert backend.cache.held == (1, 2 * FIRST_POSITIONS)
+    backend.release()
+    backend.reserve(4, 2 * END)
+    backend.forward(text[None, : FIRST_POSITIONS - 4], [0], first_slot=0, logits=False)
+    wide = segments_of(0, FIRST_POSITIONS - 4, FIRST_POSITIONS - 4, (-1,) * 9)
+    backend.forward_tree(text[:9], wide, widths=(1, 2, 4, 8, 16))
+    assert backend.cache.held[1] >= FIRST_POSITIONS - 4 + 9
+
+
+def test_copies_move_less_than_is_held_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+
+    def counting(cached: Tensor, *size: int) -> Tensor:
+        moved.append(cached.shape[0] * cached.shape[2])
+        return enlarged(cached, *size)
+
+    enlarged = kv_cache._enlarged
+    monkeypatch.setattr(kv_cache, "_enlarged", counting)
+    backend = HFBackend(fresh("llama", max_position_embeddings=1 << 15, num_hidden_layers=1))
+    backend.reserve(2, 1 << 14)
+    for start in range(0, 1 << 14, 64):
+        backend.forward(torch.ones(1, 1, dtype=torch.int64), [start], first_slot=start // 64 % 2, logits=False)
+    assert 0 < sum(moved) / 2 <= backend.cache.held[0] * backend.cache.held[1]
+    assert len(moved) / 2 <= 6
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_growth_that_finds_no_memory_loses_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def enlarged(cached: Tensor, *size: int) -> Tensor:
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return enlarge(cached, *size)
+
+    enlarge = kv_cache._enlarged
+    text = torch.tensor(prompts([FIRST_POSITIONS + 9]))
+    whole = HFBackend(shared("llama"))
+    whole.reserve(1, 900)
+    expected = whole.forward(text, [0], first_slot=0, logits=True)
+    backend = HFBackend(shared("llama"))
+    backend.reserve(1, 900)
+    backend.forward(text[:, :500], [0], first_slot=0, logits=False)
+    monkeypatch.setattr(kv_cache, "_enlarged", enlarged)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.forward(text[:, 500:], [500], first_slot=0, logits=True)
+    got = backend.forward(text[:, 500:], [500], first_slot=0, logits=True)
+    assert (got - expected[:, 500:]).abs().max() < 1e-4
+
+
+def test_room_is_whole_units_however_it_grew() -> None:
+    """Attention over a shorter length than its unit would round otherwise."""
+    backend = HFBackend(fresh("llama", max_position_embeddings=4000))
+    for unit, length in ((512, 1100), (512, 1600), (768, 1700), (256, 2000), (1024, 2000)):
+        set_attended_lengths(backend, unit, ())
+        backend.reserve(1, length)
+        assert backend.cache.shape[1] >= length and backend.cache.shape[1] % unit == 0
+        moves = backend.cache.moves
+        backend.reserve(1, length)
+        assert backend.cache.moves == moves
+    assert backend.cache.shape[1] % ATTENDED_UNIT == 0
+
+
+def test_graphs_are_captured_anew_where_the_memory_has_moved() -> None:
+    case = Case("llama", length=1000)
+    expected, got = case.both(case.tokens(2, 4), case.starts(2))
+    assert torch.equal(expected, got) and case.tape.captured == 1
+    case.both(case.tokens(1, 500), [PROMPT], first_slot=3)  # eager: another row's prompt
+    assert case.graphed.cache.held[1] > FIRST_POSITIONS
+    expected, got = case.both(case.tokens(2, 4), case.starts(2))
+    assert torch.equal(expected, got) and case.tape.captured == 2
+    for start in range(20, 900, 110):  # captured forwards that reach further themselves
+        expected, got = case.both(case.tokens(2, 4), [start, start // 2])
+        assert torch.equal(expected, got), start
+
+
+def test_padding_of_captured_forwards_stays_behind_every_text() -> None:
+    """A forward of three rows is padded to four, and the fourth slot may hold a text that ends with what is held."""
+    case = Case("llama", length=1000)
+    text = case.tokens(1, FIRST_POSITIONS - 3)
+    for backend in (case.eager, case.graphed):
+        backend.forward(text, [0], first_slot=3, logits=False)
+    assert case.graphed.cache.held[1] >= text.shape[1] + SPARE
+    expected, got = case.both(case.tokens(3, 2), [9, 8, 7])
+    assert case.tape.captured and torch.equal(expected, got)
+    expected, got = case.both(case.tokens(1, 2), [text.shape[1]], first_slot=3)
+    assert torch.equal(expected, got)

@@ -1,0 +1,99 @@
+"""A token's bits do not depend on how the tokens beside it are shared out among threads, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fast_part import mostly_slow
+from tiny import fast, fresh, prompts
+from torch import Tensor, nn
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.hf.activation import activated
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
+from slipstream.models.hf.fused_linear import fuse
+
+THREADS = (2, 3, 5, 8, 33)
+over_threads = pytest.mark.parametrize("threads", mostly_slow(THREADS, 3))
+ROWS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 40)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def gates(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """As a joint product leaves them: beside as many numbers that are multiplied by them."""
+    both = torch.randn(1, rows, 2 * size, generator=torch.Generator().manual_seed(0)) * 4
+    return both.to(dtype).split(size, -1)[0]
+
+
+@over_threads
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", [nn.functional.silu, nn.GELU("tanh")])
+def test_an_activation_of_many_rows_has_the_bits_of_each_alone(
+    act: nn.Module, dtype: torch.dtype, threads: int
+) -> None:
+    for size in (1536, 4096, 8960, 4000):
+        x = gates(max(ROWS), size, dtype)
+        torch.set_num_threads(1)
+        alone = torch.cat([act(x[:, row : row + 1]) for row in range(max(ROWS))], 1)
+        torch.set_num_threads(threads)
+        for rows in ROWS:
+            assert torch.equal(activated(act, x[:, :rows]), alone[:, :rows]), (size, rows)
+
+
+def test_pytorchs_own_sharing_is_seen_in_the_bits() -> None:
+    x = gates(32, 4096, torch.float32)
+    torch.set_num_threads(1)
+    alone = nn.functional.silu(x)
+    torch.set_num_threads(3)
+    if torch.equal(nn.functional.silu(x), alone):
+        pytest.skip("this PyTorch rounds alike everywhere")
+    assert torch.equal(activated(nn.functional.silu, x), alone)
+
+
+@over_threads
+def test_packed_forwards_of_several_widths_give_the_same_bits(threads: int) -> None:
+    torch.set_num_threads(threads)
+    sizes = {"hidden_size": 192, "intermediate_size": 4096, "num_attention_heads": 3, "num_key_value_heads": 1}
+    backend = HFBackend(fresh("llama", **sizes, head_dim=64))
+    fuse(backend.model)
+    pack(backend.model)
+    group_queries(backend)
+    fuse_layers(backend)
+    backend.reserve(1, 200)
+    text = torch.randint(0, backend.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
+
+    def logits(width: int) -> Tensor:
+        parts = [
+            backend.forward(text[:, first : first + width], [first], first_slot=0, logits=True)
+            for first in range(0, 64, width)
+        ]
+        return torch.cat(parts, 1)
+
+    assert torch.equal(logits(8), logits(32)) and torch.equal(logits(8), logits(16))
+
+
+@over_threads
+def test_texts_by_kernels_are_those_of_one_thread(threads: int) -> None:
+    if kernels() is None:
+        pytest.skip("needs a C compiler and a processor with AVX2")
+    texts, params = prompts([30, 9, 60]), SamplingParams(max_tokens=24, ignore_eos=True)
+
+    def generated(drafter: str, together: bool) -> list[list[int]]:
+        model = fast("llama", torch.bfloat16, head_dim=64).model
+        with SpeculativeDecoder(model, drafter=drafter, num_draft_tokens=5, reproducible=True) as decoder:
+            made = decoder.generate(texts, params) if together else [decoder.generate(text, params) for text in texts]
+        return [one.token_ids for one in made]
+
+    expected = generated("none", together=False)
+    torch.set_num_threads(threads)
+    assert generated("ngram", together=True) == generated("none", together=True) == expected

@@ -1,0 +1,150 @@
+"""Models that turn the keys of long texts otherwise: each text is `generate`'s, whatever is beside it or drafted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import VOCAB, Oracle, fresh, prompts, reference
+
+from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.core.session import Session
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.rotations_by_length import RotationsByLength
+
+SWITCH = 64  # tokens of the longest text that is short
+COUNT = 30
+LENGTHS = [20, 90, 58, 64, 65, 1100, 63]  # short, long, becoming long, at the switch, and of several chunks
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 9.0],
+    "original_max_position_embeddings": SWITCH,
+}
+PARAMS = SamplingParams(max_tokens=COUNT)
+
+
+def made(kind: str, dtype: torch.dtype = torch.float32, **rope: Any) -> Any:
+    shape = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False)
+    sizes = dict(num_key_value_heads=2, initializer_range=0.4, max_position_embeddings=32 * SWITCH)
+    if kind == "phi3":
+        own, config = {"original_max_position_embeddings": SWITCH}, transformers.Phi3Config
+    elif kind == "phimoe":  # also another factor of cosines and sines
+        own, config = {"num_local_experts": 4}, transformers.PhimoeConfig
+        rope = {"short_mscale": 1.2, "long_mscale": 1.4} | rope
+    else:  # what it began as short `generate` does not read anew
+        own, config = {}, transformers.LlamaConfig
+        rope = {"factor": 32.0} | rope
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        every = shape | ends | sizes | own
+        return transformers.AutoModelForCausalLM.from_config(config(**every, rope_parameters=ROPE | rope), dtype=dtype)
+
+
+@pytest.fixture(scope="module", params=["phi3", "phimoe", "llama"])
+def case(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[list[int]]]:
+    """A model, prompts, and what `generate` says after each alone, by a copy that nothing of ours has touched."""
+    model, texts = made(request.param).eval(), prompts(LENGTHS)
+    untouched = copy.deepcopy(model)
+    return model, texts, [reference(untouched, prompt, COUNT) for prompt in texts]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "right", "wrong"])
+def test_texts_are_those_of_generate_together_and_alone(drafter: str, case: Any) -> None:
+    model, texts, expected = case
+    chosen: Any = drafter
+    if drafter in ("right", "wrong"):
+        whole = [[*prompt, *text] for prompt, text in zip(texts, expected, strict=True)]
+        chosen = Oracle(whole, frozenset(range(0, COUNT, 4)) if drafter == "wrong" else frozenset())
+    drafts = {} if drafter == "none" else {"num_draft_tokens": 7}
+    decoder = SpeculativeDecoder(model, model, drafter=chosen, reproducible=False, max_batch_size=4, **drafts)
+    assert [result.token_ids for result in decoder.generate(texts, PARAMS)] == expected
+    if not isinstance(chosen, Oracle):
+        assert [decoder.generate(prompt, PARAMS).token_ids for prompt in texts[:4]] == expected[:4]
+
+
+def test_a_round_that_went_on_behind_the_switch_would_be_noticed(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts, expected = case
+    whole = [[*prompt, *text] for prompt, text in zip(texts, expected, strict=True)]
+    decoder = SpeculativeDecoder(model, drafter=Oracle(whole), num_draft_tokens=7, reproducible=False)
+    monkeypatch.setattr("slipstream.core.batch.Batch._most", lambda *_: None)
+    assert [result.token_ids for result in decoder.generate(texts, PARAMS)] != expected
+
+
+def test_sampled_texts_are_the_same_with_drafts_and_beside_others(case: Any) -> None:
+    model, texts, _ = case
+    params = [SamplingParams(temperature=0.8, max_tokens=COUNT, seed=seed) for seed in range(len(texts))]
+    plain, ngram = (
+        SpeculativeDecoder(model, drafter=drafter, acceptance="match", reproducible=False)
+        for drafter in ("none", "ngram")
+    )
+    alone = [plain.generate(prompt, one).token_ids for prompt, one in zip(texts, params, strict=True)]
+    assert [result.token_ids for result in ngram.generate(texts, params)] == alone
+
+
+def test_a_conversation_goes_on_as_generate_would(case: Any) -> None:
+    """What an earlier text has left is taken where it was read as this one is."""
+    model, texts, expected = case
+    decoder = SpeculativeDecoder(model, drafter="none", reproducible=False)
+    decoder.generate(texts[2], PARAMS)
+    longer = [*texts[2], *expected[2], 5]
+    for prompt in (longer, texts[2][:50], [*texts[2][:50], 9], longer):
+        assert decoder.generate(prompt, PARAMS).token_ids == reference(model, prompt, COUNT)
+
+
+def test_the_forwards_of_others_stay_the_models_own(case: Any) -> None:
+    model, texts, expected = case
+    assert HFBackend(model).longest_short == SWITCH
+    assert [reference(model, prompt, COUNT) for prompt in texts[:3]] == expected[:3]
+    assert [reference(copy.deepcopy(model), prompt, COUNT) for prompt in texts[:3]] == expected[:3]
+
+
+def test_lengths_matter_to_these_models(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the largest position of a call, as transformers turns keys, a short text beside a long one is another."""
+    model, texts, expected = case
+    decoder = SpeculativeDecoder(model, drafter="none", reproducible=False)
+    monkeypatch.setattr("slipstream.models.hf.backend.HFBackend._is_long", lambda *_: None)
+    assert [result.token_ids for result in decoder.generate(texts[:3], PARAMS)] != expected[:3]
+
+
+def test_captured_forwards_leave_these_models_alone() -> None:
+    backend = GraphedBackend(made("phi3").eval())
+    assert backend.longest_short == SWITCH and backend.reads_anew
+    assert backend.graph_memory().count == 0 and "how long each text is" in str(backend._graphs.reason)
+    assert Session(backend).table.longest_short == SWITCH
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear"}, {"rope_type": "dynamic"}, {"rope_type": "yarn"}, None])
+def test_other_rotations_are_left_alone(rope: dict[str, Any] | None) -> None:
+    own = {} if rope is None else {"rope_parameters": rope | {"rope_theta": 1e4, "factor": 4.0}}
+    own = own | ({"original_max_position_embeddings": SWITCH} if rope else {})
+    model = fresh("llama", **own)
+    backend = HFBackend(model)
+    assert backend.longest_short is None
+    assert not any(isinstance(module.__dict__.get("forward"), RotationsByLength) for module in model.modules())
+
+
+def test_factors_that_are_all_the_same_need_no_second_reading() -> None:
+    assert HFBackend(made("llama", long_factor=ROPE["short_factor"])).longest_short is None
+
+
+def test_a_dynamic_stretch_never_begins() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = fresh("llama", rope_parameters=rope, max_position_embeddings=SWITCH)
+    texts = prompts([20, 40, SWITCH - COUNT])
+    decoder = SpeculativeDecoder(model, drafter="ngram", num_draft_tokens=7, reproducible=False)
+    expected = [reference(fresh("llama", rope_parameters=rope, max_position_embeddings=SWITCH), p, 24) for p in texts]
+    results = decoder.generate(texts, SamplingParams(max_tokens=24))
+    assert [result.token_ids for result in results] == expected
+
+
+def test_a_model_on_caches_of_its_own_ends_where_long_texts_begin() -> None:
+    assert OwnCacheBackend(made("phi3").eval()).max_length == SWITCH
+    assert OwnCacheBackend(fresh("llama")).max_length == 1024

@@ -1,0 +1,113 @@
+"""Texts do not depend on PyTorch's default type and device, which belong to the caller; NaN is no text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import fresh, perturbed, prompts, shared
+
+from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
+from slipstream.integrations.transformers.custom_generate import custom_generate
+from slipstream.sampling.warpers import Options, Warp
+
+PROMPTS = prompts([9, 14])
+PARAMS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "sampled": {"temperature": 0.7, "top_p": 0.999, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 3},
+    "biases": {"temperature": 1.3, "top_k": 20, "logit_bias": {7: 2.5}, "bad_words": [[5, 6], [9]], "seed": 4},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "match": {},
+    "block": {"draft": perturbed("llama"), "drafter": "model", "num_draft_tokens": 3, "acceptance": "block"},
+}
+DEFAULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64, "meta": "meta"}
+
+
+@pytest.fixture(params=DEFAULTS)
+def default(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield DEFAULTS[request.param]
+    use(torch.float32)
+    torch.set_default_device(None)
+
+
+def use(default: Any) -> None:
+    """Make this PyTorch's default: a type, or a device."""
+    (torch.set_default_dtype if isinstance(default, torch.dtype) else torch.set_default_device)(default)
+
+
+def texts(models: dict[str, Any], params: dict[str, Any]) -> list[list[int]]:
+    decoder = SpeculativeDecoder(shared("llama"), **models)
+    return [result.token_ids for result in decoder.generate(PROMPTS, SamplingParams(max_tokens=24, **params))]
+
+
+@pytest.mark.parametrize("models", MODELS)
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_do_not_depend_on_defaults(models: str, params: str, default: Any) -> None:
+    expected = texts(MODELS[models], PARAMS[params])
+    use(default)
+    assert texts(MODELS[models], PARAMS[params]) == expected
+
+
+def test_generate_with_a_penalty_does_not_depend_on_defaults(default: Any) -> None:
+    ids = torch.tensor([PROMPTS[0]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    expected = shared("llama").generate(ids, **options, repetition_penalty=1.3)
+    use(default)
+    ours = shared("llama").generate(ids, **options, repetition_penalty=1.3, custom_generate=custom_generate)
+    assert torch.equal(ours, expected)
+
+
+def test_a_default_device_is_the_callers_again_between_the_chunks_of_a_stream() -> None:
+    decoder = SpeculativeDecoder(shared("llama"))
+    torch.set_default_device("meta")
+    try:
+        for _ in decoder.stream(PROMPTS[0], SamplingParams(max_tokens=4)):
+            assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "float16", "float64"], indirect=True)
+def test_temperature_and_top_p_are_the_numbers_asked_for(default: Any) -> None:
+    scores = torch.linspace(-4, 4, 5000, dtype=torch.float32)[None]
+    expected = Warp(Options(0.7, top_p=0.999), scores.device)(scores)
+    use(default)
+    assert torch.equal(Warp(Options(0.7, top_p=0.999), scores.device)(scores), expected)
+    assert int((expected == 0).sum()) > 0
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "match": {"drafter": "ngram"},
+    "rejection": {"drafter": "ngram", "acceptance": "rejection"},
+    "block": MODELS["block"],
+    "none": {"drafter": "none"},
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"logit_bias": {3: 1.0}}, {"top_p": 0.9, "repetition_penalty": 1.2}]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_text_is_sampled_from_logits_that_are_nan(rule: str, options: dict[str, Any]) -> None:
+    model = fresh("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    decoder = SpeculativeDecoder(model, **RULES[rule])
+    with pytest.raises(SlipstreamError, match=r"no token to choose from .* the model's own are NaN"):
+        decoder.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=4, **options))
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block", "match"])
+def test_a_draft_model_whose_logits_are_nan_changes_no_text(acceptance: str) -> None:
+    broken = fresh("llama")
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    settings: dict[str, Any] = {"drafter": "model", "num_draft_tokens": 3, "acceptance": acceptance}
+    decoder = SpeculativeDecoder(shared("llama"), broken, **settings)
+    plain = SpeculativeDecoder(shared("llama"), drafter="none")
+    for seed in range(3):
+        params = SamplingParams(temperature=1.0, max_tokens=12, seed=seed)
+        result = decoder.generate(PROMPTS[0], params)
+        assert result.stats.num_accepted_tokens == 0 or acceptance == "match"
+        assert result.token_ids == plain.generate(PROMPTS[0], params).token_ids
