@@ -61,8 +61,8 @@ def compiles_slowly(fields: SamplingFields) -> bool:
     """Whether a request's constraint may take seconds to compile."""
     forced = isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto")
     given = [(KINDS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()]
-    if fields.response_format is not None:
-        given.append(("json_schema", fields.response_format.json_schema))
+    if fields.response_format is not None and (named := fields.response_format.json_schema) is not None:
+        given.append(("json_schema", named.json_schema))
     texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in given]
     return forced or not all(is_small(kind, text) for kind, text in texts)
 
