@@ -26,8 +26,7 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.certificate.parity import Difference, count_differences
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.parity import Difference, TieJudge, count_differences
 from slipstream.drafters import check_name, traits
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet

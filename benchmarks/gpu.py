@@ -42,8 +42,7 @@ from gpu_arms import (
 from gpu_bits import agreeing_widths, compare_logits
 from terminal import Count, JsonFile, run
 
-from slipstream.certificate.full_precision import last_logits
-from slipstream.certificate.parity import first_difference
+from slipstream.certificate.parity import first_difference, last_logits
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.model_files import quiet

@@ -26,8 +26,7 @@ from rich.table import Table
 from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.certificate.parity import Difference, count_differences
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.parity import Difference, TieJudge, count_differences
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.reproducibility.calibration import Calibration, calibrate

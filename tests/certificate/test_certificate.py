@@ -6,11 +6,8 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from slipstream.certificate import sampled_frequencies
-from slipstream.certificate.checks import Verifier
-from slipstream.certificate.distribution_checks import DistributionChecks
-from slipstream.certificate.finding import Check
+from slipstream.certificate.checks import OPTIONS, Check, DistributionChecks, Verifier
 from slipstream.certificate.sampled_frequencies import Target, distribution_test
-from slipstream.certificate.text_checks import OPTIONS
 from slipstream.certificate.wrong_rules import WRONG_RULES, load_wrong_rule
 from slipstream.text.prompts import NamedPrompt
 

@@ -10,9 +10,8 @@ from tiny import perturbed, shared, tokenizer
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.certificate import tie_judge
-from slipstream.certificate.parity import count_differences
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate import parity
+from slipstream.certificate.parity import TieJudge, count_differences
 from slipstream.text.figures_as_text import verdict
 
 PROMPT = [5, 6, 7, 5, 6]
@@ -64,7 +63,7 @@ def test_a_wrong_token_is_no_tie_and_rounding_of_the_winner_is(given: dict, monk
         return logits
 
     monkeypatch.setattr(judge.decoder, "next_logits", rounded)
-    monkeypatch.setitem(tie_judge.explain.__globals__["CEILING"], torch.float32, 10.0)
+    monkeypatch.setitem(parity.explain.__globals__["CEILING"], torch.float32, 10.0)
     gap = float(scores.max() - scores[second])
     found = judge.judge(PROMPT, text, nearly(text, at, second), params)
     assert found is not None and found.tie == (gap <= 2 * found.noise)

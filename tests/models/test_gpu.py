@@ -12,7 +12,7 @@ import torch
 from tiny import ARCHITECTURES, fresh, prompts, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.parity import TieJudge
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.triton_layer import uses_kernels
 

@@ -16,7 +16,7 @@ from slipstream.bench.llama_baseline import LlamaBaseline
 from slipstream.bench.llama_cpp_model import LlamaCppModel, gguf_file
 from slipstream.bench.plan import BenchPrompt
 from slipstream.bench.records import Arm
-from slipstream.certificate.tie_judge import coupled
+from slipstream.certificate.parity import coupled
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError

@@ -10,8 +10,7 @@ from slipstream.bench.arms import OF_LLAMA_CPP, PLAIN
 from slipstream.bench.lineup import Lineup
 from slipstream.bench.plan import BenchPrompt, Group
 from slipstream.bench.records import Arm, Run, VerdictName
-from slipstream.certificate.parity import Difference, plain_difference
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.parity import Difference, TieJudge, plain_difference
 
 log = logging.getLogger("slipstream")
 

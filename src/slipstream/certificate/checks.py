@@ -8,18 +8,246 @@ target's own logits. Power: the same test on deliberately wrong rules, which it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import perf_counter
+from typing import Any, Literal
 
-from slipstream.certificate.distribution_checks import POWER_RULES, DistributionChecks
-from slipstream.certificate.finding import Check, Finding
-from slipstream.certificate.text_checks import OPTIONS, TextChecks
+from slipstream import drafters
+from slipstream.certificate.parity import Difference, TieJudge, count_differences
+from slipstream.certificate.sampled_frequencies import Target, distribution_test, sample
+from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
+from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompts import NamedPrompt
 
+# wrong rules that the test must catch: a crude one, and a subtle one that is wrong only where all drafts were accepted
+POWER_RULES = ("first-mismatch-kept", "bonus-from-raw-logits")
+FEWEST_RUNS, MOST_RUNS = 480, 4000
+# prompts after which drafts are accepted often, sometimes and rarely, and the target is more or less certain: every
+# wrong rule shows on some of them
+TEXTS = (
+    "The heron was slow. The heron was quick. The heron was",
+    "A dog is an animal. A rose is a plant. A cat is an animal. A tulip is a",
+    "def add(a, b): return a + b\ndef sub(a, b): return a - b\ndef mul(a, b): return a",
+)
+OPTION_TOKENS, SHORTEST = 32, 16  # tokens of the text of an option; of any text on a small budget
+PATTERN = "red green blue, red green blue, red green blue, red green"  # in which every drafter finds something
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.3},
+    "top_k": {"temperature": 1.0, "top_k": 20},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "presence_penalty": {"presence_penalty": 0.8},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {0: -5.0, 5: 3.0}},
+    "bad_words": {"bad_words": ["red", "green blue"]},
+    "min_tokens": {"min_tokens": 12},
+    "stop": {"stop": ["e,", "blue"]},
+    "all together": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
+}
 SHARE_OF_TEXTS = 0.6  # of the budget; the tests of distributions get the rest
+
+
+Outcome = Literal["pass", "FAIL", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of a check and the evidence for it, or why it does not apply."""
+
+    outcome: Outcome
+    detail: str
+
+    @classmethod
+    def of(cls, passed: bool, detail: str) -> Finding:
+        """Of a check that was made."""
+        return cls("pass" if passed else "FAIL", detail)
+
+
+def not_applicable(reason: str) -> Finding:
+    """Of a check that this decoder gives nothing to check."""
+    return Finding("not applicable", reason)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the certificate."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the check was made and found nothing wrong."""
+        return self.outcome == "pass"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the check was made and found something wrong."""
+        return self.outcome == "FAIL"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `passed` is null where the check does not apply."""
+        return vars(self) | {"passed": None if self.outcome == "not applicable" else self.passed}
+
+
+@dataclass
+class DistributionChecks:
+    """Tests sampled text. deadline: of `perf_counter`; FEWEST_RUNS texts are made for each test whatever it is."""
+
+    decoder: SpeculativeDecoder
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self._drafting = [always_drafting(self.decoder)]
+        if self.decoder.config.num_draft_tokens == "auto":  # short drafts end in a bonus token more often
+            self._drafting.append(self._drafting[0].using(num_draft_tokens=1))
+
+    def sampled(self) -> Finding:
+        """Whether the frequencies of sampled texts are the target's."""
+        outcome = distribution_test(self._drafting, self._targets, self._runs())
+        return Finding.of(outcome.passed, str(outcome))
+
+    def power(self, rule: str) -> Finding:
+        """Whether the same test catches a wrong rule with the fewest runs."""
+        wrong = [
+            drafting.using(acceptance=load_wrong_rule(rule), num_draft_tokens=_chain(drafting.config.num_draft_tokens))
+            for drafting in self._drafting
+        ]
+        outcome = distribution_test(wrong, self._targets, FEWEST_RUNS)
+        return Finding.of(not outcome.passed, str(outcome))
+
+    @cached_property
+    def _targets(self) -> list[Target]:
+        prompts = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
+        if self.decoder.tokenizer is not None:
+            prompts = [self.decoder.encode(text, chat=False) for text in TEXTS]
+        return [Target.of(self.decoder, prompt) for prompt in prompts]
+
+    def _runs(self) -> int:
+        """As many runs as the time allows, judged by a first few."""
+        few, started = 2 * self.decoder.config.max_batch_size, perf_counter()
+        sample(self._drafting[0], self._targets[0].prompt, range(few))
+        each = (perf_counter() - started) / few
+        left = self.deadline - perf_counter() - each * FEWEST_RUNS * len(POWER_RULES)
+        return int(min(max(left / each, FEWEST_RUNS), MOST_RUNS))
+
+
+def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same decoder, drafting whether it pays or not: a test sees nothing where nothing is drafted."""
+    if decoder.config.num_draft_tokens != "auto":
+        return decoder
+    if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that always drafts
+        return decoder.using("model", num_draft_tokens=drafters.traits("model").default_length)
+    return decoder.using(num_draft_tokens=decoder.traits.default_length)
+
+
+def _chain(wanted: int | str) -> int | str:
+    """The length of a draft that may have been a tree, which wrong rules do not take."""
+    choice = LengthChoice.parse(wanted)
+    return choice.count if choice.siblings > 0 and choice.count is not None else wanted
+
+
+@dataclass
+class Pair:
+    """Differences between plain and speculative texts of the same prompts, and how many tokens were drafted."""
+
+    differences: list[Difference | None] = field(default_factory=list)
+    drafted: int = 0
+
+
+@dataclass
+class TextChecks:
+    """Compares texts of `max_tokens` tokens, fewer where the budget (seconds for all of them) does not allow it."""
+
+    decoder: SpeculativeDecoder
+    prompts: Sequence[NamedPrompt]
+    max_tokens: int
+    budget: float
+
+    def __post_init__(self) -> None:
+        self._judge = TieJudge(self.decoder)
+        self._plain = self.decoder.using("none", num_draft_tokens="auto")
+        # "auto" verifies drafts that a drafter object has sampled by `block`; "match" shows the same loop coupled
+        auto = self.decoder.rule is None and self.decoder.config.acceptance == "auto"
+        self._seeded = self.decoder.using(acceptance="match") if auto and not self.decoder.coupled else self.decoder
+
+    def greedy(self) -> Finding:
+        """Greedy text of every prompt alone."""
+        params = SamplingParams(max_tokens=self._length(self.max_tokens))
+        return self._finding([self._pair(self.decoder, [p.prompt], [params]) for p in self.prompts])
+
+    def batch(self) -> Finding:
+        """Greedy text of all prompts in a batch, of different lengths."""
+        texts = [p.prompt for p in self.prompts]
+        params = [SamplingParams(max_tokens=self._length(self.max_tokens) - i % 7) for i in range(len(texts))]
+        return self._finding([self._pair(self.decoder, texts, params)])
+
+    def seeded(self) -> Finding:
+        """Sampled text of every prompt alone, each with its own seed."""
+        if not self._seeded.coupled:
+            return not_applicable("this rule does not couple draws")
+        params = SamplingParams(temperature=0.8, max_tokens=self._length(self.max_tokens))
+        pairs = [self._pair(self._seeded, [p.prompt], [replace(params, seed=i)]) for i, p in enumerate(self.prompts)]
+        return self._finding(pairs)
+
+    def option(self, given: dict[str, Any]) -> Finding:
+        """One text under a sampling option."""
+        if given.get("temperature") and not self._seeded.coupled:
+            return not_applicable("this rule does not couple draws")
+        if self.decoder.tokenizer is None:
+            return not_applicable("no tokenizer")
+        params = SamplingParams(**{"max_tokens": self._length(OPTION_TOKENS), "seed": 7, **given})
+        return self._finding([self._pair(self._seeded, [PATTERN], [params], chat=False)])
+
+    def _length(self, wanted: int) -> int:
+        return max(min(wanted, SHORTEST), int(wanted * self._affordable))
+
+    @cached_property
+    def _affordable(self) -> float:
+        """The share of the planned tokens there is time for, by the speed of plain decoding."""
+        ids = self.decoder.encode(PATTERN, chat=False) if self.decoder.tokenizer else [1, 2, 3]
+        self._plain.generate(ids, SamplingParams(max_tokens=2))
+        started = perf_counter()
+        self._plain.generate(ids, SamplingParams(max_tokens=SHORTEST, ignore_eos=True))
+        each = (perf_counter() - started) / SHORTEST
+        planned = 6 * len(self.prompts) * self.max_tokens + 2 * len(OPTIONS) * OPTION_TOKENS
+        return min(1.0, self.budget / (planned * each))
+
+    def _pair(
+        self, decoder: SpeculativeDecoder, prompts: list[str], params: list[SamplingParams], *, chat: bool = True
+    ) -> Pair:
+        ids = [decoder.encode(prompt, chat=chat) for prompt in prompts]
+        got = decoder.generate(ids, params)
+        expected = [self._plain.generate(prompt, one) for prompt, one in zip(ids, params, strict=True)]
+        differences = [
+            self._judge.judge(prompt, a.token_ids, b.token_ids, one, same_bits=decoder.reproducible)
+            for prompt, one, a, b in zip(ids, params, expected, got, strict=True)
+        ]
+        return Pair(differences, sum(result.stats.num_draft_tokens for result in got))
+
+    def _finding(self, pairs: Sequence[Pair]) -> Finding:
+        """Ties are allowed where the decoder is not reproducible."""
+        differences = [d for pair in pairs for d in pair.differences]
+        counted = count_differences(differences)
+        allowed_ties = 0 if self.decoder.reproducible else counted["ties"]
+        passed = counted["different"] == 0 and counted["ties"] <= allowed_ties
+        detail = f"{counted['identical']} of {len(differences)} identical"
+        for name, text in (
+            ("ties", "ties"),
+            ("not_compared", "not compared: rounding at an edge of top-k, top-p, min-p"),
+        ):
+            detail += f", {counted[name]} {text}" if counted[name] else ""
+        first = next((d for d in differences if d is not None and (not passed or not d.tie)), None)
+        if first is not None:
+            detail += f"; position {first.position}: plain {first.expected}, speculative {first.got}"
+        return Finding.of(passed, f"{detail}, {sum(pair.drafted for pair in pairs)} tokens drafted")
 
 
 @dataclass

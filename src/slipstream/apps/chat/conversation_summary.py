@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened
-from slipstream.certificate.tie_judge import TieJudge
+from slipstream.certificate.parity import TieJudge
 from slipstream.errors import UsageError
 from slipstream.text.figures_as_text import statistics_line, time_split, verdict
 from slipstream.text.stats import Stats

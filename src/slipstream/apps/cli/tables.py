@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
-from slipstream.certificate.finding import Check
+from slipstream.certificate.checks import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
 from slipstream.text.figures_as_text import percent, verdict
 from slipstream.text.results import Result

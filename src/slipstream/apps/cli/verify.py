@@ -25,7 +25,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.text.prompts import NamedPrompt, chosen_prompts
 
 if TYPE_CHECKING:
-    from slipstream.certificate.finding import Check
+    from slipstream.certificate.checks import Check
     from slipstream.decoder import SpeculativeDecoder
 
 
