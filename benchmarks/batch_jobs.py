@@ -128,8 +128,8 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
     """Transformers' `generate`, batch after batch, each as long as its longest; a request's own tokens count."""
     from dataclasses import replace
 
+    from slipstream.bench.arms import Arm
     from slipstream.bench.baselines import Baseline, plain_model
-    from slipstream.bench.records import Arm
     from slipstream.models.loaded import LoadOptions
 
     hf = Baseline(Arm("hf"), plain_model(decoder.target, LoadOptions()), None, decoder.target.end_ids, args.batch)

@@ -27,7 +27,7 @@ import typer
 from rich.table import Table
 from terminal import Count, JsonFile, console, numbers, run
 
-from slipstream.bench.llama_cpp_model import bindings, gguf_file
+from slipstream.bench.llama_cpp import bindings, gguf_file
 from slipstream.errors import SlipstreamError
 
 WORKER = str(Path(__file__).with_name("forward_worker.py"))

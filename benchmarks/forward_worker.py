@@ -53,7 +53,7 @@ def llama_cpp(target: str) -> tuple[Read, Prompt]:
     """The same by llama.cpp."""
     import torch
 
-    from slipstream.bench.llama_cpp_model import LlamaCppModel
+    from slipstream.bench.llama_cpp import LlamaCppModel
 
     model = LlamaCppModel(Path(target), torch.get_num_threads())
     return (

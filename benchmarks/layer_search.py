@@ -33,7 +33,7 @@ from terminal import Count, console, run
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.prediction.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
+from slipstream.bench.speed_model.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
 from slipstream.core.interfaces import Backend
 from slipstream.drafters.layer_skip.shared_cache import remember_layers
 from slipstream.models.hf.model_files import quiet

@@ -25,7 +25,13 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
-from slipstream.bench.prediction.formula import Acceptance, Costs, measure_costs, predict_from_stats, predicted_speed_up
+from slipstream.bench.speed_model.formula import (
+    Acceptance,
+    Costs,
+    measure_costs,
+    predict_from_stats,
+    predicted_speed_up,
+)
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompts import read_prompts, spread
 

@@ -25,7 +25,7 @@ from load_memory import Watch, _anonymous
 from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 
-from slipstream.bench.llama_cpp_model import BATCH, LlamaCppModel, gguf_file
+from slipstream.bench.llama_cpp import BATCH, LlamaCppModel, gguf_file
 from slipstream.core.cache_state import EXACT_FIT
 from slipstream.errors import UsageError
 from slipstream.models.hf.block_loading import load_unpacked

@@ -11,10 +11,9 @@ from tiny import fresh, perturbed, reference, shared, tokenizer
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.arms import parse_arms
 from slipstream.bench.baselines import Baseline, assistant_settings
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
-from slipstream.bench.runner import Runner
 from slipstream.bench.summary import summarise
 from slipstream.text.prompts import NamedPrompt
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 from toy_bench import GREEDY, HEADER, PROMPTS, toy
 
-from slipstream.bench.arms import parse_arms
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.arms import Arm, parse_arms
+from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import Measurement, plan
-from slipstream.bench.records import FILE, Arm, read_records
-from slipstream.bench.run_header import open_folder
-from slipstream.bench.runner import Runner
+from slipstream.bench.records import FILE, open_folder, read_records
 
 pytestmark = pytest.mark.slow
 

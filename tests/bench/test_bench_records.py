@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 
 from slipstream import SamplingParams, UsageError
-from slipstream.bench.arm_labels import label
-from slipstream.bench.arms import parse_arms, reference_of
+from slipstream.bench.arms import label, parse_arms, reference_of
 from slipstream.bench.plan import groups, name_prompts, plan
-from slipstream.bench.records import FILE, Header, Run, append, compact, finished, read_records, start
-from slipstream.bench.run_header import differences, make_header, open_folder
+from slipstream.bench.records import (
+    FILE,
+    Header,
+    Run,
+    append,
+    compact,
+    differences,
+    finished,
+    make_header,
+    open_folder,
+    read_records,
+    start,
+)
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import SlipstreamError

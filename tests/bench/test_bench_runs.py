@@ -10,11 +10,10 @@ from toy_bench import GREEDY, HEADER, PROMPTS, toy
 from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
-from slipstream.bench.arms import parse_arms
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.arms import Arm, parse_arms
+from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import plan
-from slipstream.bench.records import Arm, Run, read_records, start
-from slipstream.bench.runner import Runner
+from slipstream.bench.records import Run, read_records, start
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.acceptance import Rule, block

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from fast_part import mostly_slow
 
-from slipstream.bench.bootstrap import speed, speed_up
 from slipstream.bench.records import Run
-from slipstream.bench.summary import summarise, total_stats, wrong_texts
+from slipstream.bench.summary import speed, speed_up, summarise, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
 from slipstream.text.stats import Stats
 

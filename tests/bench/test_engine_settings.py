@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.bench.tuning.advice_files import config_of, files_for
-from slipstream.bench.tuning.candidates import Candidate
-from slipstream.bench.tuning.engine_settings import engine_settings
+from slipstream.bench.tuning.engine_settings import config_of, engine_settings, files_for
+from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
 
 VLLM = {

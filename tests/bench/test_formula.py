@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.formula import (
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import (
     Costs,
     best_length,
     break_even_acceptance,
@@ -22,8 +22,8 @@ from slipstream.bench.prediction.formula import (
     predict_from_stats,
     predicted_speed_up,
     round_milliseconds,
+    simulate,
 )
-from slipstream.bench.prediction.simulation import simulate
 from slipstream.text.stats import Stats
 
 ALPHAS = st.floats(0.0, 1.0)

@@ -17,14 +17,12 @@ from command_line import run as command
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.bench import lineup as lineups
-from slipstream.bench import llama_baseline
-from slipstream.bench.arm_labels import label
-from slipstream.bench.arms import parse_arms, reference_of, runs_in_batches
-from slipstream.bench.lineup import Lineup
-from slipstream.bench.llama_baseline import LlamaBaseline, require_llama
+from slipstream.bench import llama_cpp
+from slipstream.bench.arms import label, parse_arms, reference_of, runs_in_batches
+from slipstream.bench.lineup import Lineup, Runner
+from slipstream.bench.llama_cpp import LlamaBaseline, require_llama
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, read_records, start
-from slipstream.bench.runner import Runner
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.text.prompts import NamedPrompt
 
@@ -84,7 +82,7 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> None:
     drafting.LlamaPromptLookupDecoding = RepeatedText  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", drafting)
-    monkeypatch.setattr(llama_baseline, "bindings", lambda what: package)
+    monkeypatch.setattr(llama_cpp, "bindings", lambda what: package)
 
 
 def baseline(name: str, ends: tuple[int, ...] = ()) -> tuple[LlamaBaseline, MadeUpModel]:

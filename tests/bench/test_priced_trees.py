@@ -18,23 +18,23 @@ from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.cli.common import app, out
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.cost_tables import TokenCosts
-from slipstream.bench.prediction.formula import (
+from slipstream.bench.records import compact
+from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
+from slipstream.bench.speed_model.formula import (
     Costs,
     Machine,
     best_length,
+    conclusions,
     expected_tokens,
     measure_costs,
     paper_costs,
     predict_from_stats,
     predicted_speed_up,
     round_milliseconds,
+    simulate,
 )
-from slipstream.bench.prediction.given_drafts import uneven
-from slipstream.bench.prediction.level_counts import LevelCounts
-from slipstream.bench.prediction.simulation import conclusions, simulate
-from slipstream.bench.records import compact
+from slipstream.bench.speed_model.probe import uneven
+from slipstream.bench.speed_model.round_costs import TokenCosts
 from slipstream.core.rounds import Round
 from slipstream.text.stats import Stats
 

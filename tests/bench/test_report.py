@@ -17,18 +17,24 @@ from slipstream.apps import cli
 from slipstream.apps.cli.common import app
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
-from slipstream.bench.arm_labels import label, local_time
-from slipstream.bench.prediction.simulation import conclusions
+from slipstream.bench.arms import label, local_time
+from slipstream.bench.predictions import FILE, SavedCosts
 from slipstream.bench.records import Header, read_records
 from slipstream.bench.report import plots, write_report
-from slipstream.bench.report.charts import Chart, Line, Point
-from slipstream.bench.report.figures import charts, selected
-from slipstream.bench.report.headline import headline
-from slipstream.bench.report.html import render
-from slipstream.bench.report.ratios import acceptance, acceptance_at, decoding_speed_up, total_ratio
-from slipstream.bench.report.report_data import Data, load
-from slipstream.bench.report.text_samples import chosen, restored, sample
-from slipstream.bench.saved_costs import FILE, SavedCosts
+from slipstream.bench.report.html import headline, render
+from slipstream.bench.report.plots import Chart, Line, Point, charts, selected
+from slipstream.bench.report.report_data import (
+    Data,
+    acceptance,
+    acceptance_at,
+    chosen,
+    decoding_speed_up,
+    load,
+    restored,
+    sample,
+    total_ratio,
+)
+from slipstream.bench.speed_model.formula import conclusions
 from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer

@@ -8,7 +8,7 @@ import pytest
 from toy_runs import fail, make
 
 from slipstream.apps import cli
-from slipstream.bench.arm_labels import local_time
+from slipstream.bench.arms import local_time
 from slipstream.bench.records import read_records
 from slipstream.bench.report.markdown import markdown
 from slipstream.bench.report.report_data import against, load

@@ -14,15 +14,15 @@ from played_rounds import Load, play
 from slipstream import UsageError
 from slipstream.apps.cli.common import app, out
 from slipstream.apps.cli.simulation_table import print_simulation, simulation_table
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.formula import (
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import (
     Costs,
     best_length,
     break_even_acceptance,
     pays_until,
     predicted_speed_up,
+    simulate,
 )
-from slipstream.bench.prediction.simulation import simulate
 from slipstream.text.stats import Stats
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,9 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
 from slipstream.apps.cli import tune_run as command
 from slipstream.bench.plan import name_prompts
-from slipstream.bench.records import read_records, start
-from slipstream.bench.run_header import make_header
-from slipstream.bench.tuning.candidates import Candidate, SearchSpace
-from slipstream.bench.tuning.meter import SCREENING, Budget, Meter
-from slipstream.bench.tuning.stages import Tuned, tune
+from slipstream.bench.records import make_header, read_records, start
+from slipstream.bench.tuning.advice import Tuned, tune
+from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, SearchSpace
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError

@@ -7,16 +7,26 @@ import numpy as np
 import pytest
 
 from slipstream import Stats
-from slipstream.bench.arms import parse_arm
+from slipstream.bench.arms import Arm, parse_arm
 from slipstream.bench.plan import BenchPrompt, Group, name_prompts
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.costs import Costs
-from slipstream.bench.records import Arm, Run
-from slipstream.bench.tuning.advice import advise
-from slipstream.bench.tuning.candidates import Candidate, at_length, predictable, unpredictable
-from slipstream.bench.tuning.screen import Entry, Screened, shortlist
-from slipstream.bench.tuning.search import FIRST_RUNG, in_turn, search, settled, survivors
-from slipstream.bench.tuning.selection_bias import log_speed_ups, optimism
+from slipstream.bench.records import Run
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.bench.tuning.advice import advise, log_speed_ups, optimism
+from slipstream.bench.tuning.search import (
+    FIRST_RUNG,
+    Candidate,
+    Entry,
+    Screened,
+    at_length,
+    in_turn,
+    predictable,
+    search,
+    settled,
+    shortlist,
+    survivors,
+    unpredictable,
+)
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompts import builtin_prompts
 

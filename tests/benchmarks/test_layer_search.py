@@ -16,7 +16,7 @@ from tiny import fresh, prompts
 from typer.testing import CliRunner
 
 from slipstream import SpeculativeDecoder
-from slipstream.bench.prediction.costs import Costs
+from slipstream.bench.speed_model.round_costs import Costs
 
 
 @pytest.fixture(scope="module")

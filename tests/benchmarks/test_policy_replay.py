@@ -14,7 +14,7 @@ import policy_change
 import policy_replay as replay
 import pytest
 
-from slipstream.bench.prediction.formula import Costs
+from slipstream.bench.speed_model.formula import Costs
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
 from slipstream.draft_length.early_stop import WhilePays

@@ -13,11 +13,10 @@ from gguf_files import write_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.lineup import Lineup
-from slipstream.bench.llama_cpp_model import LlamaCppModel, versions
+from slipstream.bench.lineup import Lineup, Runner
+from slipstream.bench.llama_cpp import LlamaCppModel, versions
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, start
-from slipstream.bench.runner import Runner
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompts import NamedPrompt

@@ -14,7 +14,7 @@ from vocabularies import decoder_of, fable_model
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.records import compact
-from slipstream.bench.report.text_samples import restored
+from slipstream.bench.report.report_data import restored
 from slipstream.core.rng import Race, Stream
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.costs import Costs
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.round_costs import Costs
 
 
 def linear_costs(base: float = 10.0, per_token: float = 0.5, step: float = 1.0, **changes: Any) -> Costs:

@@ -11,10 +11,9 @@ from random import Random
 
 import numpy as np
 
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.costs import Costs
-from slipstream.bench.prediction.formula import Pad
-from slipstream.bench.prediction.round_time import taken_by, verifying_milliseconds
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import Pad, taken_by, verifying_milliseconds
+from slipstream.bench.speed_model.round_costs import Costs
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import Any
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
 from slipstream.bench.arms import parse_arms
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
-from slipstream.bench.records import Run, append, start
-from slipstream.bench.run_header import make_header
-from slipstream.bench.runner import Runner
+from slipstream.bench.records import Run, append, make_header, start
 from slipstream.config import DecoderConfig
 from slipstream.text.prompts import NamedPrompt
 

@@ -1,12 +1,15 @@
-"""Arms as the user writes them, `model@4/rejection` for example, and what is refused before anything is measured."""
+"""Arms as users write them, `model@4/rejection` for example, what is refused before anything is measured, and arms in
+words.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 
 from slipstream import drafters
-from slipstream.bench.records import Arm
 from slipstream.core.acceptance import load_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.draft_length.choice import LengthChoice
@@ -26,11 +29,38 @@ SYNTAX = (
     f"{HF}, {ASSISTED} (its defaults), {TUNED}[@LENGTH], {LOOKUP}[@LENGTH]; or one of llama.cpp's: "
     f"{LLAMA}, {LLAMA_LOOKUP}[@LENGTH]"
 )
-
 _ARM = re.compile(
     r"(?P<name>[a-z][a-z_-]*)(?P<argument>:[^@/.~]+)?(?:@(?P<length>\d+x\d+|\d+|chain))?(?:/(?P<rule>[^.~]+))?"
     r"(?P<plain>\.plain)?(?P<predicted>\.predicted)?(?:~(?P<temperature>\d+(?:\.\d+)?))?"
 )
+_BASELINES = {
+    HF: "Hugging Face",
+    ASSISTED: "Hugging Face assisted",
+    TUNED: "Hugging Face assisted",
+    LOOKUP: "Hugging Face prompt lookup",
+    LLAMA: "llama.cpp",
+    LLAMA_LOOKUP: "llama.cpp prompt lookup",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of generating. name: as the user wrote it, unique within a run.
+
+    drafter: a drafter's name; num_draft_tokens: its draft length; acceptance: the rule; fast: packed weights where
+    they can be packed ("auto") or never (False); temperature: None for the run's own. None leaves the run's settings
+    as they are. baseline: which generation of another project this is (then the others do not apply), None for our own.
+    predicted: given the predictions of the prompts.
+    """
+
+    name: str
+    drafter: str | None = None
+    num_draft_tokens: int | str | None = None
+    acceptance: str | None = None
+    fast: bool | None = None
+    temperature: float | None = None
+    baseline: str | None = None
+    predicted: bool = False
 
 
 def parse_arms(text: str) -> list[Arm]:
@@ -104,3 +134,36 @@ def _baseline(text: str, found: re.Match[str], length: int | str | None, tempera
             f"{LLAMA_LOOKUP}[@LENGTH], [~TEMPERATURE]"
         )
     return Arm(text, None, length or BASELINE_DRAFT_TOKENS.get(name), None, None, temperature, name)
+
+
+def label(name: str, *, temperature: bool = True) -> str:
+    """An arm's name in words. temperature: whether to say it, where the arm has one of its own."""
+    arm = parse_arm(name)
+    parts = [_BASELINES.get(arm.baseline or "") or ("plain" if arm.drafter == PLAIN else str(arm.drafter))]
+    if isinstance(arm.num_draft_tokens, str):
+        parts.append("no trees" if arm.num_draft_tokens == "chain" else f"tree {arm.num_draft_tokens}")
+    elif arm.num_draft_tokens is not None:
+        parts.append(f"{arm.num_draft_tokens} token{'s' if arm.num_draft_tokens > 1 else ''}")
+    if arm.acceptance is not None:
+        parts.append(f"{arm.acceptance} rule")
+    if arm.fast is False:
+        parts.append("unpacked weights")
+    if arm.predicted:
+        parts.append("with predictions")
+    if temperature and arm.temperature is not None:
+        parts.append("greedy" if arm.temperature == 0 else f"temperature {arm.temperature:g}")
+    return ", ".join(parts)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where that is right."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def local_time(text: str) -> str:
+    """A time in ISO format as the reader's clock shows it, with the zone's name; another text as it is."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except ValueError:
+        return text
+    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname()}"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.bench.arms import ASSISTED, LOOKUP, TUNED
-from slipstream.bench.records import Arm
+from slipstream.bench.arms import ASSISTED, LOOKUP, TUNED, Arm
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.sampling.params import SamplingParams

@@ -8,11 +8,9 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.arms import Arm
+from slipstream.bench.lineup import Judge, Lineup, TimedRuns
 from slipstream.bench.plan import BenchPrompt, name_prompts
-from slipstream.bench.records import Arm
-from slipstream.bench.timed_runs import TimedRuns
-from slipstream.bench.verdicts import Judge
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams

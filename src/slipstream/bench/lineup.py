@@ -1,22 +1,28 @@
-"""The arms ready to run: decoders and baselines over models that are loaded once."""
+"""The arms ready to run, over models that are loaded once; timed runs; and a verdict on every text.
+
+Every arm is warmed up, starts from an empty KV cache and waits until the device is idle. `Runner` works through a plan:
+each measurement is timed, judged, and on the disk before the next begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from slipstream.bench import llama_baseline
-from slipstream.bench.arms import ASSISTED, OF_LLAMA_CPP, PLAIN, TUNED
+from slipstream.bench import llama_cpp
+from slipstream.bench.arms import ASSISTED, OF_LLAMA_CPP, PLAIN, TUNED, Arm
 from slipstream.bench.baselines import Baseline, check_params, no_hf_model, plain_model
-from slipstream.bench.llama_baseline import LlamaBaseline
-from slipstream.bench.llama_cpp_model import LlamaCppModel, gguf_file
-from slipstream.bench.plan import BenchPrompt
-from slipstream.bench.records import Arm
-from slipstream.certificate.parity import coupled
+from slipstream.bench.llama_cpp import LlamaBaseline, LlamaCppModel, gguf_file
+from slipstream.bench.plan import BenchPrompt, Group, Measurement
+from slipstream.bench.records import Run, VerdictName, append, compact, finished
+from slipstream.certificate.parity import Difference, TieJudge, coupled, plain_difference
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
@@ -24,6 +30,8 @@ from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result
 from slipstream.text.stats import Stats
+
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ class Lineup:
         return base.using(arm.drafter, num_draft_tokens=arm.num_draft_tokens, acceptance=arm.acceptance)
 
     def _llama_baseline(self, arm: Arm) -> LlamaBaseline:
-        llama_baseline.check_params(arm, replace(self.params, temperature=self.temperature(arm.name), prediction=None))
+        llama_cpp.check_params(arm, replace(self.params, temperature=self.temperature(arm.name), prediction=None))
         return LlamaBaseline(arm, self._llama_model, self.decoder.target.end_ids)
 
     def _baseline(self, arm: Arm) -> Baseline:
@@ -164,3 +172,164 @@ class Lineup:
             raise UsageError(f"arm {arm.name!r} needs a draft model; give draft=... (command line: --draft)")
         target, draft = self._plain_models
         return Baseline(arm, target, draft if assisted else None, loaded.end_ids, self.decoder.config.max_batch_size)
+
+
+@dataclass
+class TimedRuns:
+    """Runs the arms of a lineup and times them."""
+
+    lineup: Lineup
+    _warm: set[tuple[str, int]] = field(default_factory=set)
+
+    def run(
+        self, arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch: int = 1
+    ) -> tuple[Output, float]:
+        """What the arm makes of these prompts, and in how many seconds, prompt processing included.
+
+        batch: how many prompts are decoded together; before the first run of an arm at a batch size it makes a few
+        untimed tokens.
+        """
+        if (arm.name, batch) not in self._warm:
+            self.lineup.generate(arm, prompts[:batch], [_shortened(given) for given in params[:batch]])
+            self._warm.add((arm.name, batch))
+        self.lineup.forget(arm)
+        wait_for_device()
+        started = perf_counter()
+        output = self.lineup.generate(arm, prompts, params)
+        return output, perf_counter() - started
+
+
+def wait_for_device() -> None:
+    """Work that is still queued on a GPU belongs to whatever ran before."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _shortened(params: SamplingParams) -> SamplingParams:
+    few = min(WARM_UP_TOKENS, params.max_tokens)
+    return replace(params, max_tokens=few, min_tokens=min(few, params.min_tokens))
+
+
+log = logging.getLogger("slipstream")
+
+
+@dataclass
+class Judge:
+    """Compares with plain decoding of each prompt alone: the first text of the arm `none`, or one made here, untimed.
+
+    Greedy texts must be identical or part at a tie; so must sampled ones where every token is the target's own draw.
+    Elsewhere sampled texts are not compared.
+    """
+
+    lineup: Lineup
+    _texts: dict[tuple[str, float], list[int]] = field(default_factory=dict)
+    _judged: dict[tuple[str, str, tuple[int, ...]], Difference | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ties = TieJudge(self.lineup.decoder)
+
+    def recall(self, runs: Iterable[Run]) -> None:
+        """Take the reference texts out of runs made before; those that failed have none."""
+        for run in runs:
+            if run.error is not None:
+                continue
+            for name, text, verdict in zip(run.prompts, run.texts, run.verdicts, strict=True):
+                if verdict == "reference":
+                    self._texts[name, self.lineup.temperature(run.arm)] = text
+
+    def judge(self, arm: Arm, group: Group, texts: Sequence[list[int]]) -> list[VerdictName]:
+        """One verdict per prompt of the group."""
+        is_plain = arm.drafter == PLAIN and arm.fast is None and len(group.prompts) == 1
+        return [self._one(arm, prompt, text, is_plain) for prompt, text in zip(group.prompts, texts, strict=True)]
+
+    def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
+        """The first difference of an arm's text from the one expected, explained; None if they are equal."""
+        found, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
+        if found is None or arm.baseline in OF_LLAMA_CPP:  # arithmetic of its own: no rounding of ours explains it
+            return found
+        same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
+        try:
+            ids = self.lineup.encode(prompt)
+            found = self.ties.judge(ids, expected, text, params, coupled=coupled, same_bits=same_bits)
+        except Exception as error:  # the full-precision model may not fit: then nothing shows that this is a tie
+            log.warning("the first difference of %s on %s cannot be judged: %s", arm.name, prompt.id, error)
+        return found
+
+    def _one(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
+        params = self.lineup.params_of(arm, prompt)
+        if not self.lineup.coupled(arm, params):
+            return "not compared"
+        at = prompt.id, params.temperature
+        if at not in self._texts:
+            if is_plain:
+                self._texts[at] = text
+                return "reference"
+            try:
+                self._texts[at] = self.lineup.plain_text(prompt, params)
+            except Exception as error:  # whatever a model may raise: the speed stands, the text is unproven
+                log.warning("no text of plain decoding for %s: %s", prompt.id, error)
+                return "not compared"
+        known = arm.name, prompt.id, tuple(text)
+        if known not in self._judged:
+            self._judged[known] = self.difference(arm, prompt, self._texts[at], text)
+        return _verdict(self._judged[known])
+
+
+def _verdict(difference: Difference | None) -> VerdictName:
+    if difference is None:
+        return "identical"
+    if not difference.compared:
+        return "not compared"
+    return "tie" if difference.tie else "different"
+
+
+@dataclass
+class Runner:
+    """Makes the measurements of a plan that are not made yet, in the plan's order."""
+
+    lineup: Lineup
+    plan: Sequence[Measurement]
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self._timed = TimedRuns(self.lineup)
+
+    def run(self, before: Sequence[Run]) -> Iterator[Run]:
+        """Yield each run once it is on the disk. before: the runs the folder holds; failed ones are not tried again."""
+        judge, done = Judge(self.lineup), finished(before)
+        judge.recall(before)
+        for one in self.plan:
+            if one.key not in done:
+                run = self._measure(one, judge)
+                append(self.folder, run)
+                yield run
+
+    def _measure(self, one: Measurement, judge: Judge) -> Run:
+        empty = Run(one.arm.name, one.group.ids, one.group.family, one.batch, one.repeat)
+        try:
+            prompts = [self.lineup.encode(prompt) for prompt in one.group.prompts]
+            params = [self.lineup.params_of(one.arm, prompt) for prompt in one.group.prompts]
+            output, seconds = self._timed.run(one.arm, prompts, params, one.batch)
+        except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
+            return replace(empty, error=one_line(error))
+        return _finished(empty, output, seconds, judge, one)
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one line: its kind and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _finished(empty: Run, output: Output, seconds: float, judge: Judge, one: Measurement) -> Run:
+    return replace(
+        empty,
+        seconds=seconds,
+        num_output_tokens=sum(map(len, output.texts)),
+        texts=output.texts,
+        verdicts=judge.judge(one.arm, one.group, output.texts),
+        stats=None if output.stats is None else output.stats.to_dict(),
+        rounds=None if output.rounds is None else [compact(done) for done in output.rounds],
+        num_forwards=output.num_forwards,
+        parts=output.parts,
+    )

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from slipstream.bench.arms import runs_in_batches
-from slipstream.bench.records import Arm, Key
+from slipstream.bench.arms import Arm, runs_in_batches
 from slipstream.errors import UsageError
 from slipstream.text.prompts import NamedPrompt
 
 MIXED = "mixed"
+
+Key = tuple[str, tuple[str, ...], int, int]  # of a run: arm, prompts, batch size, repeat
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.bench.bootstrap import Estimate
 from slipstream.bench.records import Run
-from slipstream.bench.summary import PARTS, ArmSummary
+from slipstream.bench.summary import PARTS, ArmSummary, Estimate
 from slipstream.text.figures_as_text import percent
 
 MOST_NAMES = 8  # of prompts that a line lists

@@ -15,11 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from slipstream.bench.arm_labels import label
-from slipstream.bench.arms import PLAIN, parse_arm
-from slipstream.bench.bootstrap import Estimate
-from slipstream.bench.records import Arm, Run
-from slipstream.bench.summary import ArmSummary, summarise
+from slipstream.bench.arms import PLAIN, Arm, label, parse_arm
+from slipstream.bench.records import Run
+from slipstream.bench.summary import ArmSummary, Estimate, summarise
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 

@@ -12,16 +12,13 @@ from slipstream.apps.cli.common import err, load_decoder, out, warn_lossy, write
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.report import target_tokenizer
 from slipstream.apps.cli.simulation_table import print_simulation
-from slipstream.bench.arms import parse_arms, reference_of
-from slipstream.bench.lineup import Lineup
-from slipstream.bench.llama_baseline import require_llama
+from slipstream.bench.arms import Arm, parse_arms, reference_of
+from slipstream.bench.lineup import Lineup, Runner
+from slipstream.bench.llama_cpp import require_llama
 from slipstream.bench.plan import BenchPrompt, Measurement, name_prompts, plan
-from slipstream.bench.records import FILE, Arm, Header, Run, finished
+from slipstream.bench.predictions import ArmSimulation, SavedCosts, read_saved, simulate_arms, simulated_batches
+from slipstream.bench.records import FILE, Header, Run, finished, make_header, open_folder
 from slipstream.bench.report import require_matplotlib, write_report
-from slipstream.bench.run_header import make_header, open_folder
-from slipstream.bench.runner import Runner
-from slipstream.bench.saved_costs import SavedCosts, read_saved
-from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms, simulated_batches
 from slipstream.bench.summary import ArmSummary, summarise, wrong_texts
 from slipstream.bench.summary_tables import tables
 from slipstream.errors import SlipstreamError, UsageError
@@ -102,7 +99,7 @@ class _Wanted:
         summaries = summarise([*before, *watched(runs, self.planned, before)], self.reference)
         if not self.predict:
             return _Found(summaries, None)
-        from slipstream.bench.predicted_speed import measured_costs, with_predictions
+        from slipstream.bench.predictions import measured_costs, with_predictions
 
         batches = simulated_batches(lineup.decoder.config.max_batch_size) if self.simulate else []
         costs = measured_costs(summaries, lineup, self.predict, batches)

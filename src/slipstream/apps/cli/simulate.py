@@ -15,8 +15,8 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
-    from slipstream.bench.prediction.accepted_lengths import Acceptance
-    from slipstream.bench.prediction.costs import Costs
+    from slipstream.bench.speed_model.accepted_lengths import Acceptance
+    from slipstream.bench.speed_model.round_costs import Costs
 
 PAPER, GRID = "Costs on paper", "What is predicted"
 
@@ -123,7 +123,7 @@ def simulate_command(
     if save_costs is not None:
         costs.save(save_costs)
     from slipstream.apps.cli.simulation_table import print_simulation
-    from slipstream.bench.prediction.simulation import simulate
+    from slipstream.bench.speed_model.formula import simulate
 
     simulation = simulate(costs, acceptance, grid.length or None, grid.batch or None)
     write_json(json_file, print_simulation(out, costs, acceptance, simulation))
@@ -144,8 +144,7 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
 
 
 def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid) -> Costs:
-    from slipstream.bench.prediction.costs import Costs
-    from slipstream.bench.prediction.paper_costs import Machine, paper_costs
+    from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
 
     if measured.costs_file is not None:
         return Costs.read(measured.costs_file)
@@ -153,7 +152,7 @@ def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid
         machine = Machine(memory_bandwidth=paper.bandwidth, flops=paper.flops)
         return paper_costs(paper.target_params, paper.draft_params, machine)
     quiet_libraries()
-    from slipstream.bench.prediction.probe import measure_costs
+    from slipstream.bench.speed_model.probe import measure_costs
     from slipstream.decoder import SpeculativeDecoder
 
     if grid.sibling_alpha:
@@ -171,7 +170,7 @@ def _acceptance(grid: Grid) -> Acceptance | float:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
     if grid.stats is not None and grid.sibling_alpha:
         raise UsageError("--sibling-alpha beside --stats, which are of chains; allowed: together with --alpha")
-    from slipstream.bench.prediction.accepted_lengths import Acceptance
+    from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
     if grid.stats is None:
         if grid.alpha is None:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.bench.prediction.accepted_lengths import Acceptance
-from slipstream.bench.prediction.costs import Costs
-from slipstream.bench.prediction.simulation import Simulation, conclusions
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import Simulation, conclusions
+from slipstream.bench.speed_model.round_costs import Costs
 
 
 def print_simulation(

@@ -11,13 +11,11 @@ from slipstream.apps.cli.common import err, load_decoder, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.sweep import SweepRequest
 from slipstream.apps.cli.sweep_tables import print_series
-from slipstream.bench.lineup import Lineup
+from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
-from slipstream.bench.records import FILE
+from slipstream.bench.predictions import SavedCosts
+from slipstream.bench.records import FILE, make_header, open_folder
 from slipstream.bench.report import require_matplotlib, write_report
-from slipstream.bench.run_header import make_header, open_folder
-from slipstream.bench.runner import Runner
-from slipstream.bench.saved_costs import SavedCosts
 from slipstream.bench.summary import ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import Grid, series_of, summarise_by_temperature, sweep_report
 from slipstream.errors import SlipstreamError
@@ -55,7 +53,7 @@ def run(request: SweepRequest, json_file: Path | None) -> None:
 
 def _predicted(summaries: Sequence[ArmSummary], lineup: Lineup, folder: Path, seconds: float) -> list[ArmSummary]:
     """Predictions, which are saved beside the runs."""
-    from slipstream.bench.predicted_speed import measured_costs, with_predictions
+    from slipstream.bench.predictions import measured_costs, with_predictions
 
     costs = measured_costs(summaries, lineup, seconds)
     made = with_predictions(summaries, lineup, costs)

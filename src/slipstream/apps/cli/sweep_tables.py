@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 
 from slipstream.apps.cli.common import out
-from slipstream.bench.bootstrap import Estimate
-from slipstream.bench.summary import ArmSummary
+from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, best_of
 from slipstream.text.figures_as_text import percent
 

@@ -20,14 +20,10 @@ from slipstream.apps.cli.options import Models
 from slipstream.apps.cli.tune import TuneRequest
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.plan import BenchPrompt, groups, name_prompts
-from slipstream.bench.records import FILE, Header, exists, read_records, start
-from slipstream.bench.run_header import make_header
-from slipstream.bench.tuning.advice import Advice, needs_draft
-from slipstream.bench.tuning.advice_files import write_files
-from slipstream.bench.tuning.advice_table import advice_table, positions
-from slipstream.bench.tuning.candidates import SearchSpace, at_length, predictable
-from slipstream.bench.tuning.meter import Budget, Meter, Tell
-from slipstream.bench.tuning.stages import Tuned, tune
+from slipstream.bench.records import FILE, Header, exists, make_header, read_records, start
+from slipstream.bench.tuning.advice import Advice, Tuned, advice_table, needs_draft, positions, tune
+from slipstream.bench.tuning.engine_settings import write_files
+from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, Tell, at_length, predictable
 from slipstream.core.acceptance import load_rule
 from slipstream.errors import SlipstreamError, UsageError
 

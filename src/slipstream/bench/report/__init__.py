@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.bench.report.figures import charts
 from slipstream.bench.report.html import render
-from slipstream.bench.report.plots import require_matplotlib, save
+from slipstream.bench.report.plots import charts, require_matplotlib, save
 from slipstream.bench.report.report_data import load
 from slipstream.errors import UsageError
 from slipstream.text.detokenizer import Tokenizer

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.bench.arm_labels import counted, local_time
-from slipstream.bench.bootstrap import Estimate
+from slipstream.bench.arms import counted, local_time
 from slipstream.bench.records import Header
 from slipstream.bench.report.report_data import Data, efficiency
-from slipstream.bench.summary import ArmSummary
+from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.text.figures_as_text import percent
 
 VERDICTS = ("identical", "tie", "different")

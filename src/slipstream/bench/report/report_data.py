@@ -1,18 +1,43 @@
-"""What a report is made from: a folder of runs, their summaries, and predictions where they were made."""
+"""What a report shows: a folder of runs, their summaries, predictions, ratios, and texts coloured by origin.
+
+Marks need no colour: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
+from typing import Any
 
-from slipstream.bench.arm_labels import label
-from slipstream.bench.arms import parse_arm
+import numpy as np
+
+from slipstream.bench.arms import counted, label, parse_arm
+from slipstream.bench.predictions import ArmSimulation, read_saved, simulate_arms
 from slipstream.bench.records import Header, Run, read_records
-from slipstream.bench.saved_costs import read_saved
-from slipstream.bench.simulated_arms import ArmSimulation, simulate_arms
-from slipstream.bench.summary import ArmSummary, summarise
+from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
+from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError, did_you_mean
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.round_view import Piece, RoundView, views
+
+LONGEST = 400  # output tokens shown of a text
+_CLASSES = {
+    "accepted": "acc",
+    "branch": "acc tree",
+    "forced": "acc",
+    "rejected": "rej",
+    "recovered": "own",
+    "bonus": "own",
+    "plain": "",
+}
+LEGEND = (
+    '<p class="legend"><span class="acc">accepted draft token</span> '
+    '<span class="acc tree">accepted from a branch</span> <span class="rej">rejected draft token</span> '
+    '<span class="own">the target\'s own (after a rejection, or a bonus)</span> plain: nothing was drafted</p>'
+)
 
 
 @dataclass(frozen=True)
@@ -69,3 +94,147 @@ def against(data: Data, reference: str) -> Data:
 def efficiency(one: ArmSummary) -> str:
     """Output tokens per forward of the target, where it is known."""
     return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
+
+
+Prompts = tuple[str, ...]
+Count = Callable[[Run], float]
+
+
+def total_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate | None:
+    """Product of the sums of `above` over the product of the sums of `below`, and its 95 % interval.
+
+    Each inner sequence has one number per prompt (or group of prompts); a resample draws prompts with replacement and
+    the same ones everywhere. None where a sum below is 0; no interval for a single prompt.
+    """
+    upper, lower = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
+    if lower.size == 0 or not lower.sum(axis=1).all():
+        return None
+    value = float(upper.sum(axis=1).prod() / lower.sum(axis=1).prod())
+    prompts = lower.shape[1]
+    if prompts == 1:
+        return Estimate(value)
+    sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
+    over, under = (table[:, sampled].sum(axis=2).prod(axis=0) for table in (upper, lower))
+    known = under > 0  # a resample of prompts for which nothing was drafted says nothing
+    tail = 50 * (1 - LEVEL)
+    low, high = np.percentile(over[known] / under[known], [tail, 100 - tail])
+    return Estimate(value, float(low), float(high))
+
+
+def acceptance(runs: Sequence[Run]) -> Estimate | None:
+    """Accepted over drafted tokens; None if nothing was drafted."""
+    return _ratio(runs, lambda run: _stat(run, "num_accepted_tokens"), lambda run: _stat(run, "num_draft_tokens"))
+
+
+def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
+    """Accepted over drafted tokens at one place of the draft, counted from 0; None if nothing was drafted there."""
+    return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
+
+
+def decoding_speed_up(runs: Sequence[Run], base: Sequence[Run]) -> Estimate | None:
+    """Tokens per second relative to those of `base` on the same prompts, prompt processing not counted."""
+    tables = [
+        _by_prompt(arm, count)
+        for arm in (runs, base)
+        for count in (lambda run: run.num_output_tokens, _decoding_seconds)
+    ]
+    prompts = [prompt for prompt in tables[0] if prompt in tables[2]]
+    tokens, seconds, base_tokens, base_seconds = ([table[prompt] for prompt in prompts] for table in tables)
+    return total_ratio([tokens, base_seconds], [seconds, base_tokens]) if prompts else None
+
+
+def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
+    return total_ratio([list(_by_prompt(runs, above).values())], [list(_by_prompt(runs, below).values())])
+
+
+def _by_prompt(runs: Sequence[Run], count: Count) -> dict[Prompts, float]:
+    """Sums over the repeats of each prompt or group of prompts; runs without statistics are left out."""
+    found: dict[Prompts, float] = {}
+    for run in runs:
+        if run.stats is not None:
+            found[tuple(run.prompts)] = found.get(tuple(run.prompts), 0.0) + count(run)
+    return found
+
+
+def _stat(run: Run, name: str) -> float:
+    assert run.stats is not None
+    return float(run.stats[name])
+
+
+def _at(name: str, place: int) -> Count:
+    def count(run: Run) -> float:
+        assert run.stats is not None
+        values = run.stats[name]
+        return float(values[place]) if place < len(values) else 0.0
+
+    return count
+
+
+def _decoding_seconds(run: Run) -> float:
+    return _stat(run, "total_seconds") - _stat(run, "prefill_seconds")
+
+
+def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> list[Round]:
+    """The recorded rounds of one row, as the loop had made them; the last one counts as finished."""
+    own = [r for r in rounds if r["row"] == row]
+    return [
+        Round(
+            row=row,
+            step=r["step"],
+            num_rows=num_rows,
+            start=r["start"],
+            draft=tuple(r["draft"]),
+            tokens=tuple(r["tokens"]),
+            num_accepted_tokens=r["accepted"],
+            rejected=r["rejected"],
+            finish_reason="length" if r is own[-1] else None,
+            seconds=Seconds(*r["seconds"]),
+            parents=tuple(r["parents"]) if "parents" in r else None,
+            path=tuple(r["path"]) if "path" in r else None,
+        )
+        for r in own
+    ]
+
+
+def chosen(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict[str, list[tuple[Run, int]]]:
+    """Up to `per_family` texts of each family: a run that drafted, and the row in it; every prompt once.
+
+    fastest: all arms, the one to show first in front.
+    """
+    found: dict[str, list[tuple[Run, int]]] = {}
+    seen: set[str] = set()
+    for run in sorted(runs, key=lambda r: (r.batch, fastest.index(r.arm), r.repeat)):
+        drafted = run.stats is not None and run.stats["num_draft_tokens"] > 0
+        for row, prompt in enumerate(run.prompts if drafted and run.rounds else ()):
+            texts = found.setdefault(run.family, [])
+            if prompt not in seen and len(texts) < per_family:
+                seen.add(prompt)
+                texts.append((run, row))
+    return found
+
+
+def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None) -> str:
+    """One text as HTML, with the line that says whose it is, how much was accepted and whether it is plain's text.
+
+    label: the arm in words.
+    """
+    found = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
+    text = "".join(_spans(_first(found, LONGEST)))
+    shortened = " ..." if sum(len(view.pieces) for view in found) > LONGEST else ""
+    acceptance = found[-1].acceptance if found else "-"
+    who = f"{label or run.arm}, prompt {run.prompts[row]}: {counted(len(found), 'round')}, "
+    who += f"{acceptance} of drafted tokens accepted"
+    verdict = run.verdicts[row] if row < len(run.verdicts) else "not compared"
+    caption = f"<figcaption>{escape(who)}; text: {escape(verdict)}</figcaption>"
+    return f'<figure class="sample">{caption}<div class="text">{text}{shortened}</div></figure>'
+
+
+def _first(found: Sequence[RoundView], limit: int) -> list[Piece]:
+    return [piece for view in found for piece in view.pieces][:limit]
+
+
+def _spans(pieces: Sequence[Piece]) -> Iterator[str]:
+    for piece in pieces:
+        if piece.text:
+            name = _CLASSES[piece.kind]
+            yield f'<span class="{name}">{escape(piece.text)}</span>' if name else escape(piece.text)

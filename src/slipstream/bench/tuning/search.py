@@ -1,20 +1,41 @@
-"""Stage two: the candidates in turn on every group of prompts, repeat after repeat; what is clearly beaten leaves."""
+"""Which settings are worth measuring, and measuring them within a time limit.
+
+Stage one screens: the cost of a round and how far drafts get give the speed-up of every draft length without running
+it. Stage two races: the candidates take turns on every group of prompts, and what is clearly beaten leaves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, zip_longest
 from math import ceil
-from typing import Protocol
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any, Protocol
 
-from slipstream.bench.arms import PLAIN
-from slipstream.bench.bootstrap import Estimate
-from slipstream.bench.plan import Group
-from slipstream.bench.records import Arm, Run
-from slipstream.bench.summary import ArmSummary, summarise
+from slipstream import drafters
+from slipstream.bench.arms import PLAIN, Arm
+from slipstream.bench.lineup import Lineup, Runner
+from slipstream.bench.plan import Group, Measurement
+from slipstream.bench.records import Run
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import Costs, longest_known, measure_costs, predicted_speed_up
+from slipstream.bench.summary import ArmSummary, Estimate, summarise, total_stats
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError
+from slipstream.sampling.params import SamplingParams
 
 FIRST_RUNG, NEXT_RUNG = 6, 1.5  # units (all arms once on one group) before arms may leave; each time so many more
 NARROW = 0.03  # an interval within this share of its value is good enough
+SCREENING = 0  # the repeat that runs of stage one are recorded as
+SCREENED = 4  # groups of prompts
+RUNS_SHARE, COSTS_SHARE = 0.2, 0.4  # of the budget: when the runs of this stage end, and when its costs do
+WORTH = 1.1  # a drafter that would gain this if its drafts cost nothing lost by their cost
+FLOOR = 0.8  # predictions leave out prompts and move with the machine: what is below this is not measured
+TURNS, DRAFTING = 4, 10  # `measure_costs` takes every shape at least so often; its drafting, in plain steps
 
 
 class Measures(Protocol):
@@ -95,3 +116,280 @@ def _value(estimate: Estimate) -> float:
 
 def _below_one(estimate: Estimate | None) -> bool:
     return estimate is None or (estimate.high is not None and estimate.high < 1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to speculate. length: None for the drafter's own; draft: the draft model, as the user named it."""
+
+    drafter: str
+    length: int | None = None
+    draft: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The drafter, with "auto" resolved."""
+        if self.drafter != "auto":
+            return self.drafter
+        return drafters.preferred(draft_model=self.draft is not None, costs=True)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens asked for in a round."""
+        return drafters.traits(self.kind).default_length if self.length is None else self.length
+
+    @property
+    def setting(self) -> str:
+        """As an arm of a benchmark is written, without the draft model."""
+        return self.drafter if self.length is None else f"{self.drafter}@{self.length}"
+
+
+def predictable(drafts: Sequence[str]) -> list[Candidate]:
+    """The drafters whose speed follows from costs and acceptance, the cheapest to set up first; lengths are open."""
+    known = {name: drafters.traits(name) for name in drafters.names()}
+    names = [name for name, traits in known.items() if traits.in_other_engines]
+    alone = [Candidate(name) for name in names if not known[name].needs_draft_model]
+    return alone + [Candidate(name, draft=draft) for draft in drafts for name in names if known[name].needs_draft_model]
+
+
+def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
+    """What is measured at its own draft length only: lengths and drafters chosen on the way."""
+    if not drafts:
+        return [Candidate("auto")]
+    return [Candidate(name, draft=draft) for draft in drafts for name in ("auto", "model")]
+
+
+class SearchSpace:
+    """One target, any number of draft models, and a lineup that arms join when they are first asked for.
+
+    decoder: has the first of `drafts` as its draft model, or none.
+    """
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, drafts: Sequence[str], params: SamplingParams, *, chat: bool = True
+    ) -> None:
+        if twice := [draft for draft in drafts if drafts.count(draft) > 1]:
+            raise UsageError(f"draft {twice[0]!r} is given twice; allowed: each draft model once")
+        self.drafts = list(drafts)
+        self.plain = Arm(PLAIN, PLAIN)
+        self.lineup = Lineup(decoder, [self.plain], params, chat=chat)
+        self._decoders = {draft: decoder.with_draft(draft) for draft in self.drafts[1:]}
+
+    def name(self, candidate: Candidate) -> str:
+        """The arm's name: its draft model is part of it where there are several."""
+        shown = candidate.draft is not None and len(self.drafts) > 1
+        return f"{candidate.setting} {candidate.draft}" if shown else candidate.setting
+
+    def arm(self, candidate: Candidate) -> Arm:
+        """The arm of a candidate, in the lineup from now on."""
+        arm = Arm(self.name(candidate), candidate.drafter, candidate.length)
+        if arm.name not in self.lineup.decoders:
+            self.lineup.decoders[arm.name] = self.decoder(candidate)
+            self.lineup.arms.append(arm)
+        return arm
+
+    def decoder(self, candidate: Candidate) -> SpeculativeDecoder:
+        """The loaded models under a candidate's settings."""
+        base = self._decoders.get(candidate.draft or "", self.lineup.decoder)
+        return base.using(candidate.drafter, num_draft_tokens=candidate.length)
+
+    def stops_early(self, candidate: Candidate) -> bool:
+        """Whether the candidate's draft model ends drafts where it is unsure."""
+        on_cpu = self.lineup.decoder.target.backend.device.type == "cpu"
+        return on_cpu and candidate.length is None and drafters.traits(candidate.kind).needs_draft_model
+
+
+def at_length(candidate: Candidate, length: int) -> Candidate:
+    """The same drafter and draft model at a draft length."""
+    return replace(candidate, length=length)
+
+
+Clock = Callable[[], float]
+Tell = Callable[[str, str], None]
+
+
+class Budget:
+    """Seconds, from now on."""
+
+    def __init__(self, seconds: float, clock: Clock = perf_counter) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.begin = clock()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self.clock() - self.begin
+
+    @property
+    def left(self) -> float:
+        """Seconds left; below 0 where a run took longer than expected."""
+        return self.seconds - self.now
+
+
+class Meter:
+    """Makes measurements through one `Runner`, so that arms stay warm and reference texts known.
+
+    tell: called before every run with the stage and what is being done.
+    """
+
+    def __init__(self, lineup: Lineup, folder: Path, budget: Budget, tell: Tell) -> None:
+        self.budget, self.tell = budget, tell
+        self._plan: list[Measurement] = []  # grows while the runner goes through it
+        self._runs = Runner(lineup, self._plan, folder).run([])
+        self._seen: dict[int, dict[str, list[float]]] = {}
+
+    def unit(self, arms: Sequence[Arm], group: Group, batch: int, repeat: int, until: float) -> list[Run] | None:
+        """All arms in turn on one group of prompts; None if that does not fit before `until`, or did not.
+
+        until: seconds of the budget. Runs of a unit that was cut short are on the disk, but compare nothing.
+        """
+        if self.budget.now + self.expected(arms, batch) > until:
+            return None
+        made = []
+        for arm in arms:
+            if self.budget.now + self.expected([arm], batch) > until:
+                return None
+            stage = "screening" if repeat == SCREENING else f"batch size {batch}"
+            self.tell(stage, f"{group.ids[0]} {arm.name}")
+            begun = self.budget.now
+            self._plan.append(Measurement(arm, group, batch, repeat))
+            made.append(next(self._runs))
+            self._seen.setdefault(batch, {}).setdefault(arm.name, []).append(self.budget.now - begun)
+        return None if self.budget.now > max(until, self.budget.seconds) else made
+
+    def expected(self, arms: Sequence[Arm], batch: int) -> float:
+        """Seconds that these arms will take, from what they took; one not run yet takes as long as the longest."""
+        own = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
+        longest = max((fmean(times) for times in own.values()), default=0.0)
+        return sum(fmean(own[arm.name]) if arm.name in own else longest for arm in arms)
+
+
+log = logging.getLogger("slipstream")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate at one batch size. predicted: its speed-up, prompts left out; out: why it is not measured.
+
+    failed: it broke down.
+    """
+
+    candidate: Candidate
+    predicted: float | None = None
+    out: str | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What stage one found out about a drafter; None where there was no time or nothing to find."""
+
+    candidate: Candidate
+    acceptance: Acceptance | None = None
+    costs: Costs | None = None
+    failed: str | None = None
+
+    def entry(self, batch: int, longest: int) -> Entry:
+        """The drafter at its best predicted length, or at its own where nothing can be predicted."""
+        own = at_length(self.candidate, min(self.candidate.tokens, longest))
+        if self.failed is not None:
+            return Entry(own, out=f"failed: {self.failed}", failed=True)
+        if self.acceptance is None or self.costs is None:
+            return Entry(own)
+        known = range(1, longest_known(self.costs, self.acceptance) + 1)
+        if not known:
+            return Entry(own, out="drafts too rarely found (never)")
+        speeds = {n: predicted_speed_up(self.costs, self.acceptance, n, batch) for n in known}
+        best = max(known, key=lambda n: (speeds[n], -n))
+        out = None if speeds[best] >= FLOOR else self._why_not(best, batch)
+        return Entry(at_length(self.candidate, best), speeds[best], out)
+
+    def _why_not(self, length: int, batch: int) -> str:
+        assert self.costs is not None and self.acceptance is not None
+        free = replace(self.costs, draft_step={1: 0.0, batch: 0.0}, draft_round={1: 0.0, batch: 0.0})
+        dear = predicted_speed_up(free, self.acceptance, length, batch) >= WORTH
+        return "draft steps too dear" if dear else "drafts too rarely accepted"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **vars(self.candidate),
+            "acceptance": None if self.acceptance is None else vars(self.acceptance),
+            "costs": None if self.costs is None else self.costs.to_dict(),
+            "failed": self.failed,
+        }
+
+
+def screen(
+    space: SearchSpace, meter: Meter, groups: Sequence[Group], batches: Sequence[int], longest: int
+) -> list[Screened]:
+    """Every predictable drafter: run at the longest length on some groups (of the first batch size), then its costs.
+
+    Too small a budget for a single group is refused.
+    """
+    kinds = predictable(space.drafts)
+    arms = [space.plain, *(space.arm(at_length(kind, longest)) for kind in kinds)]
+    runs: list[Run] = []
+    for number, group in enumerate(groups[:SCREENED]):
+        until = meter.budget.seconds * (RUNS_SHARE if number else 1)
+        made = meter.unit(arms, group, batches[0], SCREENING, until)
+        if made is None:
+            break
+        runs += made
+    if not runs:
+        raise too_little(meter)
+    found = [
+        _accepted(kind, [run for run in runs if run.arm == arm.name]) for kind, arm in zip(kinds, arms[1:], strict=True)
+    ]
+    return _with_costs(found, space, meter, batches, longest, _step_seconds(runs))
+
+
+def shortlist(screened: Sequence[Screened], drafts: Sequence[str], batch: int, longest: int) -> list[Entry]:
+    """What is in question at a batch size: drafters at their best predicted lengths, then the unpredictable ones."""
+    return [*(one.entry(batch, longest) for one in screened), *map(Entry, unpredictable(drafts))]
+
+
+def too_little(meter: Meter) -> UsageError:
+    """The refusal of a budget that compares nothing."""
+    return UsageError(
+        f"--budget {meter.budget.seconds:g} is over after {meter.budget.now:.1f} s without a comparison of all "
+        "candidates on two groups of prompts; allowed: more seconds, or fewer --draft, --batch-sizes or --max-tokens"
+    )
+
+
+def _accepted(kind: Candidate, runs: Sequence[Run]) -> Screened:
+    errors = [run.error for run in runs if run.error is not None]
+    if errors:
+        return Screened(kind, failed=errors[0])
+    return Screened(kind, Acceptance.from_stats(total_stats([run.stats for run in runs if run.stats]).to_dict()))
+
+
+def _step_seconds(runs: Sequence[Run]) -> float:
+    """Seconds of a plain step, prompts left out; 0 if plain decoding failed."""
+    counted = [run.stats for run in runs if run.arm == PLAIN and run.stats is not None]
+    total = total_stats(counted)
+    return (total.total_seconds - total.prefill_seconds) / total.num_steps if total.num_steps else 0.0
+
+
+def _with_costs(
+    found: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
+) -> list[Screened]:
+    """Target forwards are timed with the first drafter only: for the others they are the same."""
+    widths = sorted({*range(1, min(longest, 5) + 1), *range(7, longest + 1, 2), longest + 1})
+    first: Costs | None = None
+    known = []
+    for number, one in enumerate(found):
+        own = widths if first is None else [1]
+        least = TURNS * (len(own) + DRAFTING) * step * sum(batches)
+        left = meter.budget.seconds * COSTS_SHARE - meter.budget.now
+        if one.failed is None and least < left:
+            meter.tell("costs of a round", space.name(one.candidate))
+            try:
+                costs = measure_costs(space.decoder(one.candidate), batches, own, seconds=left / (len(found) - number))
+            except UsageError as error:  # a context too short for the probe: the drafter is measured unpredicted
+                log.warning("no prediction for %s: %s", space.name(one.candidate), error)
+            else:
+                first = first or costs
+                one = replace(one, costs=replace(costs, target=first.target, overhead=first.overhead))
+        known.append(one)
+    return known

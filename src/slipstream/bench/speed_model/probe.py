@@ -1,4 +1,4 @@
-"""Measures `Costs` on this machine: real rounds of the loop with given drafts, and a clock around every forward.
+"""Measures `Costs` on this machine: real rounds of the loop with dummy drafts, and a clock around every forward.
 
 Shapes take turns and the fastest of many turns counts: whatever else the machine does only adds time. All rounds
 begin after the same prompts, which stay in the KV cache, so a round computes what it would in a long text and no more.
@@ -7,41 +7,302 @@ begin after the same prompts, which stay in the KV cache, so a round computes wh
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from time import perf_counter
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from slipstream import drafters
-from slipstream.bench.prediction.costs import Costs
-from slipstream.bench.prediction.given_drafts import Given, even, some, uneven
-from slipstream.bench.prediction.least_times import Times
-from slipstream.bench.prediction.timed_backend import timed
-from slipstream.core.interfaces import Drafter
+from slipstream.bench.speed_model.round_costs import Costs, TokenCosts
+from slipstream.core.interfaces import (
+    AttendedLengths,
+    Backend,
+    Checkpoints,
+    Drafter,
+    RaggedForwards,
+    RowSegment,
+    Sampler,
+)
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
-from slipstream.core.trees import TreeForwards
-from slipstream.core.types import Row
+from slipstream.core.trees import TreeForwards, TreeSegment
+from slipstream.core.types import Draft, Row
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts.unpadded_layout import UnpaddedForwards, make_session
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
 
+POINTS = 6  # numbers of tokens at which a kind of forward is timed, where any would be allowed
 FEWEST_TURNS, MOST_TURNS = 3, 40
 CONTEXT = 128
 FEW, MANY = 1, 6  # draft lengths at which a drafter is timed; its time is taken as linear in between and beyond
 DRAFT_MODELS = ("model", "cross_vocabulary")  # drafters that a draft model is all of
 MOTIF = 8  # prompts repeat this many random tokens, so that retrieval drafters find something
+
+
+@dataclass(frozen=True)
+class Given:
+    """Proposes a draft of levels[i] tokens for row i, and beside each of them as many siblings."""
+
+    levels: tuple[int, ...]
+    device: torch.device
+    siblings: int = 0
+
+    @property
+    def size(self) -> int:
+        """The most tokens of a row."""
+        return max(self.levels) * (1 + self.siblings)
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
+        """The same at every call."""
+        wide = 1 + self.siblings
+        tokens = torch.ones(len(rows), self.size, dtype=torch.int64, device=self.device)
+        parents = None
+        if self.siblings:
+            parents = tuple(
+                tuple((node // wide - 1) * wide if node >= wide else -1 for node in range(n * wide))
+                for n in self.levels
+            )
+        return Draft(tokens, tuple(n * wide for n in self.levels), parents=parents)
+
+
+def uneven(drafted: int, rows: int, pad: Callable[[int], int]) -> tuple[int, ...] | None:
+    """Lengths of `rows` drafts of so many tokens in all, whose rectangle would take more; None if there are none.
+
+    pad: tokens per row -> width of the rectangle.
+    """
+    for longest in range(1, drafted + 1):
+        if rows * longest >= drafted and rows * pad(longest + 1) > rows + drafted:
+            return tuple(min(longest, max(0, drafted - row * longest)) for row in range(rows))
+    return None
+
+
+def even(total: int, rows: int) -> tuple[int, ...]:
+    """`total` levels shared among rows."""
+    return tuple(total // rows + (row < total % rows) for row in range(rows))
+
+
+def some(values: Sequence[int], most: int = POINTS) -> list[int]:
+    """At most so many of ascending values, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+@dataclass
+class Least:
+    """The least milliseconds seen, by batch and width, tokens or length."""
+
+    seen: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def add(self, batch: int, width: int, seconds: float) -> None:
+        """Note a time."""
+        points = self.seen.setdefault(batch, {})
+        points[width] = min(points.get(width, float("inf")), 1e3 * max(seconds, 0.0))
+
+
+@dataclass
+class RoundTimes(Least):
+    """The same of forwards, and of the rest of their rounds."""
+
+    rest: Least = field(default_factory=Least)
+
+    @property
+    def overhead(self) -> dict[int, dict[int, float]]:
+        """Milliseconds of what is no forward."""
+        return self.rest.seen
+
+    @property
+    def costs(self) -> TokenCosts | None:
+        """Both, None where nothing was noted."""
+        return TokenCosts(self.seen, self.overhead) if self.seen else None
+
+    def note(self, batch: int, tokens: int, forward: float, rest: float) -> None:
+        """Note the seconds of a round."""
+        self.add(batch, tokens, forward)
+        self.rest.add(batch, tokens, rest)
+
+    def alone(self, padded: RoundTimes) -> None:
+        """A single row's rounds are the padded ones."""
+        self.seen[1], self.overhead[1] = dict(padded.seen[1]), dict(padded.overhead[1])
+
+
+@dataclass
+class Times:
+    """All that a probe notes."""
+
+    padded: RoundTimes = field(default_factory=RoundTimes)
+    ragged: RoundTimes = field(default_factory=RoundTimes)
+    trees: RoundTimes = field(default_factory=RoundTimes)
+    drafting: Least = field(default_factory=Least)
+    move: float = float("inf")
+
+
+Kind = Literal["padded", "ragged", "tree"]
+
+
+class TimedBackend:
+    """Awaits each forward whose logits are asked for and notes its seconds, and of which kind it was."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
+        self.last, self.kind, self.tokens = 0.0, "padded", 0
+
+    @property
+    def attended_unit(self) -> int:
+        """See `Backend`."""
+        return self._inner.attended_unit
+
+    @attended_unit.setter
+    def attended_unit(self, value: int) -> None:
+        self._inner.attended_unit = value
+
+    def reserve(self, rows: int, length: int) -> None:
+        """See `Backend.reserve`."""
+        self._inner.reserve(rows, length)
+
+    def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
+        """See `Backend.forward`."""
+        begun = perf_counter()
+        out = self._inner.forward(tokens, starts, first_slot=first_slot, logits=logits)
+        if logits:
+            self._note(out, begun, "padded", tokens.numel())
+        return out
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """See `Backend.copy`."""
+        self._inner.copy(source, destination, length)
+
+    def _note(self, out: Tensor, begun: float, kind: Kind, tokens: int) -> None:
+        if self.device.type != "cpu":
+            out.flatten()[-1].item()  # waits for the device
+        self.last, self.kind, self.tokens = perf_counter() - begun, kind, tokens
+
+
+class TimedStates(TimedBackend):
+    """The same of a model with `Checkpoints`."""
+
+    def __init__(self, inner: Backend) -> None:
+        assert isinstance(inner, Checkpoints)
+        super().__init__(inner)
+        self._states = inner
+
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """See `Checkpoints.checkpoint`."""
+        return self._states.checkpoint(slot, limit)
+
+    def settle(self, slot: int, position: int) -> None:
+        """See `Checkpoints.settle`."""
+        self._states.settle(slot, position)
+
+
+class TimedRagged(TimedStates):
+    """The same of a model with `RaggedForwards`."""
+
+    def __init__(self, inner: Backend) -> None:
+        assert isinstance(inner, RaggedForwards)
+        super().__init__(inner)
+        self._rows = inner
+        self.ragged = inner.ragged
+
+    def forward_ragged(
+        self,
+        tokens: Tensor,
+        segments: Sequence[RowSegment],
+        *,
+        widths: Sequence[int] | None,
+        columns: Tensor | None = None,
+    ) -> Tensor:
+        """See `RaggedForwards.forward_ragged`."""
+        begun = perf_counter()
+        out = self._rows.forward_ragged(tokens, segments, widths=widths, columns=columns)
+        self._note(out, begun, "ragged", len(tokens))
+        return out
+
+
+class TimedRows(TimedRagged):
+    """The same of a model with `UnpaddedForwards`."""
+
+    def __init__(self, inner: Backend) -> None:
+        assert isinstance(inner, UnpaddedForwards)
+        super().__init__(inner)
+        self.reads_on, self.rounds_alike = inner.reads_on, inner.rounds_alike
+
+
+class TimedTrees(TimedBackend):
+    """The same of a model with `TreeForwards`."""
+
+    def __init__(self, inner: Backend) -> None:
+        assert isinstance(inner, TreeForwards)
+        super().__init__(inner)
+        self._trees = inner
+
+    @property
+    def branching(self) -> bool:
+        """See `TreeForwards.branching`."""
+        return self._trees.branching
+
+    @property
+    def flat(self) -> bool:
+        """See `TreeForwards.flat`."""
+        return self._trees.flat
+
+    def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
+        """See `TreeForwards.forward_tree`."""
+        begun = perf_counter()
+        out = self._trees.forward_tree(tokens, segments, widths=widths)
+        self._note(out, begun, "tree", len(tokens))
+        return out
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """See `TreeForwards.move`."""
+        self._trees.move(slot, places, start)
+
+
+class TimedModel(TimedRagged, TimedTrees):
+    """The same of a model that has all of these but `UnpaddedForwards`, and `AttendedLengths`."""
+
+    def __init__(self, inner: Backend) -> None:
+        assert isinstance(inner, AttendedLengths)
+        super().__init__(inner)
+        self._lengths = inner
+
+    @property
+    def attended_lengths(self) -> tuple[int, ...]:
+        """See `AttendedLengths`."""
+        return self._lengths.attended_lengths
+
+    @attended_lengths.setter
+    def attended_lengths(self, value: tuple[int, ...]) -> None:
+        self._lengths.attended_lengths = value
+
+    def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
+        """See `AttendedLengths.attended_length_agrees`."""
+        return self._lengths.attended_length_agrees(widths, length, whole)
+
+
+def timed(backend: Backend) -> TimedBackend:
+    """A model with a clock."""
+    if isinstance(backend, UnpaddedForwards):
+        return TimedRows(backend)
+    if isinstance(backend, TreeForwards):
+        whole = isinstance(backend, RaggedForwards) and isinstance(backend, Checkpoints)
+        return TimedModel(backend) if whole else TimedTrees(backend)
+    return TimedStates(backend) if isinstance(backend, Checkpoints) else TimedBackend(backend)
 
 
 def measure_costs(

@@ -1,0 +1,383 @@
+"""What a round is made of, in milliseconds: measured (`Costs`), or from a machine's roofline (`paper_costs`).
+
+Prompt processing is not part of it. This module knows neither models nor acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from math import ceil, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.core.cache_state import Shapes
+from slipstream.errors import UsageError
+
+WIDTHS = ("padded", "alone", "totals")
+
+
+Points = Mapping[int, float]
+Grid = Mapping[int, Points]  # batch -> width or tokens -> milliseconds
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """Milliseconds of rounds whose rows have different numbers of tokens, by batch and by the tokens of all rows.
+
+    forward: one target forward; overhead: what else such a round takes but for drafting.
+    """
+
+    forward: Grid
+    overhead: Grid
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "overhead"):
+            check_grid(name, getattr(self, name))
+
+    @property
+    def batches(self) -> list[int]:
+        """The batches measured."""
+        return sorted(self.forward)
+
+    def spans(self, batch: int) -> bool:
+        """Whether a batch lies between those measured."""
+        return min(self.forward) <= batch <= max(self.forward)
+
+    def most(self, batch: int) -> int:
+        """The most tokens measured at a batch."""
+        return max(self.forward[batch])
+
+    def milliseconds(self, batch: int, tokens: Sequence[int]) -> Any:
+        """[len(tokens)] milliseconds of rounds of so many tokens; beyond the points measured those at the nearest.
+
+        A batch that was not measured lies between its neighbours at the same number of tokens per row.
+        """
+        found = np.zeros(len(tokens))
+        for table in self._tables:
+            low, high = neighbours(table, batch, "batch")
+            share = (batch - low) / (high - low) if high > low else 0.0
+            for near, weight in ((low, 1 - share), (high, share)):
+                scaled = np.asarray(tokens, dtype=float) * near / batch
+                found += weight * np.interp(scaled, *table[near])
+        return found
+
+    @cached_property
+    def _tables(self) -> list[dict[int, tuple[Any, Any]]]:
+        """Of forwards and of overheads, by batch: ascending tokens and their milliseconds."""
+        return [
+            {batch: (np.array(sorted(points)), np.array([points[n] for n in sorted(points)])) for batch, points in grid}
+            for grid in (self.forward.items(), self.overhead.items())
+        ]
+
+    @classmethod
+    def from_dict(cls, name: str, values: object) -> TokenCosts | None:
+        """What JSON made of it; None stays None."""
+        if values is None:
+            return None
+        if not isinstance(values, dict) or set(values) != {"forward", "overhead"}:
+            raise UsageError(f"costs: {name}={values!r}; allowed: null, or an object with forward and overhead")
+        return cls(**{part: grid_of(f"{name}.{part}", values[part]) for part in ("forward", "overhead")})
+
+
+def neighbours(grid: Mapping[int, object], batch: float, name: str) -> tuple[int, int]:
+    """The measured batches between which a batch lies; both the same where it was measured itself."""
+    low = max((b for b in grid if b <= batch), default=None)
+    high = min((b for b in grid if b >= batch), default=None)
+    if low is None or high is None:
+        raise UsageError(f"{name} {batch:g} was not measured; allowed: {min(grid)} to {max(grid)}")
+    return low, high
+
+
+def at(grid: Grid, batch: float, width: int, name: str) -> float:
+    """Linear in the number of tokens: between widths at a measured batch, then between batches at that width."""
+    if batch in grid:
+        return between(grid[int(batch)], width, f"{name}: width")
+    ends = {b: grid[b] for b in neighbours(grid, batch, f"{name}: batch")}
+    # a single row may be padded to more than the rows of a batch
+    known = {b: between(points, max(width, min(points)), f"{name}: width") for b, points in ends.items()}
+    return between(known, batch, f"{name}: batch")
+
+
+def between(points: Points, x: float, what: str) -> float:
+    """Piecewise linear; outside the points nothing is known."""
+    if x in points:
+        return points[int(x)]
+    low = max((p for p in points if p < x), default=None)
+    high = min((p for p in points if p > x), default=None)
+    if low is None or high is None:
+        raise UsageError(f"{what} {x:g} was not measured; allowed: {min(points)} to {max(points)}")
+    share = (x - low) / (high - low)
+    return points[low] + share * (points[high] - points[low])
+
+
+def check_grid(name: str, grid: object) -> None:
+    """Refuse what is no table of tables."""
+    if not isinstance(grid, Mapping) or not grid:
+        raise UsageError(f"costs: {name}={grid!r}; allowed: a table batch -> width -> milliseconds")
+    for batch, points in grid.items():
+        check_points(f"{name}[{batch!r}]", batch, points)
+
+
+def check_points(name: str, batch: object, points: object) -> None:
+    """Refuse what is no table of milliseconds."""
+    if not is_count(batch):
+        raise UsageError(f"costs: {name} is for a batch of {batch!r}; allowed: whole numbers >= 1")
+    if not isinstance(points, Mapping) or not points:
+        raise UsageError(f"costs: {name}={points!r}; allowed: a table of milliseconds with at least one entry")
+    for x, ms in points.items():
+        if not is_count(x) or not is_number(ms) or ms < 0:
+            raise UsageError(f"costs: {name} has {x!r}: {ms!r}; allowed: whole numbers >= 1 with milliseconds >= 0")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def points_of(name: str, table: object) -> dict[int, Any]:
+    """A table whose keys JSON has made text."""
+    if not isinstance(table, dict):
+        raise UsageError(f"costs: {name}={table!r}; allowed: a table")
+    return {_whole(name, x): ms for x, ms in table.items()}
+
+
+def grid_of(name: str, table: object) -> dict[int, dict[int, Any]]:
+    """The same of a table of tables."""
+    return {batch: points_of(name, points) for batch, points in points_of(name, table).items()}
+
+
+def _whole(name: str, key: object) -> int:
+    if not str(key).isdecimal():
+        raise UsageError(f"costs: {name} has the key {key!r}; allowed: whole numbers >= 1")
+    return int(str(key))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of the parts of a round.
+
+    target: one target forward in which every row is padded to the longest, by batch (rows) and width (tokens per row);
+    overhead: what else a round of that shape takes (inputs, acceptance, the transfer, bookkeeping); draft_step: one
+    more draft token for every row, by batch (of trees one more level); draft_round: what the drafter takes besides in
+    every round, by batch (all of it for most retrieval drafters).
+    drafter: whose times these are; machine: where they come from.
+    padded, alone, totals: the shapes kept to where they must agree to the bit, see `Shapes.widths`, `alone` and
+    `totals`; empty where forwards fit their tokens.
+    ragged: rounds without padding, None where rows are always padded. trees: rounds that verify trees, None where the
+    target takes none or none were measured; move: bringing an accepted branch to its place, per row.
+    """
+
+    target: Grid
+    overhead: Grid
+    draft_step: Points
+    draft_round: Points
+    drafter: str = ""
+    machine: str = ""
+    padded: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
+    ragged: TokenCosts | None = None
+    trees: TokenCosts | None = None
+    move: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("target", "overhead"):
+            check_grid(name, getattr(self, name))
+        for name in ("draft_step", "draft_round"):
+            check_points(name, 1, getattr(self, name))
+        if any(ms <= 0 for points in self.target.values() for ms in points.values()):
+            raise UsageError("costs: target holds a 0; allowed: milliseconds > 0")
+        for name in WIDTHS:
+            values = getattr(self, name)
+            if not all(map(is_count, values)) or list(values) != sorted(set(values)):
+                raise UsageError(f"costs: {name}={values!r}; allowed: rising whole numbers >= 1")
+        if not is_number(self.move) or self.move < 0:
+            raise UsageError(f"costs: move={self.move!r}; allowed: milliseconds >= 0")
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes that forwards keep to."""
+        return Shapes(self.padded, 0, alone=self.alone, totals=self.totals)
+
+    @property
+    def widest(self) -> int:
+        """The longest width known for every batch."""
+        return min(max(points) for points in self.target.values())
+
+    def pad(self, width: int, rows: float = 2) -> int:
+        """The width of the forward that takes `width` tokens per row."""
+        return self.shapes.pad(width, 1 if rows == 1 else 2)
+
+    @property
+    def batches(self) -> list[int]:
+        """The batches measured."""
+        return sorted(self.target)
+
+    def forward(self, batch: float, width: int) -> float:
+        """Milliseconds of a target forward whose rows are padded."""
+        return at(self.target, batch, width, "target")
+
+    def drafting(self, batch: float, longest: int) -> float:
+        """Milliseconds in which the drafter proposes up to `longest` tokens per row.
+
+        A round in which no row drafts anything is charged for the attempt: a retrieval drafter that
+        finds nothing takes as long.
+        """
+        steps = longest * between(self.draft_step, batch, "draft_step: batch") if longest else 0.0
+        return steps + between(self.draft_round, batch, "draft_round: batch")
+
+    def round(self, batch: float, width: int, drafted: int) -> float:
+        """Milliseconds of a padded round of `width` columns whose longest row drafted `drafted` tokens."""
+        return self.drafting(batch, drafted) + self.plain(batch, width)
+
+    def plain(self, batch: float, width: int) -> float:
+        """Milliseconds of a round without a drafter whose forward has `width` columns."""
+        return self.forward(batch, width) + at(self.overhead, batch, width, "overhead")
+
+    def verifying(self, batch: int, longest: int, drafted: Sequence[int]) -> Any:
+        """[len(drafted)] milliseconds of rounds but for drafting, of chains of which the longest has so many tokens.
+
+        drafted: the draft tokens of all rows. Rows are padded only where that takes no more tokens, as in the loop.
+        """
+        width = self.pad(longest + 1, batch)
+        found = np.full(len(drafted), self.plain(batch, width))
+        if self.ragged is None or batch == 1 or not self.ragged.spans(batch):
+            return found
+        totals = [self.shapes.pad_total(batch + count) for count in drafted]
+        fit = [i for i, total in enumerate(totals) if total is not None and total < batch * width]
+        found[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
+        return found
+
+    def verifying_trees(self, batch: int, nodes: Sequence[int]) -> Any:
+        """[len(nodes)] milliseconds of rounds that verify trees, but for drafting. nodes: of all rows."""
+        assert self.trees is not None
+        if batch in self.trees.forward and nodes and batch + max(nodes) > (most := self.trees.most(batch)):
+            raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {most}")
+        return self.trees.milliseconds(batch, [self.shapes.pad_tree(batch + n, batch) or batch + n for n in nodes])
+
+    def takes_tree(self, batch: int, nodes: int) -> bool:
+        """Whether the allowed shapes take trees of so many nodes in all; where none do, main chains are verified."""
+        if self.trees is None or not self.trees.spans(batch):
+            return False
+        return self.shapes.pad_tree(batch + nodes, batch) is not None
+
+    def knows_trees(self, nodes: float) -> bool:
+        """Whether rounds of trees of so many nodes per row were measured at every batch at which they are taken."""
+        if self.trees is None:
+            return False
+        sizes = {batch: ceil(round(batch * nodes, 9)) for batch in self.trees.batches}
+        return all(batch + n <= self.trees.most(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Costs:
+        """What `to_dict` wrote, also after JSON has made text of the numbers that are keys."""
+        known = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or set(values) != set(known):
+            found = list(values) if isinstance(values, dict) else type(values).__name__
+            raise UsageError(f"costs: {found}; allowed: an object with exactly {', '.join(known)}")
+        for name in WIDTHS:
+            if not isinstance(values[name], list | tuple):
+                raise UsageError(f"costs: {name}={values[name]!r}; allowed: a list of widths")
+        made: dict[str, Any] = {name: grid_of(name, values[name]) for name in ("target", "overhead")}
+        made |= {name: points_of(name, values[name]) for name in ("draft_step", "draft_round")}
+        made |= {name: TokenCosts.from_dict(name, values[name]) for name in ("ragged", "trees")}
+        made |= {name: str(values[name]) for name in ("drafter", "machine")}
+        made |= {name: tuple(values[name]) for name in WIDTHS}
+        return cls(**made, move=values["move"])
+
+    def save(self, path: Path) -> None:
+        """Write to a JSON file."""
+        try:
+            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"costs file {str(path)!r} cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Costs:
+        """Read what `save` wrote."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UsageError(f"costs file {str(path)!r} cannot be read: {error}") from error
+        return cls.from_dict(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine on paper. memory_bandwidth: bytes/s; flops: FLOP/s of dense matrix products in the weights' precision.
+
+    bytes_per_param: 2 for bf16. launch_ms: the least a forward takes, whatever its size (kernel launches); overhead_ms:
+    per round. Use figures the machine reaches, not those of its data sheet, or take the result as a bound.
+    """
+
+    memory_bandwidth: float
+    flops: float
+    bytes_per_param: float = 2.0
+    launch_ms: float = 0.0
+    overhead_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), "> 0" if f.name[-3:] != "_ms" else ">= 0"
+            if not is_number(value) or value < 0 or (value == 0 and least == "> 0"):
+                raise UsageError(f"{f.name}={value!r}; allowed: a finite number {least}")
+
+    def forward_ms(self, params: float, tokens: int) -> float:
+        """Milliseconds of a forward of `tokens` tokens in all: reading the weights or computing, whichever is longer.
+
+        The roofline (Williams, Waterman and Patterson 2009) with 2 FLOPs per parameter and token (Kaplan et al. 2020,
+        section 2.1); attention and the reading of the KV cache are left out.
+        """
+        reading = params * self.bytes_per_param / self.memory_bandwidth
+        computing = 2 * params * tokens / self.flops
+        return max(self.launch_ms, 1e3 * max(reading, computing))
+
+
+def paper_costs(
+    target_params: float,
+    draft_params: float,
+    machine: Machine,
+    *,
+    batches: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
+    widths: Iterable[int] = range(1, 18),
+) -> Costs:
+    """Costs of a target and a draft model by the roofline of a machine; draft_params=0 is a free retrieval draft.
+
+    Parameters are the active ones (all of them but in mixtures of experts). Rows are not padded, and a tree costs what
+    its tokens cost.
+    """
+    for name, value, least in (("target_params", target_params, 1), ("draft_params", draft_params, 0)):
+        if not is_number(value) or value < least:
+            raise UsageError(f"{name}={value!r}; allowed: a finite number >= {least}")
+    batches, widths = list(batches), list(widths)
+    step = {b: machine.forward_ms(draft_params, b) if draft_params else 0.0 for b in batches}
+    overhead = float(machine.overhead_ms)
+    tokens = {b: range(b, b * max(widths) + 1) for b in batches}
+    flat = TokenCosts(
+        {b: {n: machine.forward_ms(target_params, n) for n in tokens[b]} for b in batches},
+        {b: dict.fromkeys(tokens[b], overhead) for b in batches},
+    )
+    return Costs(
+        target={b: {w: machine.forward_ms(target_params, b * w) for w in widths} for b in batches},
+        overhead={b: {w: overhead for w in widths} for b in batches},
+        draft_step=step,
+        draft_round=dict.fromkeys(batches, 0.0),
+        ragged=flat,
+        trees=flat,
+        drafter="model" if draft_params else "retrieval",
+        machine=f"on paper: {machine.memory_bandwidth / 1e9:g} GB/s, {machine.flops / 1e12:g} TFLOP/s",
+    )
