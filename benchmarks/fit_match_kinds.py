@@ -1,4 +1,4 @@
-"""Fits the constants of `drafters/suffix/match_kinds.py`: how likely a retrieved token is accepted, by its kind.
+"""Fits the constants of `drafters/suffix/suffix_drafter.py`: how likely a retrieved token is accepted, by its kind.
 
     slipstream bench --target smollm2 --arms none --out RUNS
     python benchmarks/fit_match_kinds.py RUNS/runs.jsonl --tokenizer smollm2
@@ -35,16 +35,16 @@ from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix.automaton import SuffixAutomaton
-from slipstream.drafters.suffix.match_kinds import (
+from slipstream.drafters.suffix.suffix_drafter import (
     AGREED,
     BESIDE_BY_AGREEMENT,
     BESIDE_BY_LENGTH,
+    BRANCHES,
     BY_AGREEMENT,
     BY_LENGTH,
     known_after,
     prior,
 )
-from slipstream.drafters.suffix.suffix_drafter import BRANCHES
 from slipstream.models.hf.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 

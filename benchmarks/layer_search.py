@@ -35,7 +35,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.speed_model.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
 from slipstream.core.interfaces import Backend
-from slipstream.drafters.layer_skip.shared_cache import remember_layers
+from slipstream.drafters.layer_skip import remember_layers
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.layer_subset import layer_subset, num_layers
 from slipstream.text.prompts import NamedPrompt, read_prompts, spread

@@ -34,11 +34,10 @@ from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
-from slipstream.draft_length.early_stop import PathBelow, Stop, WhilePays
 from slipstream.draft_length.policies import Auto, Fixed, Heuristic
 from slipstream.drafters import Setup, load
 from slipstream.drafters.hybrid import HybridDrafter
-from slipstream.drafters.model import annotated
+from slipstream.drafters.model import PathBelow, Stop, WhilePays, annotated
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
 

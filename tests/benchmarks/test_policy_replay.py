@@ -17,9 +17,9 @@ import pytest
 from slipstream.bench.speed_model.formula import Costs
 from slipstream.draft_length.controller import DraftController
 from slipstream.draft_length.cost_model import CostModel
-from slipstream.draft_length.early_stop import WhilePays
 from slipstream.draft_length.policies import Auto, Fixed
 from slipstream.drafters import Setup, load
+from slipstream.drafters.model import WhilePays
 from slipstream.errors import UsageError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

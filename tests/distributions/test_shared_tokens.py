@@ -12,7 +12,7 @@ from vocabularies import decoder_of, fable_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Draft
-from slipstream.drafters.cross_vocabulary.shared_tokens import SharedTokenDrafter
+from slipstream.drafters.cross_vocabulary.cross_vocabulary_drafter import SharedTokenDrafter
 from slipstream.sampling.sampler import Sampler
 
 PROMPT, RUNS, HOT = "The heron", 1600, 1.6

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from slipstream import SpeculativeDecoder, UsageError
-from slipstream.draft_length.early_stop import PathBelow, TokenBelow, WhilePays
 from slipstream.draft_length.policies import Auto, Fixed, Heuristic
 from slipstream.drafters.hybrid import HybridDrafter
-from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.model import ModelDrafter, PathBelow, TokenBelow, WhilePays
 from slipstream.drafters.suffix import SuffixDrafter
 
 

@@ -14,7 +14,7 @@ from vocabularies import KINDS, FableBackend, decoder_of, fable_model, speaking,
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
-from slipstream.drafters.cross_vocabulary import draft_text
+from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import load_toy
@@ -156,7 +156,7 @@ def test_a_processor_that_fails_on_a_draft_that_is_not_the_text_fails_no_row() -
 
 
 def wrong_boundary(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(draft_text, "first_unsettled", lambda encoding, text, longest: max(0, len(encoding.ids) - 1))
+    patch.setattr(bridged_session, "first_unsettled", lambda encoding, text, longest: max(0, len(encoding.ids) - 1))
 
 
 def wrong_position(patch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def wrong_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_context(patch: pytest.MonkeyPatch) -> None:
-    real = draft_text.DraftText.follow
-    patch.setattr(draft_text.DraftText, "follow", lambda self, tokens: real(self, tokens[:-1]))
+    real = bridged_session.DraftText.follow
+    patch.setattr(bridged_session.DraftText, "follow", lambda self, tokens: real(self, tokens[:-1]))
 
 
 @pytest.mark.parametrize("wrong", [wrong_boundary, wrong_position, wrong_context])

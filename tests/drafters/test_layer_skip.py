@@ -19,10 +19,9 @@ from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.early_stop import PathBelow, WhilePays
 from slipstream.draft_length.policies import Fixed
-from slipstream.drafters.layer_skip.shared_cache import SharedCacheSession, layers_file, remember_layers
-from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.layer_skip import SharedCacheSession, layers_file, remember_layers
+from slipstream.drafters.model import ModelDrafter, PathBelow, WhilePays
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.decoder_layers import make_layer_subset

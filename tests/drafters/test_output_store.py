@@ -17,8 +17,7 @@ from slipstream.core.types import Row
 from slipstream.drafters import Setup, load
 from slipstream.drafters.suffix.automaton import LIMIT
 from slipstream.drafters.suffix.output_store import FIELDS, SuffixStore
-from slipstream.drafters.suffix.row_text import OPENING
-from slipstream.drafters.suffix.suffix_drafter import SuffixDrafter
+from slipstream.drafters.suffix.suffix_drafter import OPENING, SuffixDrafter
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
 

@@ -21,7 +21,7 @@ from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix import automaton as suffix_automaton
 from slipstream.drafters.suffix import suffix_drafter as suffix
 from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
-from slipstream.drafters.suffix.match_kinds import prior, prior_beside
+from slipstream.drafters.suffix.suffix_drafter import prior, prior_beside
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
 

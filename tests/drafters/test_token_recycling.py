@@ -14,8 +14,8 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.interfaces import Learner, Observer
 from slipstream.core.rng import Race
 from slipstream.core.types import Row, Verdict
-from slipstream.drafters import Setup, load
-from slipstream.drafters.token_recycling import TokenRecyclingDrafter, follower_table
+from slipstream.drafters import Setup, load, token_recycling
+from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_what_is_kept_has_the_last_word_over_what_was_rejected() -> None:
 
 
 def test_a_memory_is_bounded_and_the_recent_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_table, "SPAN", 60)
+    monkeypatch.setattr(token_recycling, "SPAN", 60)
     drafter = TokenRecyclingDrafter(SIZE, 1)
     for token in range(45):
         teach(drafter, row_of(token), [], 0, [token + 1])

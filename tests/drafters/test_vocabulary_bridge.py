@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import KINDS, SPECIALS, TEXT, bridge, vocabulary
 
-from slipstream.drafters.cross_vocabulary import draft_text
+from slipstream.drafters.cross_vocabulary import bridged_session
+from slipstream.drafters.cross_vocabulary.bridged_session import DraftText
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.drafters.cross_vocabulary.draft_text import DraftText
 from slipstream.models.vocabulary_bridge import VocabularyBridge, unfinished
 
 PAIRS = [
@@ -67,7 +67,7 @@ def test_a_boundary_one_word_too_near_is_seen() -> None:
     pair = bridge("digits", "bytes")
     tokens = ours(pair, STORY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_text, "first_unsettled", lambda encoding, text, longest: len(encoding.ids) - 1)
+        patch.setattr(bridged_session, "first_unsettled", lambda encoding, text, longest: len(encoding.ids) - 1)
         assert read(pair, tokens) != pair.draft.encode(STORY).ids
     assert read(pair, tokens) == pair.draft.encode(STORY).ids
 

@@ -15,8 +15,8 @@ from slipstream.bench.arms import PLAIN
 from slipstream.bench.tuning.advice import Advice
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
-from slipstream.draft_length.early_stop import REPRODUCIBLE
 from slipstream.drafters import hybrid, ngram, suffix
+from slipstream.drafters.model import REPRODUCIBLE
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import is_gguf
 

@@ -9,31 +9,173 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
+from math import exp
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, finalize
 
 from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
-from slipstream.draft_length.best_first import Alternatives, Node, draft_of, grown, learn
+from slipstream.draft_length.best_first import UNLIKELY, Alternatives, Node, draft_of, grown, learn
 from slipstream.draft_length.learned_by_group import LearnedByGroup
 from slipstream.drafters import Setup
-from slipstream.drafters.suffix.automaton import LIMIT
-from slipstream.drafters.suffix.match_kinds import KINDS, known_after, likely_chain, prior, prior_beside
+from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
 from slipstream.drafters.suffix.output_store import SuffixStore
-from slipstream.drafters.suffix.row_text import EndedOutput, Guess, RowText, Source
 from slipstream.errors import UsageError
 
+SEEN = (2, 3, 4, 6, 10, 16, 32)  # kinds of tokens: by the length of their context, from 1 to these
+AGREED = 7  # and by how far its occurrences agree, see `kind_of`
+# log-odds of a token by both, chosen for texts of a 135M chat model and a 1.5B code model.
+# benchmarks/fit_match_kinds.py fits such numbers from runs.jsonl of `slipstream bench` or from text files, and judges
+# both: on README.md and docs/*.md (11 texts, 7,987 tokens) a fit has a log-loss of 0.493 per token, these have 0.515;
+# such texts are no model's outputs, so these stayed. benchmarks/policy_replay.py measures what drafts gain with them
+BY_LENGTH = (-0.75, 0.04, 0.42, 0.7, 1.1, 1.5, 2.3, 3.2)
+BY_AGREEMENT = (-1.7, -1.2, -0.25, 0.2, 0.3, 1.0, 2.0)
+# the same of a runner-up, given that the tokens before it for its place are wrong, from such a fit of 80 answers
+# of a 135M and a 0.5B chat model, where 11 % of 1,712 runners-up came true; behind more than two tokens they are few
+BESIDE_BY_LENGTH = (-1.7, -1.5, *(-0.6,) * 6)
+BESIDE_BY_AGREEMENT = (-0.6, -0.6, 0.6, 0.0, -0.3, 0.6, 0.5)
+KINDS = len(BY_LENGTH) * AGREED  # of first choices; as many of runners-up follow
+OPENING = 16  # last tokens of the prompt, saved with the output so that its first words are found
 SHORTEST = 1  # tokens a match must have
 THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 BRANCHES = 2  # tokens beside the best one of each place
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
+USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
+TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
+
+
+Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
+
+
+def prior() -> list[float]:
+    """The chance of a token of each kind, before anything is known about the text."""
+    return [_sigmoid(a + b) for a in BY_LENGTH for b in BY_AGREEMENT]
+
+
+def prior_beside() -> list[float]:
+    """The same of runners-up."""
+    return [_sigmoid(a + b) for a in BESIDE_BY_LENGTH for b in BESIDE_BY_AGREEMENT]
+
+
+def _sigmoid(log_odds: float) -> float:
+    return 1 / (1 + exp(-log_odds))
+
+
+def kind_of(step: Step) -> int:
+    """Of a token. Its context's occurrences agree about it in less than a third, a half, four fifths, nearly all.
+
+    Or in all: there is just one, there are two or three, or more.
+    """
+    share = step.followed / step.occurrences
+    agreed = bisect_right((0.3, 0.55, 0.8), share) if share < 1 else 4 + bisect_right((2, 4), step.followed)
+    return AGREED * bisect_right(SEEN, step.known) + agreed
+
+
+def likely_chain(
+    acceptance_model: AcceptanceModel,
+    row: Row,
+    steps: Iterator[Step],
+    length: int,
+    *,
+    prob: float = 1.0,
+    least: float = UNLIKELY,
+) -> list[Node]:
+    """Up to `length` tokens of a walk. prob: that what comes before them is accepted.
+
+    least: the chain ends with the first token less likely to be accepted; none less likely than UNLIKELY is in it.
+    """
+    nodes, chance = list[Node](), acceptance_model.chances(row)
+    for step in islice(steps, length):
+        kind = kind_of(step)
+        prob *= chance(kind)
+        if prob < UNLIKELY:
+            break
+        nodes.append(Node(len(nodes) - 1, step.token, kind, prob))
+        if prob < least:
+            break
+    return nodes
+
+
+def known_after(automaton: SuffixAutomaton, place: Place) -> Iterator[tuple[int, int, Place]]:
+    """What followed at a place, for `Alternatives`."""
+    for step, match in automaton.alternatives(*place):
+        yield step.token, kind_of(step), (match, automaton.count(match))
+
+
+class Guess(NamedTuple):
+    """A draft that can be compared with what the text became, and where it should stand."""
+
+    start: int
+    nodes: list[Node]
+
+
+class Source(NamedTuple):
+    """Where a draft comes from. occurrences: of the match, counting one more that went on in some other way."""
+
+    automaton: SuffixAutomaton
+    match: Match
+    occurrences: int
+
+
+@dataclass(frozen=True)
+class EndedOutput:
+    """A row's list of tokens without the row, which may be gone by the time they are wanted."""
+
+    tokens: list[int]
+    prompt_length: int
+    group: str = ""
+
+    def saved(self) -> list[int]:
+        """What the store keeps: the output behind the end of the prompt; nothing if there is no output."""
+        return self.tokens[max(0, self.prompt_length - OPENING) :] if len(self.tokens) > self.prompt_length else []
+
+
+class RowText:
+    """A row's text as far as it has been read: its automaton, and where its end stands in those of the store."""
+
+    def __init__(self, row: Row, ended: deque[EndedOutput]) -> None:
+        output = EndedOutput(row.tokens, row.prompt_length, row.group)
+        self.leave = finalize(row, ended.append, output)  # called when the row has finished, or is dropped
+        self.leave.atexit = False
+        self.own = SuffixAutomaton()
+        self._prompt_length = row.prompt_length
+        self._read = 0
+        self._found: dict[SuffixAutomaton, tuple[int, Match]] = {}  # with the size the automaton had
+        self.guess = Guess(0, [])
+
+    def read(self, tokens: Sequence[int], stored: Sequence[SuffixAutomaton]) -> None:
+        """Take in the tokens that came since the last call."""
+        new = tokens[self._read :]
+        prompt = max(0, self._prompt_length - self._read)
+        self._read = len(tokens)
+        self.own.learn(new[:prompt], newest=False)  # what is copied is copied from its beginning on
+        self.own.learn(new[prompt:])  # what goes on as it did lately may do so again
+        before, self._found = self._found, {}
+        for automaton in stored:
+            size, match = before.get(automaton, (-1, NOTHING))
+            extend = size == automaton.num_tokens and len(new) < LIMIT
+            match = automaton.find(new, match) if extend else automaton.find(tokens[-LIMIT:])
+            self._found[automaton] = automaton.num_tokens, match
+
+    def source(self) -> Source:
+        """The longest match that goes on somewhere: of equals the row's own, then that in newer outputs."""
+        match = self.own.followed(self.own.end)
+        best = Source(self.own, match, self.own.count(match))  # one of the occurrences is the text's end itself
+        for automaton, (_, found) in self._found.items():
+            match = automaton.followed(found)
+            if match.length > best.match.length:
+                best = Source(automaton, match, automaton.count(match) + 1)
+        return best
 
 
 @dataclass
@@ -191,10 +333,6 @@ class SuffixDrafter:
         while self._ended:
             ended = self._ended.popleft()
             self._stores.of(ended.group).add(ended.saved())
-
-
-USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
-TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,15 +25,60 @@ from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.draft_length.best_first import UNLIKELY, Alternatives, Node, draft_of, grown, learn
 from slipstream.draft_length.learned_by_group import LearnedByGroup
 from slipstream.drafters import Setup
-from slipstream.drafters.token_recycling.follower_table import SPAN, FollowerTable
 from slipstream.errors import UsageError
 
+KEEP = 0.9  # weight of what was known, each time a context comes again
+SPAN = 1 << 15  # a table holds the last SPAN to 2 * SPAN contexts
 CONTEXT = 3  # tokens of the longest context
 WIDTH, LIMIT = 4, 64  # alternatives stored per context
 # chance of a token behind a context of one, two, three tokens, of the row's own table and of the common one
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
 BESIDE = (0.3, 0.2)  # chance of the second and third best, given that those before them are wrong
 CHANCES = (*PRIOR, *(chance for chance in BESIDE for _ in PRIOR))
+USAGE = "token_recycling[:WIDTH]"
+TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
+
+
+class FollowerTable:
+    """The likeliest followers of contexts, best first, with their weights.
+
+    A ranking of n tokens gives them the weights `width`, `width` - 1, ...; the sums of earlier ones fade. Contexts are
+    numbers (`_contexts`). When SPAN have been entered, those not seen among the SPAN before are dropped.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._weights = range(width, 0, -1)
+        self._young: dict[int, dict[int, float]] = {}
+        self._old: dict[int, dict[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def enter(self, contexts: Sequence[int], ranking: Sequence[int]) -> None:
+        """Note what the target ranked highest behind a position, which is the end of all these contexts."""
+        for context in contexts:
+            known = self._find(context)
+            ranks: dict[int, float] = dict(zip(ranking, self._weights, strict=False))
+            self._young[context] = ranks if known is None else self._merged(ranks, known)
+        if len(self._young) >= SPAN:
+            self._old, self._young = self._young, {}
+
+    def best(self, contexts: Sequence[int], count: int = 1) -> tuple[list[int], int] | None:
+        """The `count` likeliest followers of the last of these contexts that is known, and which that is."""
+        for at in range(len(contexts) - 1, -1, -1):
+            known = self._find(contexts[at])
+            if known is not None:
+                return list(islice(known, count)), at
+        return None
+
+    def _find(self, context: int) -> dict[int, float] | None:
+        known = self._young.get(context)
+        return self._old.get(context) if known is None else known
+
+    def _merged(self, ranks: dict[int, float], known: dict[int, float]) -> dict[int, float]:
+        for token, weight in known.items():
+            ranks[token] = ranks.get(token, 0.0) + KEEP * weight
+        return dict(sorted(ranks.items(), key=itemgetter(1), reverse=True)[: len(self._weights)])
 
 
 @dataclass
@@ -177,10 +224,6 @@ class TokenRecyclingDrafter:
             number = number * self.vocab_size + token
             numbers.append(number)
         return numbers
-
-
-USAGE = "token_recycling[:WIDTH]"
-TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:

@@ -1,13 +1,17 @@
-"""Some layers of the target as a draft model: a session on the target's own KV cache, and the choice of layers.
+"""The target's own first layers, or a choice of them, with its final norm and its head: a draft model for nothing.
 
-Nothing is computed twice to get ready: the chosen layers read the target's keys and values of the committed tokens.
-What they write stands at positions that the verification of the same round writes again, in every layer and before it
-reads them; so the target's forwards see only what the target itself wrote.
+Skipping layers of the target to draft: Zhang et al. 2023, "Draft & Verify" (arXiv:2309.08168); leaving after the first
+ones: Elhoushi et al. 2024, "LayerSkip" (arXiv:2404.16710).
+
+Weights and KV cache are the target's: the chosen layers read its keys and values of the committed tokens. What they
+write stands at positions that the verification of the same round writes again, in every layer and before it reads
+them; so the target's forwards see only what the target itself wrote.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -16,12 +20,18 @@ from torch import Tensor
 
 from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
+from slipstream.core.traits import Traits
 from slipstream.core.types import Row
+from slipstream.drafters import Setup
+from slipstream.drafters.model import ModelDrafter, stop_for
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.layer_subset import check_layers, identity, layer_subset, num_layers
 
 SHARE = 0.75  # of the layers
+ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
+USAGE = "layer_skip[:LAYERS][+p=PERCENT]"
+TRAITS = Traits(knows_probs=True, default_length=4)
 
 
 class SharedCacheSession:
@@ -113,3 +123,26 @@ def remember_layers(backend: Backend, layers: Sequence[int], note: str) -> Path:
 def layers_file(backend: Backend) -> Path:
     """Where the choice of layers for a model is saved."""
     return cache_folder() / "layers" / f"{identity(backend)}.json"
+
+
+def build(setup: Setup, argument: str) -> ModelDrafter:
+    """ "layer_skip", "layer_skip:LAYERS" or "layer_skip:FIRST-LAST,..."; "+p=PERCENT" after them stops early.
+
+    Without layers: those that `benchmarks/layer_search.py` saved for this model, else the first three quarters. When to
+    stop is as with `model`.
+    """
+    given = ARGUMENT.fullmatch(argument)
+    if given is None:
+        raise UsageError(
+            f"drafter='layer_skip:{argument}'; allowed: layer_skip, layer_skip:LAYERS (the first ones), "
+            "a list like layer_skip:0-7,12, each with +p=PERCENT from 0 to 99, or layer_skip:p=PERCENT"
+        )
+    if setup.target is None:
+        raise UsageError(
+            "drafter='layer_skip' drafts with the target's layers; allowed: a setup with the target's session"
+        )
+    backend = setup.target.backend
+    layers = default_layers(backend) if given[1] is None else parse_layers(given[1], backend)
+    percent = given[2] or given[3]
+    session = SharedCacheSession(setup.target, layers)
+    return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))
