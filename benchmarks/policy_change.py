@@ -18,7 +18,7 @@ from terminal import Count, console, run
 
 from slipstream.bench.speed_model.formula import Costs
 from slipstream.core.rounds import Round
-from slipstream.draft_length.controller import DraftController
+from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto
 from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError

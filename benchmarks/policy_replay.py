@@ -32,8 +32,8 @@ from slipstream.core.loop import draft_lengths
 from slipstream.core.rng import Race
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto, Fixed, Heuristic
 from slipstream.drafters import Setup, load
 from slipstream.drafters.hybrid import HybridDrafter

@@ -15,8 +15,8 @@ import policy_replay as replay
 import pytest
 
 from slipstream.bench.speed_model.formula import Costs
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto, Fixed
 from slipstream.drafters import Setup, load
 from slipstream.drafters.model import WhilePays

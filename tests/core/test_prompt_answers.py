@@ -15,7 +15,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.controller import Decision, DraftController
+from slipstream.draft_length.planner import Decision, DraftController
 from slipstream.models.hf.backend import HFBackend
 
 AGREEING = Shapes((2, 4, 8, 16, 32, 64, 128, 256), 256, 512)

@@ -11,14 +11,11 @@ from slipstream import Draft, SamplingParams
 from slipstream.core.loop import draft_lengths
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
-from slipstream.draft_length.awaited_rows import awaited_together
-from slipstream.draft_length.backoff import LATEST, SOONEST, Backoff
-from slipstream.draft_length.confidence import bin_of
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.cost_model import CostModel
-from slipstream.draft_length.draft_yields import FIRST, DraftNote, DraftYields, Yield
-from slipstream.draft_length.left_to_model import LeftToModel
+from slipstream.draft_length.acceptance_model import FIRST, DraftNote, DraftYields, Yield, bin_of
+from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import DraftController, awaited_together
 from slipstream.draft_length.policies import Auto, Heuristic
+from slipstream.draft_length.row_history import LATEST, SOONEST, Backoff, LeftToModel
 
 CPU = torch.device("cpu")
 numbers = itertools.count()

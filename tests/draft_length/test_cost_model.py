@@ -9,8 +9,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
-from slipstream.draft_length.cost_model import ROW, STEP, CostModel, best_lengths
-from slipstream.draft_length.measured_forwards import COLUMN
+from slipstream.draft_length.costs import COLUMN, ROW, STEP, CostModel, best_lengths
 
 numbers = itertools.count()
 PARAMS = SamplingParams(max_tokens=100)

@@ -10,7 +10,7 @@ from tiny import prompts, shared
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
-from slipstream.draft_length.quiet_rounds import AFTER, MOST, QuietRounds
+from slipstream.draft_length.row_history import AFTER, MOST, QuietRounds
 
 
 def rows_of(count: int) -> list[Row]:

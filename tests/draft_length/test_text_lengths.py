@@ -7,7 +7,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.core.types import Row
-from slipstream.draft_length.text_lengths import FIRST, TextLengths
+from slipstream.draft_length.row_history import PRIOR_TOKENS, TextLengths
 
 
 def row_of(max_tokens: int = 1000) -> Row:
@@ -23,7 +23,7 @@ def happen(lengths: TextLengths, row: Row, tokens: int, reason: FinishReason | N
 
 def test_nothing_is_known_at_first_and_no_text_exceeds_its_limit() -> None:
     lengths = TextLengths()
-    assert lengths.expected(row_of()) == FIRST
+    assert lengths.expected(row_of()) == PRIOR_TOKENS
     assert lengths.expected(row_of(10)) == 10
 
 
@@ -56,4 +56,4 @@ def test_a_row_that_failed_before_its_first_round_says_nothing() -> None:
     lengths, row = TextLengths(), row_of()
     row.finish_reason = "error"
     lengths.learn([row])
-    assert lengths.typical == FIRST
+    assert lengths.typical == PRIOR_TOKENS

@@ -20,9 +20,8 @@ from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.trees import arranged, path_to, with_siblings
 from slipstream.core.types import Draft, Row, Sibling, Verdict
+from slipstream.draft_length.acceptance_model import Confidence, DraftNote, bin_of, sibling_bin
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.draft_length.confidence import Confidence, bin_of, sibling_bin
-from slipstream.draft_length.draft_yields import DraftNote
 from slipstream.drafters import Setup, load
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy

@@ -13,8 +13,8 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import DraftController
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.sampling.sampler import Sampler
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
-from slipstream.draft_length.learned_by_group import MOST, LearnedByGroup
+from slipstream.draft_length.tree_growth import MOST, LearnedByGroup
 
 PROMPT = "zq zq the wind"  # says nothing of what comes
 

@@ -13,7 +13,7 @@ from tiny import perturbed, prompts, shared
 
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
-from slipstream.draft_length.draft_yields import FIRST, Yield
+from slipstream.draft_length.acceptance_model import FIRST, Yield
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

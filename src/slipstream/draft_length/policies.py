@@ -11,9 +11,9 @@ from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
+from slipstream.draft_length.acceptance_model import NOTHING, DraftNote, with_notes
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.draft_yields import NOTHING, DraftNote, with_notes
+from slipstream.draft_length.planner import DraftController
 from slipstream.errors import UsageError
 
 FIRST, UP, DOWN = 5, 2, 1  # of the heuristic schedule

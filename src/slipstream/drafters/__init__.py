@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.core.interfaces import Drafter, DraftScorer
     from slipstream.core.session import Session
     from slipstream.core.traits import Traits
-    from slipstream.draft_length.controller import DraftController
+    from slipstream.draft_length.planner import DraftController
     from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 
 

@@ -19,8 +19,8 @@ from slipstream.core.interfaces import Drafter, Extender, Learner, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.draft_yields import DraftNote, joined
+from slipstream.draft_length.acceptance_model import DraftNote, joined
+from slipstream.draft_length.planner import DraftController
 from slipstream.drafters import Setup, model, suffix
 from slipstream.errors import UsageError
 

@@ -24,9 +24,8 @@ from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Sibling
-from slipstream.draft_length.confidence import bin_of, sibling_bin
-from slipstream.draft_length.controller import DraftController
-from slipstream.draft_length.draft_yields import DraftNote
+from slipstream.draft_length.acceptance_model import DraftNote, bin_of, sibling_bin
+from slipstream.draft_length.planner import DraftController
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 

@@ -20,7 +20,7 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
-from slipstream.draft_length.best_first import Alternatives, Node, draft_of, grown, learn
+from slipstream.draft_length.tree_growth import Alternatives, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.cost_model import CostModel, best_lengths
-from slipstream.draft_length.draft_yields import DraftNote
+from slipstream.draft_length.acceptance_model import DraftNote
+from slipstream.draft_length.costs import CostModel, best_lengths
 from slipstream.predicted_outputs.row_predictions import Proposal, RowPredictions
 
 FLOOR = 0.2  # where costs do not decide, a prediction ends where its acceptance is less likely than this

@@ -16,8 +16,8 @@ from slipstream.core.loop import Engine, Propose
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.choice import LengthChoice
-from slipstream.draft_length.controller import LONGEST, DraftController
-from slipstream.draft_length.cost_model import CostModel
+from slipstream.draft_length.costs import CostModel
+from slipstream.draft_length.planner import LONGEST, DraftController
 from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.predicted_outputs.prediction_policy import PredictionLimits

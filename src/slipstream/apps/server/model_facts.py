@@ -8,7 +8,7 @@ from functools import partial
 from slipstream.apps.server.answer_parts import ModelFacts
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.draft_length.draft_yields import DraftNote
+from slipstream.draft_length.acceptance_model import DraftNote
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
 

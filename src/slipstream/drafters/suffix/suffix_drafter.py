@@ -24,8 +24,7 @@ from slipstream.core.interfaces import Sampler
 from slipstream.core.traits import Traits
 from slipstream.core.types import Draft, Row
 from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
-from slipstream.draft_length.best_first import UNLIKELY, Alternatives, Node, draft_of, grown, learn
-from slipstream.draft_length.learned_by_group import LearnedByGroup
+from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup
 from slipstream.drafters.suffix.automaton import LIMIT, NOTHING, Match, Step, SuffixAutomaton
 from slipstream.drafters.suffix.output_store import SuffixStore

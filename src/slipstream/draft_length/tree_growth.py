@@ -1,8 +1,9 @@
 """Draft trees of a given number of nodes, grown where they are likeliest to be accepted.
 
 Of all trees of so many nodes, the one of the likeliest paths is expected to have the most tokens accepted, and
-best-first search finds it (OPT-Tree, Wang et al. 2024, arXiv:2406.17276, section 3). This module knows no drafter and
-no model.
+best-first search finds it (OPT-Tree, Wang et al. 2024, arXiv:2406.17276, section 3). What drafters learn from requests
+is kept apart by `Row.group`, so that no caller sees another's texts in its speed. This module knows no drafter and no
+model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from slipstream.draft_length.acceptance_model import AcceptanceModel
 
 UNLIKELY = 0.01  # a path less likely than this is not followed
 LEFT = 0.05  # where less is left of the probability of a path, no further token for its next place is looked for
+T = TypeVar("T")
+MOST = 64  # groups remembered besides the default one; the one that was not asked for longest goes
 
 
 class Follower(NamedTuple):
@@ -127,3 +130,31 @@ def learn(acceptance_model: AcceptanceModel, row: Row, start: int, nodes: Sequen
         else:
             return
         at = number
+
+
+class LearnedByGroup(Generic[T]):
+    """One T for each group of rows, made when it is first asked for. "" is the default group, which always stays."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self.default = make()
+        self._others: dict[str, T] = {}
+
+    def of(self, group: str) -> T:
+        """What belongs to a group."""
+        if not group:
+            return self.default
+        found = self._others.pop(group, None)
+        if found is None:
+            found = self._make()
+            if len(self._others) >= MOST:
+                del self._others[next(iter(self._others))]
+        self._others[group] = found
+        return found
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([self.default, *self._others.values()])
+
+    def forget_others(self) -> None:
+        """Drop all but the default group's."""
+        self._others.clear()

@@ -9,26 +9,78 @@ possible here. Choices between tokens are never made: a sampled draft is not cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import exp
 from statistics import fmean
 from typing import NamedTuple
 from weakref import WeakSet
 
 from slipstream.core.types import Draft, Row
-from slipstream.draft_length.awaited_rows import Worth, worth_of_tokens
-from slipstream.draft_length.backoff import Backoff
-from slipstream.draft_length.confidence import Confidence
-from slipstream.draft_length.cost_model import CostModel, best_lengths
-from slipstream.draft_length.draft_yields import NOTHING, DraftNote, DraftYields
-from slipstream.draft_length.left_to_model import LeftToModel
-from slipstream.draft_length.quiet_rounds import QuietRounds
-from slipstream.draft_length.text_lengths import TextLengths
+from slipstream.draft_length.acceptance_model import NOTHING, Confidence, DraftNote, DraftYields
+from slipstream.draft_length.costs import CostModel, best_lengths
+from slipstream.draft_length.row_history import Backoff, LeftToModel, QuietRounds, TextLengths
 
+SPREAD = 0.03  # how far rows move apart by their drafts, as a share of the rounds that the longest one has still
+PACED = 12  # rounds of one token each, added to those a row has had to tell how fast it will go on
+TYPICAL = 1e9  # tokens of a text that nothing but its limit ends
 LONGEST, IN_BATCH = 63, 15  # tokens of a retrieval draft: of a row alone, and of one in a batch at least
 TRIED = 15  # of one that does not seem to pay and is verified to see
 STEPS = 8  # steps of a draft model
+
+
+@contextmanager
+def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
+    """The caller goes on when the last of these rows has ended."""
+    for row in rows:
+        row.together = rows
+    try:
+        yield
+    finally:
+        for row in rows:
+            row.together = ()  # rows that refer to each other would outlive their call
+
+
+class Worth(NamedTuple):
+    """What a row's tokens are worth beside those of a row like all others.
+
+    sure: in any case. last: besides, if the row is the one that ends last; that becomes less likely with each token
+    that puts it ahead, by a factor of e in `spread` tokens.
+    """
+
+    sure: float = 1.0
+    last: float = 0.0
+    spread: float = 1.0
+
+    def of(self, ahead: float) -> float:
+        """Of a token before which the row is so many ahead of where the others are by then."""
+        return self.sure + self.last * exp(-ahead / self.spread) if self.last else self.sure
+
+
+def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typical: float = TYPICAL) -> list[Worth]:
+    """For each row, what a token of it is worth.
+
+    A caller who waits for all rows of a call gains by a token of the row that ends last what a round costs, by a token
+    of any other only what a row adds to a round. So drafts that put a row ahead of the others are hardly worth their
+    verification, and those of the row behind them are worth more than usual. Everywhere else (rows of their own, rows
+    of the call that wait for a place) tokens are worth the same.
+
+    seconds: of a forward of that many rows without drafts. typical: tokens that texts have before they end by
+    themselves: the more likely that is, the less it says who has the most to do.
+    """
+    call = rows[0].together if rows else ()
+    if len(rows) < 2 or not call or any(row.together is not call for row in rows):
+        return [Worth()] * len(rows)
+    if any(not row.rounds and row.finish_reason is None for row in call):
+        return [Worth()] * len(rows)
+    left = [row.remaining * (len(row.rounds) + PACED) / (row.num_output_tokens + PACED) for row in rows]  # rounds
+    whole, longest = seconds(len(rows)), max(1.0, *left)
+    sure = min(1.0, max(0.0, (whole - seconds(len(rows) - 1)) * len(rows) / whole))
+    spread = longest * (SPREAD + 1 - exp(-longest / typical))
+    likely = [exp((one - longest) / spread) for one in left]  # to be the last one
+    return [Worth(sure, (1 - sure) * len(rows) * one / sum(likely), spread) for one in likely]
 
 
 class Decision(NamedTuple):

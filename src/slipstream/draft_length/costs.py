@@ -1,4 +1,4 @@
-"""What the parts of a round cost: seconds by rows and width, learned from the rounds themselves.
+"""Seconds of a round's parts by rows and width: the calibration, corrected by what rounds have taken.
 
 This module knows no model and no drafter.
 """
@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, log
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.core.types import Row
-from slipstream.draft_length.draft_yields import Yield
-from slipstream.draft_length.learned_costs import LearnedCosts
-from slipstream.draft_length.measured_forwards import Forward, MeasuredForwards, between
+from slipstream.draft_length.acceptance_model import Yield
 
+NOISE = 0.04  # of one round's time: a standard deviation of its logarithm
+SPEED_DRIFT, COST_DRIFT = 0.02, 0.01  # how far either number moves from round to round, likewise
+UNSURE = 0.4  # how far a measured cost may be off, likewise
+MIN_DRAFT_COST, MAX_DRAFT_COST = 0.25, 4.0  # what drafted tokens may cost
+LEAP = 3.0  # standard deviations of a surprise that only another speed of the machine can explain
+SURPRISE = 0.4  # what counts of a round at most, as a logarithm
+COLUMN = 0.04  # what a further token costs, as a share of a forward of one, where nothing was measured
+MIN_FORWARD = 1e-3  # what a forward is taken to cost at least, in the unit of the measurements
 REMEMBERED = 9  # latest measurements of which the median counts
 SHAPE = 0.07  # share of a surprise that is laid to the shape, in natural logarithms
 STEP = 0.25  # what a step of a draft model costs, as a share of a forward of one token, where nothing was measured
@@ -25,6 +32,109 @@ UNTRIED = 0.1  # how much less than expected a forward may take that was not mad
 TRIES = 2.0  # forwards of a shape that halve this
 KEPT = 0.995  # what a forward counts still a round later
 DOUBT = 0.9  # what the time of a reading or a step counts after it has kept a text unread
+
+
+class LearnedCosts:
+    """speed: seconds per unit of the measurements, as a logarithm; None before the first round.
+
+    draft_cost: what a round's drafted tokens add to a round without any, as a multiple of what was measured.
+    """
+
+    def __init__(self) -> None:
+        self.speed: float | None = None
+        self.draft_cost = 1.0
+        self._speed_variance, self._cost_variance, self._together = NOISE**2, UNSURE**2, 0.0
+
+    def units(self, plain: float, whole: float) -> float:
+        """What a forward of `whole` measured units takes, if one without drafts takes `plain` units."""
+        return plain + self.draft_cost * max(0.0, whole - plain)
+
+    def take_in(self, plain: float, whole: float, seconds: float, shown: float) -> float:
+        """Learn from a round; how far it differed from what was expected. shown: by rounds of its shape."""
+        if self.speed is None:
+            self.speed = log(seconds / self.units(plain, whole)) - shown
+        surprise = log(seconds / self.units(plain, whole)) - shown - self.speed
+        surprise = max(-SURPRISE, min(SURPRISE, surprise))
+        by = max(0.0, whole - plain) / self.units(plain, whole)  # what the logarithm grows by with draft_cost
+        speed, cost, both = self._speed_variance, self._cost_variance, self._together
+        if surprise**2 > LEAP**2 * (speed + by * (2 * both + by * cost) + NOISE**2):
+            speed += surprise**2
+        speed_moves, cost_moves = speed + by * both, both + by * cost
+        total = speed_moves + by * cost_moves + NOISE**2
+        self.speed += speed_moves / total * surprise
+        self.draft_cost = max(MIN_DRAFT_COST, min(MAX_DRAFT_COST, self.draft_cost + cost_moves / total * surprise))
+        self._speed_variance = speed - speed_moves**2 / total + SPEED_DRIFT**2
+        self._cost_variance = min(UNSURE**2, cost - cost_moves**2 / total + COST_DRIFT**2)
+        self._together = both - speed_moves * cost_moves / total
+        return surprise
+
+    def seconds(self, plain: float, whole: float) -> float:
+        """Of a forward."""
+        return self.units(plain, whole) * (1e-3 if self.speed is None else exp(self.speed))
+
+
+class Forward(NamedTuple):
+    """shape: rows and tokens in all. plain, whole: units that it takes without its drafts, and with them."""
+
+    shape: tuple[int, int]
+    plain: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class MeasuredForwards:
+    """The fields are those of `CostModel`."""
+
+    pad: Callable[[int, int], int]
+    ragged: Callable[[int, int], int | None]
+    measured: Mapping[int, float]
+    together: Mapping[int, float]
+    most: int
+    _found: dict[tuple[int, int, int], Forward] = field(default_factory=dict, repr=False)  # shapes do not change
+    _taken: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # units, by rows and tokens
+
+    def forward(self, rows: int, longest: int, drafted: int) -> Forward:
+        """The one that verifies up to `longest` tokens per row, `drafted` in all."""
+        asked = rows, longest, drafted
+        if asked not in self._found:  # every round asks for many, mostly the same ones
+            tokens = self._tokens(rows, longest, drafted)
+            plain = self._units(rows, self._tokens(rows, 0, 0))
+            self._found[asked] = Forward((rows, tokens), plain, self._units(rows, tokens))
+        return self._found[asked]
+
+    def _tokens(self, rows: int, longest: int, drafted: int) -> int:
+        even, ragged = rows * self.pad(longest + 1, rows), self.ragged(rows, drafted)
+        return even if ragged is None else min(even, ragged)
+
+    def _units(self, rows: int, tokens: int) -> float:
+        """Relative cost of a forward; noisy measurements never make one free."""
+        if (rows, tokens) not in self._taken:
+            self._taken[rows, tokens] = max(MIN_FORWARD, self._extrapolated(rows, tokens))
+        return self._taken[rows, tokens]
+
+    def _extrapolated(self, rows: int, tokens: int) -> float:
+        if len(self.measured) < 2:
+            return 1 + COLUMN * (tokens - 1)
+        if rows == 1 or len(self.together) < 2:
+            return between(self.measured, tokens)
+        least = min(self.together)
+        further = self.together[least] - between(self.measured, least)
+        row = max(0.0, further) / (self.most - 1)  # what each further row costs
+        if tokens < least:
+            return between(self.measured, tokens) + (rows - 1) * row
+        return between(self.together, tokens) - (self.most - rows) * row
+
+
+def between(measured: Mapping[int, float], tokens: int) -> float:
+    """The line through the two numbers of tokens next to this one, of two at least."""
+    known = sorted(measured)
+    at = next((i for i, n in enumerate(known) if n >= tokens), len(known) - 1)
+    low, high = known[max(at - 1, 0)], known[max(at, 1)]
+    slope = (measured[high] - measured[low]) / (high - low)
+    if tokens > high:  # beyond what was measured: the slope of its second half
+        low = known[min(len(known) // 2, len(known) - 2)]
+        slope = max(0.0, measured[high] - measured[low]) / (high - low)
+    return measured[high] + slope * (tokens - high)
 
 
 @dataclass
