@@ -11,8 +11,7 @@ import torch
 from slipstream import Draft, SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
-from slipstream.predicted_outputs.prediction_drafter import PredictionDrafter
-from slipstream.predicted_outputs.prediction_policy import FLOOR, PredictionLimits, PredictionPolicy
+from slipstream.predicted_outputs.prediction_drafter import FLOOR, PredictionDrafter, PredictionLimits, PredictionPolicy
 from slipstream.predicted_outputs.row_predictions import RowPredictions
 from slipstream.sampling.sampler import Sampler
 

@@ -11,8 +11,7 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Engine
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.models.loaded import Loaded
-from slipstream.predicted_outputs.prediction_drafter import prediction_drafter
-from slipstream.predicted_outputs.prediction_policy import PredictionLimits, PredictionPolicy
+from slipstream.predicted_outputs.prediction_drafter import PredictionLimits, PredictionPolicy, prediction_drafter
 from slipstream.predicted_outputs.row_predictions import RowPredictions
 from slipstream.wiring.model_pair import ModelPair
 
