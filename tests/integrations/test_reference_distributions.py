@@ -25,7 +25,7 @@ from slipstream.integrations.reference import (
     speculative_generate,
     speculative_generate_batch,
 )
-from slipstream.integrations.reference import processor_options as distribution
+from slipstream.integrations.reference import logits_processor as distribution
 from slipstream.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import OUTPUT, PROMPTS, Json, Models, Raw, option
 from slipstream.apps.cli.structure import Structure
 from slipstream.config import SERVED, DecoderConfig
-from slipstream.integrations.ray.ray_options import RayOptions
+from slipstream.integrations.ray.ray_job import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def _job(
 
         return BatchJob(load_decoder(models, config), files, options)
     from slipstream.integrations.ray.ray_engine import EngineSpec
-    from slipstream.integrations.ray.ray_job import RayJob
-    from slipstream.integrations.ray.ray_options import ray_module
+    from slipstream.integrations.ray.ray_job import RayJob, ray_module
     from slipstream.jobs.job_state import JobReport
 
     ray_module()

@@ -16,7 +16,7 @@ import typer
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
-from slipstream.integrations.ray.ray_options import RayOptions
+from slipstream.integrations.ray.ray_job import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}

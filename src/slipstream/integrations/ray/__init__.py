@@ -8,7 +8,7 @@ from typing import Any
 
 _HOMES = {
     "run_ray_job": "slipstream.integrations.ray.ray_job",
-    "RayOptions": "slipstream.integrations.ray.ray_options",
+    "RayOptions": "slipstream.integrations.ray.ray_job",
     "app": "slipstream.apps.server.ray_serve",
 }
 

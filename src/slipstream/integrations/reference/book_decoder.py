@@ -14,8 +14,7 @@ from torch.nn import Module
 
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.integrations.reference.generate_functions import seed_from_torch
-from slipstream.integrations.reference.model_decoder import decoder_of
+from slipstream.integrations.reference.generate_functions import decoder_of, seed_from_torch
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.stats import Stats
 

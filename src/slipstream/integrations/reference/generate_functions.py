@@ -9,27 +9,152 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from slipstream.core.limits import MAX_DRAFT_TOKENS
+from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.integrations.reference.call_options import EndIds, Options
-from slipstream.integrations.reference.debug_lines import round_line
-from slipstream.integrations.reference.logits_processor import GreedyProcessor
-from slipstream.integrations.reference.model_decoder import decoder_of
-from slipstream.integrations.reference.processor_options import UNADJUSTED, Processor, Sampling, sampling_of
+from slipstream.integrations.decoder_cache import DecoderSettings, cached_settings, decoder_for
+from slipstream.integrations.reference.logits_processor import (
+    UNADJUSTED,
+    GreedyProcessor,
+    Processor,
+    Sampling,
+    check_processor,
+    sampling_of,
+)
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Result
 from slipstream.text.stats import Stats
 
+MAX_ROWS = 1024  # the caller chooses the batch; memory is reserved for the rows there are
+GREEDY = GreedyProcessor()
+
+
+EndIds = int | Sequence[int] | None
+
+
+@runtime_checkable
+class TokenNames(Protocol):
+    """What the functions need of a tokenizer; those of Hugging Face have it."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        """Names of tokens, for debug output."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token text to id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One call's options; UsageError names the one that is wrong.
+
+    gamma: draft tokens per round; 0 is plain decoding.
+    max_gen_len: tokens to generate at most; fewer (with a line in the log) where the model's context ends before.
+    eos_tokens_id: ids that end the text and are its last token; None for no end. Nothing else ends it.
+    pad_token_id: accepted because callers pass it. Rows are never padded, so no output depends on it.
+    use_cache: likewise. Keys and values are always cached within a call, and the output is the same either way.
+    first_target: likewise. The prompt is scored together with the first draft, so there is no pass to leave out.
+    skip_sample_adjustment: lossy; see `speculative_generate`.
+    debug: print every round to stderr.
+    """
+
+    logits_processor: Processor
+    max_gen_len: int
+    eos_tokens_id: EndIds
+    pad_token_id: int | None
+    use_cache: bool
+    debug: bool
+    tokenizer: Any = None
+    gamma: int = 0
+    first_target: bool = True
+    skip_sample_adjustment: bool = False
+
+    def __post_init__(self) -> None:
+        check_processor(self.logits_processor)
+        if self.tokenizer is not None and not isinstance(self.tokenizer, TokenNames):
+            raise UsageError(f"tokenizer={self.tokenizer!r}; allowed: None or a Hugging Face tokenizer")
+        if not _is_id(self.gamma) or self.gamma > MAX_DRAFT_TOKENS:
+            raise UsageError(f"gamma={self.gamma!r}; allowed: a whole number from 0 to {MAX_DRAFT_TOKENS}")
+        if not _is_id(self.max_gen_len) or self.max_gen_len < 1:
+            raise UsageError(f"max_gen_len={self.max_gen_len!r}; allowed: a whole number >= 1")
+        if self.pad_token_id is not None and not _is_id(self.pad_token_id):
+            raise UsageError(f"pad_token_id={self.pad_token_id!r}; allowed: a token id >= 0 or None")
+        for name in ("use_cache", "debug", "first_target", "skip_sample_adjustment"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True or False")
+
+    def end_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """The ids that end the text; UsageError for one the model does not have."""
+        given = self.eos_tokens_id
+        ids = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not all(_is_id(token) and token < vocab_size for token in ids):
+            raise UsageError(
+                f"eos_tokens_id={given!r}; allowed: a token id from 0 to {vocab_size - 1}, a list of them, or None"
+            )
+        return ids
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
+    """Accepted draft tokens, of the main chain and of a branch, rejected ones and the token that followed.
+
+    By name, or by id without a tokenizer.
+
+    "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
+    """
+    accepted = done.num_accepted_tokens
+    left = "rejected" if done.rejected or done.path is not None else "unused"
+    parts = [("accepted", done.tokens[: done.num_in_place]), ("branch", done.tokens[done.num_in_place : accepted])]
+    parts.append((left, done.unaccepted))
+    parts += [(origin, (token,)) for origin, token in zip(done.origins[accepted:], done.tokens[accepted:], strict=True)]
+    words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
+    end = [f"end ({done.finish_reason})"] if done.finish_reason else []
+    return f"row {done.row} round {number}: {', '.join(words + end)}"
+
+
+def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:
+    return str(list(tokens) if tokenizer is None else tokenizer.convert_ids_to_tokens(list(tokens)))
+
+
+def decoder_of(target: Module, drafter: Module | None, tokenizer: Any = None) -> SpeculativeDecoder:
+    """The cached decoder over these models, with an empty KV cache.
+
+    drafter: None takes the one of the last call, for requests that draft nothing. tokenizer: vouches for both models
+    where their heads differ in size.
+    """
+    for name, model in (("target", target), ("drafter", drafter)):
+        if not isinstance(model, Module) and (name == "target" or model is not None):
+            raise UsageError(
+                f"{name} is a {type(model).__name__}; allowed: a loaded Hugging Face causal language model"
+            )
+    last = cached_settings(target)
+    if last is not None and last.max_batch_size == MAX_ROWS and drafter in (None, last.draft) and tokenizer is None:
+        settings = last
+    else:
+        settings = DecoderSettings(
+            draft=drafter,
+            tokenizer=tokenizer,
+            drafter="none" if drafter is None else "model",
+            num_draft_tokens=0 if drafter is None else 1,  # requests say their own
+            max_batch_size=MAX_ROWS,
+        )
+    decoder = decoder_for(target, settings)
+    decoder.forget()
+    return decoder
+
+
 log = logging.getLogger("slipstream")
 
-GREEDY = GreedyProcessor()
 Ids = Sequence[int]
 
 
