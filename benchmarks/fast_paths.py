@@ -25,8 +25,8 @@ from rich import box
 from rich.table import Table
 from terminal import Count, JsonFile, console, numbers, run
 
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import set_attended_lengths
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.kernel_build import SWITCH
 from slipstream.models.hf.backend import HFBackend

@@ -26,7 +26,7 @@ from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 
 from slipstream.bench.llama_cpp import BATCH, LlamaCppModel, gguf_file
-from slipstream.core.cache_state import EXACT_FIT
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.errors import UsageError
 from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.model_files import quiet

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend, Drafter
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler

@@ -12,7 +12,7 @@ from tiny import HashBackend, perturbed, prompts, reference, shared
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.planner import Decision, DraftController

@@ -16,9 +16,9 @@ from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared,
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.batch_layout import Rectangle
-from slipstream.core.cache_state import EXACT_FIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
+from slipstream.core.kv_slots import EXACT_FIT, Shapes
+from slipstream.core.session import Rectangle
 from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused

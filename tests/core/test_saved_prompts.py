@@ -11,7 +11,7 @@ from session_cases import commit, from_scratch, new_row, table
 from tiny import HashBackend
 
 from slipstream import SamplingParams
-from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
-from slipstream.core.cache_state import Shapes
+from slipstream.core.kv_slots import Shapes
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.session import Session
 from slipstream.core.types import Row

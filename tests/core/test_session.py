@@ -17,10 +17,9 @@ from session_cases import CAPACITY, commit, from_scratch, new_row, table
 from tiny import HashBackend, RaggedHash, fresh, prompts
 
 from slipstream import SlipstreamError
-from slipstream.core.cache_state import EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.interfaces import Backend, RowSegment
+from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.session import Session
-from slipstream.core.slot_table import CATCH_UP
 from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.layouts.unpadded_layout import make_session

@@ -14,7 +14,7 @@ from tiny import HashBackend, fresh, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import CATCH_UP, Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed

@@ -17,7 +17,7 @@ from tiny import fresh, shared
 from torch import Tensor
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core import session, slot_table
+from slipstream.core import kv_slots, session
 from slipstream.core.trees import TreeSegment, arranged, chain_lengths, depths, main_chain, match_tree, segments_of
 from slipstream.core.types import Row
 from slipstream.models.cpu.bfloat16_kernels import kernels
@@ -257,6 +257,6 @@ def test_accepted_nodes_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(HFBackend, "forward_tree", counted)
     with_trees("llama", "greedy")
     moved = sum(fed)
-    monkeypatch.setattr(slot_table.SlotTable, "_brought_together", lambda self, slot, state, row: state.valid(row))
+    monkeypatch.setattr(kv_slots.SlotTable, "_brought_together", lambda self, slot, state, row: state.valid(row))
     fed.clear()
     assert with_trees("llama", "greedy") == plain_texts("llama", "greedy") and sum(fed) > moved > 0

@@ -9,8 +9,7 @@ from tiny import VOCAB, perturbed, prompts, shared
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream
-from slipstream.core.traits import Traits
-from slipstream.core.types import Row
+from slipstream.core.types import Row, Traits
 
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_tokens=24) for i in range(3)]
 PLAIN = {"draft": None, "drafter": "none"}

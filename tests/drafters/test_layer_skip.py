@@ -14,8 +14,8 @@ from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 from torch import Tensor, nn
 
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import set_attended_lengths
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row

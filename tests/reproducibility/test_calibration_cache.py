@@ -15,8 +15,8 @@ import transformers
 from rounding import BATCH, ReadsLess, RoundingBackend, without
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from slipstream import Round, SamplingParams
-from slipstream.core.cache_state import EXACT_FIT
 from slipstream.core.interfaces import Backend
+from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 

@@ -1,7 +1,6 @@
-"""Random numbers keyed by what they are for, never by who else is in the batch.
+"""Random numbers keyed by (seed, position), draws by an exponential race, and the argmax of every greedy choice.
 
-Every number is a hash of (the request's seed, a stream, absolute position, ...), so that it depends neither on the
-batch nor on the order of arrival. The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 15).
+The randomness of a row depends neither on its batch mates nor on its place in the batch.
 """
 
 from __future__ import annotations
@@ -14,15 +13,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
-
-Words = NDArray[np.uint64]
 HOST_BLOCK, DEVICE_BLOCK = 1 << 16, 1 << 25  # numbers of noise made at once: what a cache holds, what fills a GPU
 SPARSE = 4  # noise is made for the possible tokens alone where they are fewer than one in this many
-
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The index of the greatest of each [..., V], of equals the first, as `torch.argmax` gives it; [...] int64.
+
+    On processors NumPy's takes a tenth of the time, which is a tenth of a small model's round.
+    """
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    known = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+    return torch.from_numpy(np.asarray(known.detach().numpy().argmax(-1)))
+
+
+Words = NDArray[np.uint64]
 
 
 class Stream(IntEnum):

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from slipstream.core.batch import Batch, Clock
-from slipstream.core.loop import Engine
+from slipstream.core.loop import Batch, Clock, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 

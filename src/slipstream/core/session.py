@@ -9,20 +9,114 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.core.acceptance import match
-from slipstream.core.batch_layout import BatchLayout, Rectangle
-from slipstream.core.cache_state import EXACT_FIT, PROMPT_UNIT, Shapes, SlotState
-from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, GreedyRounds
-from slipstream.core.slot_table import CATCH_UP, SlotTable
+from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotState, SlotTable, in_order
+from slipstream.core.rng import argmax
 from slipstream.core.trees import TreeForwards, TreeSegment, chain_lengths, segments_of
 from slipstream.core.types import Draft, Row, Verdict
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """What the KV cache lacks of some rows up to the end of their drafts.
+
+    missing[i]: committed tokens, to be written from position starts[i] on; behind them stand the draft's columns from
+    number fed[i] on, `drafted` in all. width: of the forward, padding included, if all rows take as much.
+    """
+
+    starts: list[int]
+    missing: list[list[int]]
+    fed: list[int]
+    drafted: int
+    width: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Real columns of each row if all rows take the whole width of the draft."""
+        return [len(tail) + self.drafted - skip for tail, skip in zip(self.missing, self.fed, strict=True)]
+
+    def padded(self, draft: Tensor, table: SlotTable) -> Tensor:
+        """The rectangle, on the model's device; what is about to be cached is audited."""
+        inputs = self.rectangle(draft.to(table.backend.device))
+        if table.audit:
+            for slot, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+                table.audit.write(slot, start, inputs[slot, :count].tolist())
+        return inputs
+
+    def rectangle(self, draft: Tensor) -> Tensor:
+        """[B, width] token ids: what each row lacks, then its draft [B, K], then padding."""
+        device, count, width = draft.device, self.drafted, self.width
+        shift = [skip - len(tail) for tail, skip in zip(self.missing, self.fed, strict=True)]  # from input to draft
+        table = [[by, *tail, *[0] * (width - len(tail))] for by, tail in zip(shift, self.missing, strict=True)]
+        columns = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
+        inputs = columns[:, 1:]
+        if not count:
+            return inputs
+        if len(set(shift)) == 1:
+            inputs[:, len(self.missing[0]) : count - shift[0]] = draft[:, self.fed[0] :]
+            return inputs
+        source = torch.arange(width, device=device) + columns[:, :1]
+        drafted = draft.gather(1, source.clamp(0, count - 1))
+        return torch.where((source >= 0) & (source < count), drafted, inputs)
+
+
+def last(logits: Tensor, counts: Sequence[int], keep: int) -> Tensor:
+    """The last `keep` of each row's counts[i] real positions. logits: [B, W, V] -> [B, keep, V]."""
+    if len(set(counts)) == 1:
+        return logits[:, counts[0] - keep : counts[0]]
+    first = torch.tensor([count - keep for count in counts])[:, None]
+    at = (first + torch.arange(keep)).to(logits.device, non_blocking=True)
+    return logits[torch.arange(len(counts), device=logits.device)[:, None], at]
+
+
+class BatchLayout(Protocol):
+    """A strategy of `Session`."""
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """Tokens of a forward that verifies `drafted` tokens of several rows; None if rows are padded."""
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+        """See `Session.prefill`."""
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """[B, keep, V] logits of the last `keep` positions of each row; see `Session.score`."""
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[B, K + 1] the likeliest token after the committed tokens and after each draft token."""
+
+
+class Rectangle:
+    """All rows as wide as the widest; prompts are read one by one."""
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """None."""
+        return None
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+        """See `Session.prefill`; never two rows together."""
+        answers: dict[int, Tensor] = {}
+        for slot, row in enumerate(rows):
+            table.seat(slot, row)
+            if not table.lacks_much(slot, row):
+                answer = False
+            else:
+                table.read(slot, row, len(row.tokens) - (not answer), answers)
+        return in_order(answers, len(rows)) if answer else None
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """One padded forward."""
+        return last(table.forward(batch.padded(draft, table), batch.starts, 0, logits=True), batch.counts, keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See `BatchLayout`."""
+        return argmax(self.score(table, batch, draft, lengths, draft.shape[1] + 1))
 
 
 class PromptReader(Protocol):

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 from slipstream import drafters
 from slipstream.core.interfaces import Policy
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import NOTHING, DraftNote, with_notes
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.planner import DraftController

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.core.interfaces import Drafter, DraftScorer
     from slipstream.core.session import Session
-    from slipstream.core.traits import Traits
+    from slipstream.core.types import Traits
     from slipstream.draft_length.planner import DraftController
     from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 
@@ -76,7 +76,7 @@ def traits(text: str) -> Traits:
 
 def traits_of(drafter: str | Drafter) -> Traits:
     """The same of a name or of an object, which may declare `traits`; the defaults assume the worst of others."""
-    from slipstream.core.traits import Declared, Traits
+    from slipstream.core.types import Declared, Traits
 
     if isinstance(drafter, str):
         return traits(drafter)

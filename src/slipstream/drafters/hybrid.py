@@ -17,8 +17,7 @@ from torch.nn.functional import one_hot, pad
 
 from slipstream.core.interfaces import Drafter, Extender, Learner, Sampler
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import DraftNote, joined
 from slipstream.draft_length.planner import DraftController
 from slipstream.drafters import Setup, model, suffix

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
-from slipstream.core.traits import Traits
-from slipstream.core.types import Row
+from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.model import ModelDrafter, stop_for
 from slipstream.errors import UsageError

@@ -19,11 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
 from slipstream.core.interfaces import Drafter, DraftScorer, Sampler
-from slipstream.core.rng import Stream
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row, Sibling
+from slipstream.core.rng import Stream, argmax
+from slipstream.core.types import Draft, Row, Sibling, Traits
 from slipstream.draft_length.acceptance_model import DraftNote, bin_of, sibling_bin
 from slipstream.draft_length.planner import DraftController
 from slipstream.drafters import Setup

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.interfaces import Sampler
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.errors import UsageError
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from slipstream.core.interfaces import Sampler
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row, Verdict
+from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.drafters import Setup, suffix, token_recycling
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import Sampler
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row, Verdict
+from slipstream.core.types import Draft, Row, Traits, Verdict
 from slipstream.draft_length.acceptance_model import AcceptanceModel
 from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup

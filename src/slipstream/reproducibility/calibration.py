@@ -13,8 +13,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import Backend, set_attended_lengths
+from slipstream.core.kv_slots import Shapes
 from slipstream.models.shape_independence import is_shape_independent
 from slipstream.reproducibility.forward_times import MOST_TURNS
 from slipstream.reproducibility.progress import Report, Stages, silent

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from slipstream.core.cache_state import EXACT_FIT, Shapes
+from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor

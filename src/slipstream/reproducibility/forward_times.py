@@ -8,8 +8,8 @@ from time import perf_counter
 
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
 from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
+from slipstream.core.rng import argmax
 from slipstream.reproducibility.ragged_rounds import end_to_end, shared_out
 
 FEWEST_TURNS, FEWEST_RAGGED_TURNS, MOST_TURNS = 3, 2, 16

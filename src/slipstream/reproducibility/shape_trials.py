@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import (
     AttendedLengths,
     Backend,
@@ -17,6 +16,7 @@ from slipstream.core.interfaces import (
     RowSegment,
     set_attended_lengths,
 )
+from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.reproducibility.forward_times import ForwardTimes
 from slipstream.reproducibility.ragged_rounds import end_to_end, ragged_rounds
 from slipstream.reproducibility.trial_layers import read_context, read_contexts, trial_backend

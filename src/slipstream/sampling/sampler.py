@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
-from slipstream.core.rng import Race, Stream, Words, absorb, key, words
+from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
 from slipstream.core.trees import depths, path_to
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.batch_processor import params_of

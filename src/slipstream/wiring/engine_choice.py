@@ -13,8 +13,7 @@ from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import Rule, load_rule, rule_for
 from slipstream.core.interfaces import Drafter
 from slipstream.core.loop import Engine, Propose
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import LONGEST, DraftController

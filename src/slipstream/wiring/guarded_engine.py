@@ -16,10 +16,9 @@ from functools import partial
 
 import torch
 
-from slipstream.core.batch import Batch, Clock
-from slipstream.core.cache_state import SlotState
 from slipstream.core.interfaces import Policy
-from slipstream.core.loop import STEPS, Engine
+from slipstream.core.kv_slots import SlotState
+from slipstream.core.loop import STEPS, Batch, Clock, Engine
 from slipstream.core.rounds import Round
 from slipstream.core.session import Session
 from slipstream.core.types import Row

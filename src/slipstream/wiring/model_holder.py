@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, TypeVar
 
 from slipstream.config import DecoderConfig
-from slipstream.core.cache_state import Shapes
+from slipstream.core.kv_slots import Shapes
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error

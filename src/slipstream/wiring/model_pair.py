@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import DecoderConfig
-from slipstream.core.cache_state import Shapes
 from slipstream.core.interfaces import DraftScorer, set_attended_lengths
+from slipstream.core.kv_slots import Shapes
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.core.cache_state import SlotState
-from slipstream.core.logprobs import token_logprobs
-from slipstream.core.rounds import TokenLogprobs
+from slipstream.core.kv_slots import SlotState
+from slipstream.core.rounds import TokenLogprobs, token_logprobs
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 

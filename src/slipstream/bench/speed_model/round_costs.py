@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.core.cache_state import Shapes
+from slipstream.core.kv_slots import Shapes
 from slipstream.errors import UsageError
 
 WIDTHS = ("padded", "alone", "totals")

@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
 from slipstream.core.interfaces import Backend, Drafter, Sampler
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.rng import argmax
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 from slipstream.core.interfaces import Sampler
-from slipstream.core.traits import Traits
-from slipstream.core.types import Draft, Row
+from slipstream.core.types import Draft, Row, Traits
 from slipstream.draft_length.acceptance_model import CERTAIN, AcceptanceModel
 from slipstream.draft_length.tree_growth import UNLIKELY, Alternatives, LearnedByGroup, Node, draft_of, grown, learn
 from slipstream.drafters import Setup

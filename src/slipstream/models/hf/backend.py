@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import RowSegment
+from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.cpu.layer_stack import LayerStack

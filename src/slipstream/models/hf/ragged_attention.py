@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.core.cache_state import PROMPT_UNIT
 from slipstream.core.interfaces import RowSegment
+from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.errors import SlipstreamError
 from slipstream.models.hf.grouped_attention import LONG, ROWS, Block, Cut, attend, cut_mask
 from slipstream.models.hf.kv_cache import SlotCache

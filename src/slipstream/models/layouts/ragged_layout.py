@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
-from slipstream.core.batch_layout import Rectangle
-from slipstream.core.cache_state import PROMPT_UNIT, common_beginning
-from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import RaggedForwards, RowSegment
-from slipstream.core.slot_table import CATCH_UP, SlotTable, in_order
+from slipstream.core.kv_slots import CATCH_UP, PROMPT_UNIT, SlotTable, common_beginning, in_order
+from slipstream.core.rng import argmax
+from slipstream.core.session import InputBatch, Rectangle
 from slipstream.core.types import Row
 
 

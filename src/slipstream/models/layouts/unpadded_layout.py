@@ -7,13 +7,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from slipstream.core.argmax import argmax
-from slipstream.core.batch_layout import Rectangle
-from slipstream.core.cache_state import EXACT_FIT, Shapes
-from slipstream.core.input_batch import InputBatch
 from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
-from slipstream.core.session import Session
-from slipstream.core.slot_table import SlotTable
+from slipstream.core.kv_slots import EXACT_FIT, Shapes, SlotTable
+from slipstream.core.rng import argmax
+from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
 from slipstream.models.layouts.ragged_layout import (
     RaggedLayout,

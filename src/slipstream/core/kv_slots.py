@@ -1,25 +1,158 @@
-"""Which tokens of which row each slot of a model's KV cache holds, and how texts get there.
+"""Which tokens each slot of a KV cache holds: assigning slots, reading prompts, reusing prefixes, moving branches.
 
-What another slot holds already is copied, what none holds is read. Row i of a call uses slot i.
+Committed tokens are the only truth; a slot is a memo of a prefix of them. `SLIPSTREAM_DEBUG` audits the ids behind it.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from slipstream.core.cache_audit import CacheAudit
-from slipstream.core.cache_state import EXACT_FIT, Shapes, SlotState, common_beginning
 from slipstream.core.interfaces import Backend, Checkpoints, LongTexts, PromptLogits, set_attended_lengths
 from slipstream.core.trees import TreeForwards
 from slipstream.core.types import Row
+from slipstream.errors import SlipstreamError
 
+PROMPT_UNIT = 16  # where forward shapes are fixed, prompts are padded to multiples of this
 ASKED = 8  # idle slots, those used longest ago, among which a place is looked for
 CATCH_UP = 8  # rows that lack more tokens than this are brought up to date on their own first
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Which forward shapes are allowed.
+
+    A forward is padded to the next of `widths` (of a single row to the next of `alone`, if there are any), a ragged one
+    to the next of `totals`. A prompt is cut into `chunk`s. Attention reads the next of `attended_lengths` or,
+    beyond them, a multiple of `attended_unit`; what another row left in it is used in units of `reuse`.
+    token_by_token: drafts are read as plain decoding reads its tokens, a forward for each.
+    """
+
+    widths: tuple[int, ...]
+    chunk: int
+    attended_unit: int = 256
+    reuse: int = 1
+    alone: tuple[int, ...] = ()
+    attended_lengths: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
+    token_by_token: bool = False
+
+    def pad_prompt(self, length: int) -> int:
+        """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
+        return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
+
+    def pad(self, width: int, rows: int) -> int:
+        """The smallest allowed width that holds `width` tokens of each of `rows` rows."""
+        widths = self.alone if rows == 1 and self.alone else self.widths
+        at = bisect_left(widths, width)
+        return widths[at] if at < len(widths) else width
+
+    def pad_total(self, tokens: int) -> int | None:
+        """The smallest allowed number of tokens of a ragged forward that has `tokens`; None if there is none."""
+        if not self.widths:
+            return tokens
+        at = bisect_left(self.totals, tokens)
+        return self.totals[at] if at < len(self.totals) else None
+
+    def pad_tree(self, tokens: int, rows: int) -> int | None:
+        """The same of a forward over trees: those of one row take the layers as a chain of as many tokens would."""
+        if rows > 1 or not self.widths:
+            return self.pad_total(tokens)
+        padded = self.pad(tokens, 1)
+        return padded if padded in self.widths else None
+
+
+EXACT_FIT = Shapes(widths=(), chunk=512, attended_lengths=tuple(range(64, 2049, 64)))
+
+
+@dataclass
+class SlotState:
+    """What one slot of the KV cache holds: `base` committed tokens of `row`, then draft tokens up to `written`.
+
+    branches: how many nodes of a draft tree stand behind these, at places that are not their positions.
+
+    Whether the draft tokens became true is read off the row's round number `round` once that is committed.
+    shapes: those of the forwards that computed it. is_long: how these read the text, but for its beginning where that
+    was short, if begins_short; see `LongTexts`.
+    """
+
+    row: Row | None = None
+    base: int = 0
+    written: int = 0
+    round: int = 0
+    shapes: Shapes = EXACT_FIT
+    branches: int = 0
+    is_long: bool = False
+    begins_short: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row goes on here."""
+        return self.row is None or self.row.finish_reason is not None
+
+    @property
+    def last_step(self) -> int:
+        """The step of its row's newest round; -1 if there is none."""
+        return self.row.rounds[-1].step if self.row is not None and self.row.rounds else -1
+
+    def valid(self, row: Row) -> int:
+        """How many leading tokens of `row` the slot holds."""
+        if self.row is None:
+            return 0
+        own = max(self.base, min(self.written, self.row.true_length(self.round, self.base)))
+        if self.row is row:
+            return own
+        # another row's slot: reuse the common beginning, but always leave one token to feed
+        return common_beginning(self.row.tokens, row.tokens, max(0, min(own, len(row.tokens) - 1)))
+
+
+def common_beginning(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """How many of the first `limit` tokens are the same in both; found by halving, slices being compared at once."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class CacheAudit:
+    """The token ids cached in each slot."""
+
+    def __init__(self, slot_states: Sequence[SlotState]) -> None:
+        self._slot_states = slot_states
+        self._ids: dict[int, list[int]] = {}
+
+    def write(self, slot: int, start: int, tokens: list[int]) -> None:
+        """Tokens are about to be written to a slot from `start` on: those before must be its row's committed ones."""
+        cached = self._ids.setdefault(slot, [])
+        if len(cached) < start:
+            raise SlipstreamError(f"KV cache: slot {slot} holds {len(cached)} tokens, written at {start}")
+        slot_state = self._slot_states[slot]
+        true = slot_state.row.tokens if slot_state.row is not None else []
+        upto = min(start, len(true))
+        if cached[:upto] != true[:upto]:
+            at = next(i for i in range(upto) if cached[i] != true[i])
+            raise SlipstreamError(
+                f"KV cache: slot {slot} position {at} holds token {cached[at]}, committed is {true[at]}"
+            )
+        self._ids[slot] = cached[:start] + tokens
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """What stands at these places of a slot is moved to `start` and the positions that follow."""
+        cached = self._ids[slot]
+        self._ids[slot] = cached[:start] + [cached[place] for place in places]
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """The first `length` tokens of one slot are copied to another."""
+        self._ids[destination] = self._ids.get(source, [])[:length]
 
 
 @dataclass
