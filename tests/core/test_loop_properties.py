@@ -24,7 +24,7 @@ from slipstream.core.rng import Stream, Words, key, words
 from slipstream.core.types import Row
 from slipstream.models.toy import FABLE, ToyBackend
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.sampling import logits_processors as history
+from slipstream.sampling import processors as history
 from slipstream.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.slow

@@ -33,7 +33,7 @@ from slipstream.certificate.wrong_rules import WRONG_RULES
 from slipstream.core.acceptance import _RULES, Rule, load_rule
 from slipstream.core.rng import Stream, Words, key, words
 from slipstream.core.types import Row
-from slipstream.sampling import logits_processors as history
+from slipstream.sampling import processors as history
 from slipstream.sampling.sampler import Sampler
 
 # every lossless rule; "gumbel" is another name of "match"

@@ -14,7 +14,7 @@ from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecode
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.drafters.model import ModelDrafter
-from slipstream.sampling.request_processors import check_stateless
+from slipstream.sampling.processors import check_stateless
 from slipstream.sampling.sampler import Sampler
 
 VOCAB, TOY_VOCAB = 11, 257

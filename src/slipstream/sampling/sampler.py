@@ -18,8 +18,7 @@ from torch import Tensor
 from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
 from slipstream.core.trees import depths, path_to
 from slipstream.core.types import Draft, Row
-from slipstream.sampling.batch_processor import params_of
-from slipstream.sampling.logits_processors import KINDS
+from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Options, Warp
 
 NONE = -1  # sampled where no token is left; harmless behind a rejection, an error if committed

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from slipstream.core.rounds import FinishReason, Origin, Round, TokenLogprobs
 from slipstream.core.types import Row
-from slipstream.sampling.batch_processor import params_of
+from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
 from slipstream.text.round_view import round_lines, to_html
 from slipstream.text.stats import Stats

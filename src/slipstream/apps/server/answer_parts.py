@@ -12,7 +12,7 @@ from slipstream.apps.server.choice_state import ChoiceState, Piece
 from slipstream.core.rounds import Round
 from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ReadableAsBytes
-from slipstream.sampling.batch_processor import params_of
+from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.stats import Stats
 

@@ -9,7 +9,7 @@ from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.errors import SlipstreamError, first_line
-from slipstream.sampling.batch_processor import params_of
+from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer, VisibleText
 from slipstream.text.stats import Stats
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from slipstream.sampling.params import LARGEST, Processor
-from slipstream.sampling.request_processors import ask, check_stateless
+from slipstream.sampling.processors import ask, check_stateless
 from slipstream.sampling.warpers import NEVER
 
 # temperature, top-k, top-p and min-p in the order in which both sides apply them: class, field, attribute
