@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from slipstream.constraints.row_constraint import constraint_of
+from slipstream.constraints.compiled_grammars import constraint_of
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.loop import Propose
 from slipstream.core.session import Session

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.constraints.row_constraint import constraint_of
+from slipstream.constraints.compiled_grammars import constraint_of
 from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.sampling.params import Processor, SamplingParams
