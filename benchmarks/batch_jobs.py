@@ -23,7 +23,7 @@ from typing import Any
 
 from terminal import in_one_line, positive
 
-from slipstream.text.prompts import builtin_prompts
+from slipstream.text.prompt_sets import builtin_prompts
 
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "batch"]
 

@@ -30,7 +30,7 @@ from slipstream.certificate.parity import Difference, TieJudge, count_difference
 from slipstream.drafters import check_name, traits
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
-from slipstream.text.prompts import read_prompts, spread
+from slipstream.text.prompt_sets import read_prompts, spread
 
 Line = dict[str, Any]
 NEEDED = "allowed: a number as a length, or a drafter that branches; none in batches"

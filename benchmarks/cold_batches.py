@@ -29,7 +29,7 @@ from terminal import Count, JsonFile, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
-from slipstream.text.prompts import NamedPrompt, builtin_prompts, read_prompts
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.text.results import Result
 
 LEFT_OUT = 8  # tokens of the batch that is decoded once before anything is measured

@@ -24,7 +24,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.models.draft_context.windowed_session import WindowedSession
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
-from slipstream.text.prompts import read_prompts
+from slipstream.text.prompt_sets import read_prompts
 from slipstream.wiring.model_holder import ModelHolder
 
 LIMITS = [256, 512]

@@ -27,7 +27,7 @@ from slipstream.core.types import Row
 from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
-from slipstream.text.prompts import NamedPrompt, builtin_prompts, read_prompts
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.wiring.model_holder import ModelHolder
 
 ARMS = ("full", "restricted")

@@ -38,7 +38,7 @@ from slipstream.core.interfaces import Backend
 from slipstream.drafters.layer_skip import remember_layers
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.layer_subset import layer_subset, num_layers
-from slipstream.text.prompts import NamedPrompt, read_prompts, spread
+from slipstream.text.prompt_sets import NamedPrompt, read_prompts, spread
 
 SHOWN = 10
 TURNS = 20  # of the clock around a step of a draft; the fastest counts

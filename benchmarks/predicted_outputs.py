@@ -28,8 +28,8 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
-from slipstream.text.prompts import NamedPrompt, read_prompts
-from slipstream.text.stats import Stats
+from slipstream.text.prompt_sets import NamedPrompt, read_prompts
+from slipstream.text.results import Stats
 
 PROMPTS = Path(__file__).with_name("code_edits.jsonl")
 CHANGED = Path(__file__).with_name("changed_requests.jsonl")

@@ -33,7 +33,7 @@ from slipstream.bench.speed_model.formula import (
     predicted_speed_up,
 )
 from slipstream.models.hf.model_files import quiet
-from slipstream.text.prompts import read_prompts, spread
+from slipstream.text.prompt_sets import read_prompts, spread
 
 
 @dataclass

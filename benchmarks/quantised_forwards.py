@@ -32,7 +32,7 @@ from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
-from slipstream.text.prompts import builtin_prompts
+from slipstream.text.prompt_sets import builtin_prompts
 
 MEGA = 1e6
 

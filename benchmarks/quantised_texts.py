@@ -26,7 +26,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
-from slipstream.text.prompts import NamedPrompt, builtin_prompts, read_prompts
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
 
 
 def main(

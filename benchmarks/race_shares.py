@@ -23,7 +23,7 @@ from slipstream.core.rng import Race, words
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.hf.vocabulary import same_vocabulary
-from slipstream.text.prompts import read_prompts
+from slipstream.text.prompt_sets import read_prompts
 
 BINS = 20
 

@@ -20,7 +20,7 @@ from slipstream.models.hf.hf_tokenizer import load_tokenizer
 from slipstream.models.hf.model_files import resolve
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.prompts import builtin_prompts, read_prompts
+from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 
 @dataclass(frozen=True)

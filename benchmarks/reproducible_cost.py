@@ -30,7 +30,7 @@ from slipstream.certificate.parity import Difference, TieJudge, count_difference
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.reproducibility.calibration import Calibration, calibrate
-from slipstream.text.prompts import read_prompts, spread
+from slipstream.text.prompt_sets import read_prompts, spread
 
 WARM_UP = SamplingParams(max_tokens=8)
 

@@ -29,7 +29,7 @@ from slipstream.bench.baselines import Baseline, plain_model
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
-from slipstream.text.prompts import builtin_prompts, read_prompts
+from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 SIMILAR = Path(__file__).with_name("similar.jsonl")
 LEARNED_FROM = 2  # requests of a series that come before the measured ones

@@ -22,7 +22,7 @@ from slipstream.models.hf.hf_tokenizer import load_tokenizer
 from slipstream.models.hf.model_files import quiet, resolve
 from slipstream.models.hf.rounded_weights import rounded
 from slipstream.models.loaded import LoadOptions
-from slipstream.text.prompts import builtin_prompts
+from slipstream.text.prompt_sets import builtin_prompts
 
 SHARES = tuple(0.75 + 0.035 * step for step in range(11))
 AT_A_TIME = 1 << 20  # weights

@@ -27,7 +27,7 @@ from terminal import in_one_line, positive
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.models.cache_folder import cache_folder
-from slipstream.text.prompts import builtin_prompts, spread
+from slipstream.text.prompt_sets import builtin_prompts, spread
 
 COLUMNS = (
     "tokens_per_second",

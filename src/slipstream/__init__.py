@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError, UsageError
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
     from slipstream.sampling.params import SamplingParams
-    from slipstream.text.results import Chunk, Result
-    from slipstream.text.stats import Stats
+    from slipstream.text.results import Chunk, Result, Stats
 
 __version__ = "0.1.0"
 
@@ -43,13 +42,12 @@ __all__ = [
 _HOMES = {
     "constraints.constraint": ("Constraint",),
     "core.interfaces": ("Drafter", "Policy"),
-    "text.stats": ("Stats",),
     "core.types": ("Draft", "Round", "Row", "Verdict"),
     "decoder": ("SpeculativeDecoder",),
     "errors": ("SlipstreamError", "UsageError"),
     "integrations.transformers.custom_generate": ("CustomGenerate", "custom_generate"),
     "sampling.params": ("SamplingParams",),
-    "text.results": ("Chunk", "Result"),
+    "text.results": ("Chunk", "Result", "Stats"),
 }
 
 

@@ -20,8 +20,7 @@ from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
 from slipstream.models.generation_settings import warn_of_unread_settings
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_forms import read_prompts
-from slipstream.text.requests import Message, Prompt, RequestReader
+from slipstream.text.requests import Message, Prompt, RequestReader, read_prompts
 from slipstream.text.results import Chunk, Result, chunks_of, result_of
 from slipstream.wiring.engine_choice import check_names, choose_engine, name_of
 from slipstream.wiring.model_holder import ModelHolder

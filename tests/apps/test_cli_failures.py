@@ -14,7 +14,7 @@ from slipstream.apps.cli.sweep import _drafters
 from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
 from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 pytestmark = pytest.mark.slow
 

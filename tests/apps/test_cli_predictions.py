@@ -13,7 +13,7 @@ from talk import Recorder
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.chat.conversation import Chat
 from slipstream.bench.arms import parse_arm
-from slipstream.text.prompts import read_prompts
+from slipstream.text.prompt_sets import read_prompts
 
 TOY = ("--target", "toy", "--max-tokens", "60", "--drafter", "ngram", "--num-draft-tokens", "8")
 

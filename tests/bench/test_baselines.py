@@ -15,7 +15,7 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
 from slipstream.bench.summary import summarise
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 PROMPTS = name_prompts([NamedPrompt(text) for text in ("the heron, the heron", "a fish and a stone, a fish", "ab")])
 PARAMS = SamplingParams(max_tokens=16)

@@ -26,7 +26,7 @@ from slipstream.bench.records import (
 from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import SlipstreamError
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 HEADER = Header({"target": "toy"}, {"torch": "2"}, {"cores": 2}, "2026-01-01T00:00:00+00:00")
 

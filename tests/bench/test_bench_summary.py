@@ -9,7 +9,7 @@ from fast_part import mostly_slow
 from slipstream.bench.records import Run
 from slipstream.bench.summary import speed, speed_up, summarise, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 

@@ -10,7 +10,7 @@ from tiny import perturbed, shared, tokenizer
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.comparison import HF, PLAIN, SPECULATIVE, compare, compare_batch, summarise
 from slipstream.certificate.wrong_rules import load_wrong_rule
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 PROMPTS = [NamedPrompt("the heron, the heron"), NamedPrompt("a fish and a stone, a fish")]
 

@@ -24,7 +24,7 @@ from slipstream.bench.speed_model.formula import (
     round_milliseconds,
     simulate,
 )
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 ALPHAS = st.floats(0.0, 1.0)
 LENGTHS = st.integers(0, 12)

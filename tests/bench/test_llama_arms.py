@@ -24,7 +24,7 @@ from slipstream.bench.llama_cpp import LlamaBaseline, require_llama
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, read_records, start
 from slipstream.bench.summary import summarise, wrong_texts
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 VOCABULARY = 23
 PROMPT = [3, 1, 4, 1, 5]

@@ -36,7 +36,7 @@ from slipstream.bench.speed_model.formula import (
 from slipstream.bench.speed_model.probe import uneven
 from slipstream.bench.speed_model.round_costs import TokenCosts
 from slipstream.core.rounds import Round
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 BATCHES = (1, 2, 4, 8)
 COMB = Acceptance.by_position([0.8, 0.6, 0.7, 0.5], siblings=[[0.1, 0.05], [0.2, 0.1], [0.1, 0.0], [0.3, 0.1]])

@@ -23,7 +23,7 @@ from slipstream.bench.speed_model.formula import (
     predicted_speed_up,
     simulate,
 )
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 pytestmark = pytest.mark.slow
 

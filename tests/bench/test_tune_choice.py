@@ -28,7 +28,7 @@ from slipstream.bench.tuning.search import (
     unpredictable,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.text.prompts import builtin_prompts
+from slipstream.text.prompt_sets import builtin_prompts
 
 TOKENS = 20
 PLAIN = [1.0, 2.0, 1.5, 0.8, 1.2, 3.0, 0.9, 1.1]

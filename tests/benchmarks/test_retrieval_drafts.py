@@ -12,7 +12,7 @@ from tiny import shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round, Seconds
-from slipstream.text.prompts import read_prompts
+from slipstream.text.prompt_sets import read_prompts
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate import parity
 from slipstream.certificate.parity import TieJudge, count_differences
-from slipstream.text.figures_as_text import verdict
+from slipstream.text.round_view import verdict
 
 PROMPT = [5, 6, 7, 5, 6]
 OPTIONS = [

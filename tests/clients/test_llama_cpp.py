@@ -19,7 +19,7 @@ from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, start
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.errors import SlipstreamError
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 pytestmark = [
     pytest.mark.slow,

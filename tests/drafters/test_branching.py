@@ -26,8 +26,8 @@ from slipstream.drafters import Setup, load
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy
 from slipstream.sampling.sampler import Sampler
+from slipstream.text.results import Stats
 from slipstream.text.round_view import views
-from slipstream.text.stats import Stats
 
 CPU = torch.device("cpu")
 RACE = Race(VOCAB_SIZE, CPU)

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.plan import name_prompts
 from slipstream.bench.records import Header
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 HEADER = Header({}, {}, {}, "2026-01-01T00:00:00+00:00")
 TEXTS = (("The heron was", "birds"), ("a fish, a", "fish"), ("It", "fish"))

@@ -13,7 +13,7 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Run, append, make_header, start
 from slipstream.config import DecoderConfig
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 NASTY = '<script>alert("x")</script> & $x^2$'  # a family's name that must be escaped wherever it is shown
 PROMPTS = (

@@ -13,7 +13,7 @@ from tiny import prompts, shared, tokenizer
 from transformers import BatchEncoding
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.text.prompt_forms import read_prompts
+from slipstream.text.requests import read_prompts
 
 IDS, OTHER = [5, 6, 7, 8], [9, 10]
 ONE: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import UsageError
-from slipstream.text.prompts import builtin_prompts, read_prompts, spread
+from slipstream.text.prompt_sets import builtin_prompts, read_prompts, spread
 
 FAMILIES = ("chat", "code", "code edit", "summary", "question answering", "translation", "maths", "extraction")
 

@@ -14,9 +14,8 @@ from slipstream.bench.plan import BenchPrompt, name_prompts
 from slipstream.certificate.parity import Difference, count_differences
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
-from slipstream.text.results import Result
-from slipstream.text.stats import Stats
+from slipstream.text.prompt_sets import NamedPrompt
+from slipstream.text.results import Result, Stats
 
 PLAIN, SPECULATIVE, BATCH, HF = "plain", "speculative", "batch", "hf generate"
 ARMS = {PLAIN: Arm(PLAIN, "none"), SPECULATIVE: Arm(SPECULATIVE, predicted=True), HF: Arm(HF, baseline="hf")}

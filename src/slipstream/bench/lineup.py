@@ -28,8 +28,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.results import Result
-from slipstream.text.stats import Stats
+from slipstream.text.results import Result, Stats
 
 WARM_UP_TOKENS = 8
 

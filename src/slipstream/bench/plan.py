@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from slipstream.bench.arms import Arm, runs_in_batches
 from slipstream.errors import UsageError
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 MIXED = "mixed"
 

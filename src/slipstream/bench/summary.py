@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream.bench.records import Run, VerdictName
 from slipstream.bench.speed_model.accepted_lengths import LevelCounts
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 0
 # of several repeats the verdict that says least in favour counts

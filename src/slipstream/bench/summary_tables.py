@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slipstream.bench.records import Run
 from slipstream.bench.summary import PARTS, ArmSummary, Estimate
-from slipstream.text.figures_as_text import percent
+from slipstream.text.round_view import percent
 
 MOST_NAMES = 8  # of prompts that a line lists
 

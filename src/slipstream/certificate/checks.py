@@ -21,7 +21,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.reproducibility.calibration import calibrate
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 # wrong rules that the test must catch: a crude one, and a subtle one that is wrong only where all drafts were accepted
 POWER_RULES = ("first-mismatch-kept", "bonus-from-raw-logits")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from slipstream.constraints.grammar_text import nesting
 from slipstream.errors import UsageError
 from slipstream.jobs.parquet_files import is_parquet, parquet_rows
-from slipstream.text.prompts import check_text
+from slipstream.text.prompt_sets import check_text
 
 LONGEST_ID = 512  # characters
 SHOWN = 80  # characters of a value in a message

@@ -17,7 +17,7 @@ from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ByteTokens, Encoding
 from slipstream.models.loaded import Loaded
-from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
+from slipstream.text.tokenizer import PLAIN_CHAT, ChatForm
 
 END = 256
 VOCAB_SIZE = 257

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
+from slipstream.text.tokenizer import PLAIN_CHAT, ChatForm
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 

@@ -1,8 +1,10 @@
-"""What a request becomes: a `Result`, or `Chunk`s as it comes."""
+"""What a request becomes: a `Result`, or `Chunk`s as it comes, and `Stats`, every figure of which is folded from
+rounds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,7 +15,121 @@ from slipstream.core.types import Row
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
 from slipstream.text.round_view import round_lines, to_html
-from slipstream.text.stats import Stats
+
+
+@dataclass
+class Stats:
+    """Totals over rounds; ratios are derived.
+
+    Positions are those of a draft, of a tree its depths: a token counts as accepted there if any of the tree's was.
+    Forced tokens are those of a constraint's drafts; what drafters proposed and what became of it leaves them out.
+    Seconds are counted once per step, so the rows of a batch that share a step share its time: the totals of one row
+    say how long it was under way, not what it cost alone.
+    accepted_prediction_tokens: committed tokens that came from requests' predictions; rejected_prediction_tokens: the
+    others that were verified. Both None where no request had one.
+    """
+
+    num_rounds: int = 0
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_forced_tokens: int = 0
+    num_rejected_rounds: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    lossless: bool = True
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rounds: Iterable[Round], *, lossless: bool = True) -> Stats:
+        """Fold rounds, of one row or of many."""
+        stats, steps = cls(lossless=lossless), set()
+        for done in rounds:
+            stats._count(done)
+            if done.step not in steps:
+                steps.add(done.step)
+                stats._time(done)
+        stats.num_steps = len(steps)
+        return stats
+
+    def add_step(self, rounds: Sequence[Round]) -> None:
+        """Fold all rounds of one more step."""
+        for done in rounds:
+            self._count(done)
+        self._time(rounds[0])
+        self.num_steps += 1
+
+    def _count(self, done: Round) -> None:
+        self.num_rounds += 1
+        self.num_output_tokens += len(done.tokens)
+        if not done.draft:
+            self.num_rejected_rounds += done.rejected
+            if done.num_prediction_tokens is not None:
+                self.accepted_prediction_tokens = self.accepted_prediction_tokens or 0
+                self.rejected_prediction_tokens = self.rejected_prediction_tokens or 0
+            return
+        self.num_forced_tokens += done.origins.count("forced")
+        done = done.own
+        self.num_draft_tokens += done.num_draft_tokens
+        self.num_accepted_tokens += done.num_accepted_tokens
+        self.num_rejected_rounds += done.rejected
+        if done.num_prediction_tokens is not None:
+            accepted = min(done.num_prediction_tokens, done.num_accepted_tokens)
+            rejected = done.num_prediction_tokens - accepted
+            self.accepted_prediction_tokens = (self.accepted_prediction_tokens or 0) + accepted
+            self.rejected_prediction_tokens = (self.rejected_prediction_tokens or 0) + rejected
+        longer = done.num_levels - len(self.drafted_per_position)
+        self.drafted_per_position.extend([0] * longer)
+        self.accepted_per_position.extend([0] * longer)
+        for position in range(done.num_levels):
+            self.drafted_per_position[position] += 1
+            self.accepted_per_position[position] += position < done.num_accepted_tokens
+
+    def _time(self, done: Round) -> None:
+        self.draft_seconds += done.seconds.draft
+        self.verify_seconds += done.seconds.verify
+        self.accept_seconds += done.seconds.accept
+        self.prefill_seconds += done.seconds.prefill
+        self.total_seconds += done.seconds.total
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None if nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def alpha(self) -> float | None:
+        """Accepted / tested, where a round that ended in a rejection tested one token more than it accepted."""
+        tested = self.num_accepted_tokens + self.num_rejected_rounds
+        return self.num_accepted_tokens / tested if tested else None
+
+    @property
+    def block_efficiency(self) -> float:
+        """Output tokens per round of a row, bonus included (Leviathan et al. 2023, section 2)."""
+        return self.num_output_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What a step spent outside drafting, verifying, accepting and prefill."""
+        parts = self.draft_seconds + self.verify_seconds + self.accept_seconds + self.prefill_seconds
+        return max(0.0, self.total_seconds - parts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of total time, prefill included."""
+        return self.num_output_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All totals and ratios, for JSON."""
+        ratios = ("acceptance_rate", "alpha", "block_efficiency", "overhead_seconds", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
 @dataclass(frozen=True)

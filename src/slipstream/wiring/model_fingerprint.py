@@ -9,7 +9,7 @@ import torch
 
 import slipstream
 from slipstream.models.layer_subset import LayerSubsets
-from slipstream.text.chat_form import TokenizerDetails
+from slipstream.text.tokenizer import TokenizerDetails
 from slipstream.wiring.model_holder import ModelHolder
 
 

@@ -16,7 +16,7 @@ from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 ROUND = Round(0, 0, 1, 3, (7, 8, 9), (7, 8, 5), 2, True, num_prediction_tokens=3)
 

@@ -10,8 +10,8 @@ from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened
 from slipstream.certificate.parity import TieJudge
 from slipstream.errors import UsageError
-from slipstream.text.figures_as_text import statistics_line, time_split, verdict
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
+from slipstream.text.round_view import statistics_line, time_split, verdict
 
 
 def compare(chat: Chat) -> str:

@@ -25,7 +25,7 @@ from slipstream.apps.cli.plan_file import Plan
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 ARMS = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP], hf, hf-assisted, hf-assisted-tuned[@LENGTH], "

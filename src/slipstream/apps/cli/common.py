@@ -23,7 +23,7 @@ from slipstream.config import DecoderConfig
 from slipstream.core.rule_names import check_rule, rule_names
 from slipstream.errors import UsageError
 from slipstream.models.paused_collection import paused_collection
-from slipstream.text.prompts import NamedPrompt, builtin_prompts, named_prompt, read_prompts
+from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, read_prompts
 from slipstream.text.terminal_text import harmless
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def compare_command(
     from slipstream.apps.cli import comparison_report as report
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import BATCH, compare, compare_batch, summarise
-    from slipstream.text.figures_as_text import time_split
+    from slipstream.text.round_view import time_split
 
     done = []
     for one in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):

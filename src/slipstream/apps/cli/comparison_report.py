@@ -13,7 +13,7 @@ from slipstream.bench.comparison import SPECULATIVE, Comparison
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.figures_as_text import verdict
+from slipstream.text.round_view import verdict
 
 
 def to_dict(

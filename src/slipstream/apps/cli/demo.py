@@ -9,7 +9,7 @@ from slipstream.apps.cli.common import command, demo_data, err, load_decoder, ou
 from slipstream.apps.cli.options import MEASURING, Debug, Json, Models, Repeats, option
 from slipstream.config import EMBEDDED, DecoderConfig
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 if TYPE_CHECKING:
     from slipstream.bench.comparison import Comparison

@@ -26,14 +26,14 @@ from slipstream.apps.cli.structure import Structure
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt, check_text
+from slipstream.text.prompt_sets import NamedPrompt, check_text
 
 if TYPE_CHECKING:
     from slipstream.core.rounds import Round
     from slipstream.core.types import Row
     from slipstream.decoder import SpeculativeDecoder
     from slipstream.text.requests import Prompt
-    from slipstream.text.stats import Stats
+    from slipstream.text.results import Stats
 
 
 @command("generate")
@@ -70,7 +70,7 @@ def _stream(
     decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, *, chat: bool, debug: bool
 ) -> dict[str, Any]:
     """Print as it comes; Ctrl-C ends the text, not the report."""
-    from slipstream.text.stats import Stats
+    from slipstream.text.results import Stats
 
     chunks, interrupted = [], False
     try:
@@ -104,7 +104,7 @@ def _batch(
     debug: bool,
 ) -> list[dict[str, Any]]:
     """All texts together; neither Ctrl-C nor a text that fails takes the others' report."""
-    from slipstream.text.stats import Stats
+    from slipstream.text.results import Stats
 
     texts, each = _n_times(decoder, requests, [params_for(prompt, params) for prompt in prompts], chat)
     rows = decoder.rows(texts, each, chat=chat)
@@ -127,7 +127,7 @@ def _batch(
 def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug: bool) -> dict[str, Any]:
     """Print a text, whole or not, and why it failed if it did."""
     from slipstream.text.detokenizer import visible_text
-    from slipstream.text.stats import Stats
+    from slipstream.text.results import Stats
 
     assert decoder.tokenizer is not None
     ids = [token for done in row.rounds for token in done.tokens]
@@ -199,7 +199,7 @@ def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bo
 
 
 def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
-    from slipstream.text.figures_as_text import statistics_line
+    from slipstream.text.round_view import statistics_line
 
     arithmetic = f", {decoder.target.arithmetic}" if decoder.target.arithmetic else ""
     line = f"{statistics_line(stats, decoder.drafter_name)}{arithmetic}, {end}"

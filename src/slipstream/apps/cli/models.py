@@ -52,7 +52,7 @@ def check(
     """
     quiet_libraries()
     from slipstream.models.hf.vocabulary_info import inspect_vocabulary
-    from slipstream.text.prompts import read_prompts
+    from slipstream.text.prompt_sets import read_prompts
     from slipstream.wiring.vocabulary_report import compare_vocabularies
 
     sample = "" if text is None else "\n\n".join(one.prompt for one in read_prompts(text))

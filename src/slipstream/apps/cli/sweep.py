@@ -23,7 +23,7 @@ from slipstream.apps.cli.options import (
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from slipstream.apps.cli.common import out
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, best_of
-from slipstream.text.figures_as_text import percent
+from slipstream.text.round_view import percent
 
 WORDS = {"reference": "plain", "different": "DIFFER"}
 WHOLE = 1000  # tokens per second from which decimals are left out

@@ -12,8 +12,8 @@ from rich.text import Text
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.certificate.checks import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
-from slipstream.text.figures_as_text import percent, verdict
 from slipstream.text.results import Result
+from slipstream.text.round_view import percent, verdict
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "blue", "bonus": "cyan", "plain": ""}
 MEANINGS = {

@@ -26,7 +26,7 @@ from slipstream.config import EMBEDDED, DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompts import NamedPrompt
+from slipstream.text.prompt_sets import NamedPrompt
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import MEASURING, Json, Models, PromptChoice, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
-from slipstream.text.prompts import NamedPrompt, chosen_prompts
+from slipstream.text.prompt_sets import NamedPrompt, chosen_prompts
 
 if TYPE_CHECKING:
     from slipstream.certificate.checks import Check

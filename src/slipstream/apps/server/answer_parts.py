@@ -14,7 +14,7 @@ from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ReadableAsBytes
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 PREDICTION = "prediction"  # the source of what a request's prediction drafted
 

@@ -11,7 +11,7 @@ from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.errors import SlipstreamError, first_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import Tokenizer, VisibleText
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 
 class Piece(NamedTuple):

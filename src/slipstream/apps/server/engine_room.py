@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.step_totals import StepTotals
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 WINDOW = 10.0  # seconds of the figures that speak of now
 

@@ -28,7 +28,7 @@ from slipstream.apps.server.request_fields import ConversationFields, Detokenize
 from slipstream.apps.server.sampling_fields import check_extra
 from slipstream.apps.server.service import Service
 from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.prompts import check_text
+from slipstream.text.prompt_sets import check_text
 
 router = APIRouter()
 STARTED = int(time.time())

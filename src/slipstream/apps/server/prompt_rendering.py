@@ -25,9 +25,9 @@ from slipstream.apps.server.request_fields import (
 )
 from slipstream.apps.server.tool_fields import check_json, checked_tools
 from slipstream.errors import did_you_mean
-from slipstream.text.chat_form import ChatForm, TokenizerDetails
 from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.prompts import check_text
+from slipstream.text.prompt_sets import check_text
+from slipstream.text.tokenizer import ChatForm, TokenizerDetails
 
 log = logging.getLogger("slipstream.server")
 MOST_NAMED = 100  # fields without effect that the log names

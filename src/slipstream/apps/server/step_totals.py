@@ -11,7 +11,7 @@ from time import monotonic
 
 from slipstream.apps.server.answer_parts import ModelFacts, shares
 from slipstream.core.rounds import Round
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 MOST_UNFOLDED = 64
 

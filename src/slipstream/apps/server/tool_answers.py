@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.apps.server.choice_state import ChoiceState, Piece
 from slipstream.text.detokenizer import StopStrings, Tokenizer
-from slipstream.text.tool_calls import ParsedAnswer, ToolCallParser
+from slipstream.text.tokenizer import ParsedAnswer, ToolCallParser
 
 
 class ToolWatch:

@@ -9,7 +9,7 @@ from slipstream.bench.arms import counted, local_time
 from slipstream.bench.records import Header
 from slipstream.bench.report.report_data import Data, efficiency
 from slipstream.bench.summary import ArmSummary, Estimate
-from slipstream.text.figures_as_text import percent
+from slipstream.text.round_view import percent
 
 VERDICTS = ("identical", "tie", "different")
 

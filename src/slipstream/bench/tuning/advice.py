@@ -41,7 +41,7 @@ from slipstream.bench.tuning.search import (
     too_little,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.text.figures_as_text import percent
+from slipstream.text.round_view import percent
 
 LEAST = 1.02  # a smaller gain is not worth the trouble
 DEAR = 0.1  # the share of its time from which drafting may be what an arm lost by

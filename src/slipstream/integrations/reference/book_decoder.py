@@ -16,7 +16,7 @@ from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.integrations.reference.generate_functions import decoder_of, seed_from_torch
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 
 class SpeculativeDecoder:

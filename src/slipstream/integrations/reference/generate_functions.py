@@ -30,8 +30,7 @@ from slipstream.integrations.reference.logits_processor import (
     sampling_of,
 )
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.results import Result
-from slipstream.text.stats import Stats
+from slipstream.text.results import Result, Stats
 
 MAX_ROWS = 1024  # the caller chooses the batch; memory is reserved for the rows there are
 GREEDY = GreedyProcessor()

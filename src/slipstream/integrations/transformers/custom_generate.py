@@ -29,7 +29,7 @@ from slipstream.integrations.transformers.generate_options import (
 )
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
 from slipstream.models.hf.wrapped_model import unwrapped
-from slipstream.text.stats import Stats
+from slipstream.text.results import Stats
 
 
 @dataclass(frozen=True, kw_only=True)

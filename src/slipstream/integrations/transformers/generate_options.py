@@ -30,7 +30,7 @@ from slipstream.models.hf.cache_names import NAMES
 from slipstream.models.hf.fast_forwards import a_few_tokens
 from slipstream.models.hf.state_trials import MODEL_ERRORS, differ
 from slipstream.sampling.params import Processor, SamplingParams
-from slipstream.text.prompt_forms import MEDIA
+from slipstream.text.requests import MEDIA
 
 Criterion = Callable[[Tensor, None], Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.models.hf.call_forms import ARGUMENTS, HERMES, NAMES, rendered_form, spelled
-from slipstream.text.tool_calls import CallForm, ParsedAnswer, ToolCall
+from slipstream.text.tokenizer import CallForm, ParsedAnswer, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # what JSON is written with besides texts

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.text.tool_calls import CallForm
+from slipstream.text.tokenizer import CallForm
 
 NAMES = ("probe_one", "probe_two")
 ARGUMENTS: Mapping[str, Any] = {"probe": 7}

@@ -18,9 +18,8 @@ from slipstream.models.hf import answer_parsing
 from slipstream.models.hf.byte_reading import TokenNames, read_byte_tokens
 from slipstream.models.hf.model_files import code_of_its_own, is_converted, one_line
 from slipstream.models.loaded import LoadOptions
-from slipstream.text.chat_form import PLAIN_CHAT, ChatForm
-from slipstream.text.prompts import check_text
-from slipstream.text.tool_calls import CallForm, ParsedAnswer
+from slipstream.text.prompt_sets import check_text
+from slipstream.text.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 PLAIN = LoadOptions()
