@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 
 from slipstream.models.cache_folder import cache_folder
-from slipstream.reproducibility.draft_times import DraftTimes
+from slipstream.reproducibility.timing import DraftTimes
 from slipstream.wiring import model_pair
 
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"

@@ -17,8 +17,14 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.reproducibility import shape_trials
 from slipstream.reproducibility.calibration import Calibration, calibrate
-from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, REFERENCE, WIDTHS
-from slipstream.reproducibility.trial_layers import first_of_each, trial_backend
+from slipstream.reproducibility.shape_trials import (
+    ATTENDED_LENGTHS,
+    ATTENDED_UNITS,
+    REFERENCE,
+    WIDTHS,
+    first_of_each,
+    trial_backend,
+)
 
 
 def test_all_shapes_of_a_backend_without_rounding_agree() -> None:

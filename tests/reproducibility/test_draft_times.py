@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
-from slipstream.reproducibility.draft_times import SHORT, STEPS, TEXT, TURNS, DraftTimes, time_drafts
+from slipstream.reproducibility.timing import SHORT, STEPS, TEXT, TURNS, DraftTimes, time_drafts
 
 TIMES = "slipstream.wiring.model_pair.remembered_draft_times"
 MEASURE = "slipstream.wiring.model_pair.time_drafts"

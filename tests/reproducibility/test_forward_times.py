@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.reproducibility import forward_times
-from slipstream.reproducibility.forward_times import (
+from slipstream.reproducibility import timing
+from slipstream.reproducibility.timing import (
     FEWEST_OF_FEW,
     FEWEST_RAGGED_TURNS,
     FEWEST_TURNS,
@@ -29,7 +29,7 @@ class Clocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.slowness, self.first, self.counts = 0.0, 1.0, True, list[int]()
-        monkeypatch.setattr(forward_times, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
 
     def forward(self, tokens: Tensor, starts: Sequence[int], **_: Any) -> Tensor:
         return self._taken(tokens.numel())[None]

@@ -10,14 +10,17 @@ Where kernels guarantee that the shape changes no bit, a few shapes are tried an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
 from slipstream.models.shape_independence import is_shape_independent
-from slipstream.reproducibility.forward_times import MOST_TURNS
-from slipstream.reproducibility.progress import Report, Stages, silent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,
@@ -28,11 +31,11 @@ from slipstream.reproducibility.shape_trials import (
     STEPS,
     WIDTHS,
     Trials,
+    spot_checks,
 )
-from slipstream.reproducibility.spot_checks import spot_checks
+from slipstream.reproducibility.timing import MOST_TURNS
 
-log = logging.getLogger("slipstream")
-
+T = TypeVar("T")
 TIMED = (1, 2, 3, 4, 5, 6, 7, 8)
 TIMED_IF_GUARANTEED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
@@ -40,6 +43,44 @@ TOTALS = (8, 12, 16, 20, 24, 28, 32, 40, 48, 64)  # tokens of ragged forwards
 SHARES = {"times": 0.2, "units": 0.1, "alone": 0.1, "batches": 0.2, "prompts": 0.2, "totals": 0.1, "ragged": 0.1}
 SHARES_IF_GUARANTEED = {"times": 0.4, "checks": 0.3, "ragged": 0.3}
 NO_GAIN = 1.01  # a width is left out if a wider one takes at most this much of its time
+
+
+log = logging.getLogger("slipstream")
+
+Report = Callable[[float], None]  # told the share of the work that is done, 0 to 1
+
+
+def silent(done: float) -> None:
+    """Report to nobody."""
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[Report]:
+    """A bar on standard error that goes when the work is done; where that is no terminal, a line in the log."""
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        log.info("%s ...", description)
+        yield silent
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(description, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+class Stages:
+    """Splits work into stages of known shares."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._done = report, 0.0
+
+    def over(self, share: float, items: Sequence[T]) -> Iterator[T]:
+        """The items of a stage that takes this share of all the work, reporting after each; it may be left early."""
+        begun = self._done
+        self._done = begun + share
+        for number, item in enumerate(items, 1):
+            yield item
+            self._report(min(1.0, begun + share * number / len(items)))
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from slipstream.models.cpu.processor import processor
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.layouts.unpadded_layout import UnpaddedForwards
 from slipstream.models.loaded import Loaded
-from slipstream.reproducibility.calibration import Calibration, calibrate
-from slipstream.reproducibility.draft_times import DraftTimes
-from slipstream.reproducibility.progress import progress_bar
+from slipstream.reproducibility.calibration import Calibration, calibrate, progress_bar
+from slipstream.reproducibility.timing import DraftTimes
 
 log = logging.getLogger("slipstream")
 

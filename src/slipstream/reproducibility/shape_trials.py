@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,10 +19,11 @@ from slipstream.core.interfaces import (
     set_attended_lengths,
 )
 from slipstream.core.kv_slots import PROMPT_UNIT
-from slipstream.reproducibility.forward_times import ForwardTimes
-from slipstream.reproducibility.ragged_rounds import end_to_end, ragged_rounds
-from slipstream.reproducibility.trial_layers import read_context, read_contexts, trial_backend
+from slipstream.errors import UsageError
+from slipstream.models.layer_subset import LayerKinds
+from slipstream.reproducibility.timing import ForwardTimes, end_to_end, ragged_rounds
 
+OF_EACH_KIND = 2
 REFERENCE = 8  # the width every other one is compared with
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 FURTHER_WIDTHS = (9, 10, 11, 12, 14, 20, 24, 28, 40, 48, 56, 64)  # tried only where it is guaranteed that all agree
@@ -32,6 +35,65 @@ FEWEST_LOGITS, LONGEST = 1 << 14, 64  # short sums often round alike, so that ti
 PREFILL = 256
 ATTENDED_LENGTHS = tuple(range(64, 2049, 64))  # what forwards may read instead of multiples of the unit
 STEPS = 4  # consecutive forwards of a batch, to see what each left to the next
+CONSECUTIVE = (1, 5)  # widths whose forwards are tried one after the other, to see what each leaves to the next
+TOGETHER = 3  # width of batches of every size
+TOTAL = 19  # tokens of a ragged forward: an odd number, as all are allowed then
+
+
+def trial_backend(backend: Backend) -> Backend:
+    """The layers to try as a backend, on the same KV cache if they can; the model itself where that saves nothing."""
+    if not isinstance(backend, LayerKinds) or backend.device.type != "cpu":  # elsewhere graphs would be captured
+        return backend
+    try:
+        chosen = first_of_each(backend.layer_kinds())
+        if len(chosen) == backend.num_layers:
+            return backend
+        subset = _subset(backend, chosen)
+    except UsageError:  # the layers cannot be told
+        return backend
+    if isinstance(subset, RaggedForwards) and isinstance(backend, RaggedForwards):
+        subset.ragged = backend.ragged
+    return subset
+
+
+def _subset(backend: LayerKinds, chosen: Sequence[int]) -> Backend:
+    try:
+        return backend.layer_subset(chosen)
+    except UsageError:  # they have states
+        return backend.separate_subset(chosen)
+
+
+def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
+    """The numbers of the first layers of every kind, ascending."""
+    seen: Counter[Hashable] = Counter()
+    chosen = []
+    for layer, kind in enumerate(kinds):
+        if seen[kind] < OF_EACH_KIND:
+            chosen.append(layer)
+        seen[kind] += 1
+    return chosen
+
+
+def read_context(backend: Backend, tokens: Tensor, start: int, end: int, slot: int) -> None:
+    """Read tokens from `start` to `end`, from where the next forward begins."""
+    if isinstance(backend, Checkpoints):
+        backend.settle(slot, end)
+    backend.forward(tokens[None, start:end], [start], first_slot=slot, logits=False)
+
+
+def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: int) -> None:
+    """Read tokens up to ends[i] into slot i: the longest is read in chunks, and copied wherever another slot's ends.
+
+    A copy is made as soon as it is complete: states are known at no earlier position.
+    """
+    reader, done = ends.index(max(ends)), 0
+    for end in sorted(set(ends)):
+        for start in range(done, end, chunk):
+            read_context(backend, tokens, start, min(start + chunk, end), reader)
+        for slot, own in enumerate(ends):
+            if own == end and slot != reader:
+                backend.copy(reader, slot, end)
+        done = end
 
 
 class Trials:
@@ -210,3 +272,13 @@ class Trials:
             agrees = agrees and self.agrees_alone(REFERENCE)
         self.backend.attended_unit = unit
         return agrees
+
+
+Check = Callable[[], bool]
+
+
+def spot_checks(trials: Trials) -> list[Check]:
+    """Checks that all hold if the shape changes no bit; the trials must have a reference."""
+    alone = [partial(trials.agrees_alone, width, once=width not in CONSECUTIVE) for width in trials.widths]
+    ragged = [partial(trials.total_agrees, TOTAL, trials.widths)] if trials.totals([TOTAL], trials.widths) else []
+    return [*alone, partial(trials.agrees_in_batches, TOGETHER), *ragged, trials.longest_chunk_agrees]

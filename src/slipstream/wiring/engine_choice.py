@@ -20,7 +20,7 @@ from slipstream.draft_length.planner import LONGEST, DraftController
 from slipstream.draft_length.policies import check_confidence, drafts_for, make_policy
 from slipstream.errors import UsageError
 from slipstream.predicted_outputs.prediction_drafter import PredictionLimits
-from slipstream.reproducibility.draft_times import DraftTimes
+from slipstream.reproducibility.timing import DraftTimes
 from slipstream.sampling.sampler import Sampler
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.model_pair import NOT_TIMED, ModelPair

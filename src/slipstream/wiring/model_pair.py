@@ -25,7 +25,7 @@ from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
-from slipstream.reproducibility.draft_times import TEXT, DraftTimes, time_drafts
+from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
 
 NOT_TIMED = DraftTimes()
 
