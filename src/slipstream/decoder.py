@@ -28,7 +28,7 @@ from slipstream.wiring.model_pair import ModelPair
 from slipstream.wiring.run_order import ordered
 
 if TYPE_CHECKING:
-    from slipstream.jobs.job_state import JobReport
+    from slipstream.jobs.batch_job import JobReport
 
 log = logging.getLogger("slipstream")
 

@@ -138,7 +138,7 @@ def test_a_terminal_shows_speed_acceptance_and_the_time_left(
     seen: list[str] = []
     progress = batch_requests._progress()
     with progress as show:
-        from slipstream.jobs.job_state import JobReport
+        from slipstream.jobs.batch_job import JobReport
         from slipstream.jobs.request_pool import Work
 
         show(JobReport(total=40, answered_before=4, answered=16, seconds=8.0, work=Work(800, 100, 62)))

@@ -138,7 +138,7 @@ def test_an_engine_keeps_its_batch_full_across_blocks() -> None:
 
     from slipstream.config import DecoderConfig
     from slipstream.integrations.ray.ray_engine import EngineSpec, RayEngine
-    from slipstream.jobs.line_kinds import JobOptions
+    from slipstream.jobs.line_formats import JobOptions
 
     engine = RayEngine(EngineSpec("toy", None, DecoderConfig(acceptance="match", max_batch_size=4), JobOptions(), 1))
     widths: list[int] = []

@@ -11,7 +11,7 @@ from job_cases import by_id, chat, counts, read, requests, toy, write
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.jobs import batch_job
-from slipstream.jobs.line_kinds import seed_of
+from slipstream.jobs.line_formats import seed_of
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first
     decoder: SpeculativeDecoder, tmp_path: Path
 ) -> None:
     from slipstream.jobs.job_lines import Line
-    from slipstream.jobs.line_kinds import JobOptions, LineReader
+    from slipstream.jobs.line_formats import JobOptions, LineReader
     from slipstream.wiring.run_order import first_row, ordered
 
     shared = "a common beginning of many characters: "

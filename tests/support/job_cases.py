@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import SpeculativeDecoder
-from slipstream.jobs.job_state import JobReport
+from slipstream.jobs.batch_job import JobReport
 
 WORDS = ("The heron", "A sparrow called out", "The river does not", "So the heron ate", "It was home before")
 

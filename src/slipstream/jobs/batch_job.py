@@ -1,26 +1,191 @@
-"""A job on one machine, from its first line to its last: read, ordered, decoded, written as it comes."""
+"""A job on one machine, from its first line to its last: read, ordered, decoded, written as it comes; and how far it
+is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import UsageError, did_you_mean
-from slipstream.jobs.job_files import JobFiles
-from slipstream.jobs.job_lines import Line
-from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
-from slipstream.jobs.line_kinds import Asked, JobOptions, LineReader
-from slipstream.jobs.request_pool import RequestPool
+from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
+from slipstream.jobs.job_output import ErrorFile, JobOutput, output_lines
+from slipstream.jobs.line_formats import Asked, JobOptions, LineReader, RequestDigest, reason_of, refusal_of
+from slipstream.jobs.request_pool import RequestPool, Work
 from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
 
+MOST_TOLD = 20  # errors that a report repeats; the error file has them all
 WINDOW = 1024  # requests that are read, tokenised and ordered at a time
+
+
+@dataclass
+class JobReport:
+    """How far a job is. total: lines; answered_before: by earlier runs; seconds: of this run.
+
+    errors: the first lines of what went wrong, each with its file and line number.
+    """
+
+    total: int = 0
+    answered_before: int = 0
+    answered: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    work: Work = field(default_factory=Work)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Lines that are neither answered nor refused."""
+        return self.total - self.answered_before - self.answered - self.failed
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens of this run per second."""
+        return self.work.output_tokens / self.seconds if self.seconds > 0 else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the speed of this run; None until a request has been answered."""
+        return self.seconds / self.answered * self.remaining if self.answered else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        ratios = {"tokens_per_second": self.tokens_per_second, "acceptance_rate": self.work.acceptance_rate}
+        return asdict(self) | {"remaining": self.remaining} | ratios
+
+
+Progress = Callable[[JobReport], None]
+
+
+class JobState:
+    """The lines of a job and their answers. Opened, it has compared the output with the lines.
+
+    fingerprint: of the model that answers; "" until it is known, then every answer must have it.
+    UsageError if the output is another job's.
+    """
+
+    def __init__(self, files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str = "") -> None:
+        self._files, self._digests, self.report, self._fingerprint = files, digests, report, fingerprint
+        self._begun = monotonic()
+        self._output = JobOutput(files.output)
+        try:
+            refusals = self._survey()
+            self._errors = ErrorFile(files.errors)  # which is the last run's until the job is known to be the same
+            for line, refusal in refusals:
+                self.refuse(line, refusal)
+            self._refused = {line.number for line, _ in refusals}
+        except BaseException:
+            self._output.close()
+            raise
+
+    def pending(self) -> Iterator[Line]:
+        """The lines that are neither answered nor refused."""
+        for line in self._files.lines:
+            if line.number not in self._refused and _key(line) not in self._output.answered:
+                yield line
+
+    def answer(self, answers: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
+        """Write answers down. UsageError if they are another model's than those that are there."""
+        if answers and fingerprint != self._fingerprint:
+            raise self._of_another_model(None, self._fingerprint, fingerprint)
+        self._output.append(answers)
+        self.report.answered += len(answers)
+
+    def expect(self, fingerprint: str) -> None:
+        """From now on answers have this fingerprint; those that are there must have it too."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint
+            for found in self._output.answered.values():
+                if found.fingerprint != fingerprint:
+                    raise self._of_another_model(found.number, found.fingerprint, fingerprint)
+
+    def refuse(self, line: Line, refusal: Mapping[str, Any]) -> None:
+        """Write down why a line is not answered."""
+        self._errors.add(refusal)
+        self.report.failed += 1
+        if len(self.report.errors) < MOST_TOLD:
+            self.report.errors.append(f"{self._files.lines.name}, line {line.number}: {reason_of(refusal)}")
+
+    def tick(self) -> JobReport:
+        """The report with the time that has passed."""
+        self.report.seconds = monotonic() - self._begun
+        return self.report
+
+    def close(self) -> None:
+        """Let other processes go on with the job."""
+        self._output.close()
+
+    def finish(self) -> None:
+        """Write what is made of all answers together."""
+        self.tick()
+        if self._files.parquet is not None:
+            write_parquet(self._files.parquet, lambda: output_lines(self._files.output))
+
+    def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
+        """Read all lines once; returns the bad ones and why. UsageError if the output is not this job's."""
+        known: dict[str, int] = {}
+        refusals: list[tuple[Line, Mapping[str, Any]]] = []
+        answered = self._output.answered
+        for line in self._files.lines:
+            self.report.total += 1
+            try:
+                key = _key(line)
+                if key in known:
+                    raise UsageError(f"id {key!r:.80} is that of line {known[key]}; allowed: an id for each line")
+            except UsageError as error:
+                refusals.append((line, refusal_of(line, self._digests.of(line), error)))
+                continue
+            self._digests.check(line)
+            known[key] = line.number
+            if key in answered:
+                self._check_answer(line, key)
+                self.report.answered_before += 1
+        for key, found in answered.items():
+            if key not in known:
+                raise self._of_another_job(found.number, f"id {key!r:.80} is not in {self._files.lines.name!r}")
+        return refusals
+
+    def _check_answer(self, line: Line, key: str) -> None:
+        found = self._output.answered[key]
+        if self._fingerprint and found.fingerprint != self._fingerprint:
+            raise self._of_another_model(found.number, found.fingerprint, self._fingerprint)
+        if found.digest != self._digests.of(line):
+            what = f"id {key!r:.80} has been answered to another request, or under other options"
+            raise self._of_another_job(found.number, what)
+
+    def _of_another_job(self, number: int | None, why: str) -> UsageError:
+        place = "" if number is None else f", line {number}"
+        return UsageError(f"{str(self._files.output)!r}{place}: {why}; allowed: a new file, or the output of this job")
+
+    def _of_another_model(self, number: int | None, there: str, loaded: str) -> UsageError:
+        return self._of_another_job(number, f"the answer is a model's with fingerprint {there}, loaded is {loaded}")
+
+
+def _key(line: Line) -> str:
+    if line.error:
+        raise UsageError(line.error)
+    return str(line.id)
+
+
+def run_through(
+    files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str, work: Callable[[JobState], None]
+) -> JobReport:
+    """Open a job, work on it, and close it, however that ends."""
+    state = JobState(files, digests, report, fingerprint)
+    try:
+        work(state)
+        state.finish()
+    finally:
+        state.close()
+    return report
 
 
 class BatchJob:

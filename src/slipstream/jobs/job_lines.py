@@ -1,22 +1,99 @@
-"""The requests of a job as they are written: a file of JSON lines, a Parquet file, or a list of dictionaries."""
+"""The requests of a job: a file of JSON lines, a Parquet file (pyarrow is optional) or a list of dictionaries; and
+where a job writes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slipstream.constraints.grammar_text import nesting
-from slipstream.errors import UsageError
-from slipstream.jobs.parquet_files import is_parquet, parquet_rows
+from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.text.prompt_sets import check_text
 
+ROWS = 1024  # read and written at a time
 LONGEST_ID = 512  # characters
 SHOWN = 80  # characters of a value in a message
 DEEPEST = 200  # lists and objects within one another; Python reads and copies them recursively
 TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} within one another"
+
+
+def is_parquet(path: str | Path) -> bool:
+    """Whether a file's name says that it is one."""
+    return Path(path).suffix.lower() == ".parquet"
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SlipstreamError("Parquet files need pyarrow; run: pip install 'slipstream-lm[parquet]'") from error
+    return pyarrow
+
+
+def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file, in order."""
+    pyarrow = _pyarrow()
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS):
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{str(path)!r} cannot be read as Parquet: {first_line(error)}") from error
+
+
+def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    """Write a file whole or not at all. rows: read twice. Lists and dictionaries become JSON text."""
+    pyarrow = _pyarrow()
+    temporary, columns = path.with_name(f".{path.name}.part"), _columns(rows())
+    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    try:
+        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
+            for part in _parts(rows()):
+                flat = [{name: _cell(row.get(name), kind) for name, kind in columns.items()} for row in part]
+                writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SlipstreamError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, type]:
+    """The columns of all rows and what they hold; text where rows differ or none has a value."""
+    found: dict[str, type] = {}
+    for row in rows:
+        for name, value in row.items():
+            kind = type(value) if isinstance(value, str | int | float) else type(None) if value is None else str
+            known = found.setdefault(name, kind)
+            if kind not in (known, type(None)):
+                found[name] = kind if known is type(None) else str
+    return {name: str if kind is type(None) else kind for name, kind in found.items()}
+
+
+def _cell(value: Any, kind: type) -> Any:
+    if value is None or isinstance(value, kind):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parts(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    found = iter(rows)
+    for first in found:
+        yield [first, *islice(found, ROWS - 1)]
+
+
+def check_pyarrow(*paths: str | Path) -> None:
+    """Refuse Parquet files where pyarrow is missing."""
+    if any(map(is_parquet, chain(paths))):
+        _pyarrow()
 
 
 @dataclass(frozen=True)
@@ -155,3 +232,40 @@ def _too_deep(text: str) -> bool:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The files of a job. output: JSON lines, beside a Parquet file its journal `NAME.parquet.jsonl`."""
+
+    lines: Lines
+    output: Path
+    errors: Path
+    parquet: Path | None = None
+
+    @classmethod
+    def of(
+        cls, source: str | Path | Iterable[Mapping[str, Any]], output: str | Path, errors: str | Path | None = None
+    ) -> JobFiles:
+        """Check the names before anything is loaded; nothing is created."""
+        path = Path(output)
+        check_pyarrow(*(one for one in (source, output) if isinstance(one, str | Path)))
+        parquet = path if is_parquet(path) else None
+        journal = path if parquet is None else path.with_name(f"{path.name}.jsonl")
+        refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else Path(errors)
+        taken = {"the input": Path(source)} if isinstance(source, str | Path) else {}
+        for name, one in (("the output", journal), ("the error file", refusals)):
+            _check(name, one, taken)
+            taken[name] = one
+        if isinstance(source, str | Path) and not Path(source).is_file():
+            raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
+        return cls(lines_of(source), journal, refusals, parquet)
+
+
+def _check(name: str, one: Path, taken: Mapping[str, Path]) -> None:
+    for other, known in taken.items():
+        if one.absolute() == known.absolute() or (one.exists() and known.exists() and one.samefile(known)):
+            raise UsageError(f"{str(one)!r} is {name} and {other}; allowed: two files")
+    if one.is_dir() or not one.absolute().parent.is_dir():
+        why = "it is a folder" if one.is_dir() else f"the folder {str(one.parent)!r} does not exist"
+        raise UsageError(f"{name} {str(one)!r} cannot be written: {why}")

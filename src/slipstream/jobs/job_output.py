@@ -1,6 +1,7 @@
 """The output of a job: one line per answered request, on the disk before it counts as answered.
 
-Lines are only ever appended. A line that a killed process left unfinished is cut when the file is opened again.
+Lines are only ever appended. A line that a killed process left unfinished is cut when the file is opened again. What
+went wrong with which line is in the error file, which every run writes anew.
 """
 
 from __future__ import annotations
@@ -148,3 +149,36 @@ def no_output(path: Path, number: int) -> UsageError:
     return UsageError(
         f"{str(path)!r}, line {number}: not a line of a job's output; allowed: a new file, or the output of this job"
     )
+
+
+class ErrorFile:
+    """Failed lines are tried again by the next run, so a run begins without the errors of the last; no file if none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if path.exists():
+                _check(path)
+                path.unlink()
+        except OSError as error:
+            raise UsageError(f"the error file {str(path)!r} cannot be written: {error.strerror}") from error
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append a line."""
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line_bytes(line))
+        except OSError as error:
+            raise SlipstreamError(f"the error file {str(self.path)!r} cannot be written: {error.strerror}") from error
+
+
+def _check(path: Path) -> None:
+    """Refuse to delete what no job has written."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                item = json.loads(line)
+            except ValueError:
+                item = None
+            if line.endswith(b"\n") and not (isinstance(item, dict) and "line" in item):
+                raise no_output(path, number)

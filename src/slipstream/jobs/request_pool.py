@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
-from slipstream.jobs.line_kinds import Asked
+from slipstream.jobs.line_formats import Asked
 
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder

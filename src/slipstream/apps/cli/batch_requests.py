@@ -20,10 +20,9 @@ from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.integrations.ray.ray_job import RayJob
-    from slipstream.jobs.batch_job import BatchJob
-    from slipstream.jobs.job_files import JobFiles
-    from slipstream.jobs.job_state import JobReport, Progress
-    from slipstream.jobs.line_kinds import JobOptions
+    from slipstream.jobs.batch_job import BatchJob, JobReport, Progress
+    from slipstream.jobs.job_lines import JobFiles
+    from slipstream.jobs.line_formats import JobOptions
 
 Input = Annotated[Path, typer.Argument(metavar="IN", help="requests: JSON lines, plain or OpenAI's, or .parquet")]
 Output = Annotated[
@@ -65,8 +64,8 @@ def batch_command(
     json_file: Json = None,
 ) -> None:
     """Answer every request of a file; exit 0 if all are answered, 1 if some failed, 2 for wrong use."""
-    from slipstream.jobs.job_files import JobFiles
-    from slipstream.jobs.line_kinds import JobOptions
+    from slipstream.jobs.job_lines import JobFiles
+    from slipstream.jobs.line_formats import JobOptions
 
     config = config_from(config, models.config_file, SERVED)
     options = JobOptions(params=structure.of(params), chat=not raw, model_name=model_name, token_ids=token_ids)
@@ -97,7 +96,7 @@ def _job(
         return BatchJob(load_decoder(models, config), files, options)
     from slipstream.integrations.ray.ray_engine import EngineSpec
     from slipstream.integrations.ray.ray_job import RayJob, ray_module
-    from slipstream.jobs.job_state import JobReport
+    from slipstream.jobs.batch_job import JobReport
 
     ray_module()
     spec = EngineSpec(models.target, models.draft, config, options, 0 if cluster.ray_gpus else ceil(cluster.ray_cpus))

@@ -19,9 +19,8 @@ from slipstream.apps.server.live_request import LiveRequest
 from slipstream.apps.server.openai_lines import answer_line, read_fields, refusal_line
 from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.jobs.error_file import ErrorFile
 from slipstream.jobs.job_lines import FileLines, Line
-from slipstream.jobs.job_output import JobOutput
+from slipstream.jobs.job_output import ErrorFile, JobOutput
 from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from slipstream.apps.server.error_objects import ApiError, as_api_error
 from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import FileLines
-from slipstream.jobs.line_kinds import JobOptions, LineReader
+from slipstream.jobs.line_formats import JobOptions, LineReader
 
 if TYPE_CHECKING:
     from slipstream.apps.server.service import Service

@@ -29,7 +29,7 @@ from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.jobs.job_lines import Line
 from slipstream.jobs.job_output import ROW_PREFIX
-from slipstream.jobs.line_kinds import JobOptions, seed_of
+from slipstream.jobs.line_formats import JobOptions, seed_of
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.wiring.prompt_scores import PromptScores
 

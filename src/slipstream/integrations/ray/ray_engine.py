@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.jobs.job_lines import Line
-from slipstream.jobs.line_kinds import Asked, JobOptions, LineReader
+from slipstream.jobs.line_formats import Asked, JobOptions, LineReader
 from slipstream.jobs.request_pool import RequestPool, Work
 from slipstream.wiring.run_order import first_row, ordered
 

@@ -14,10 +14,9 @@ from typing import Any
 from slipstream.config import setting
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.integrations.ray.ray_engine import EngineSpec, RayEngine
-from slipstream.jobs.job_files import JobFiles
-from slipstream.jobs.job_lines import Line
-from slipstream.jobs.job_state import JobReport, JobState, Progress, run_through
-from slipstream.jobs.line_kinds import RequestDigest
+from slipstream.jobs.batch_job import JobReport, JobState, Progress, run_through
+from slipstream.jobs.job_lines import JobFiles, Line
+from slipstream.jobs.line_formats import RequestDigest
 
 REACHED = 10.0  # seconds in which a cluster must answer
 BLOCKS = 3  # blocks of lines that an actor works on at a time, each as large as its batch
