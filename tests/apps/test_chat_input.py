@@ -4,8 +4,7 @@ import pytest
 from talk import refused, toy, type_in
 
 from slipstream import SamplingParams
-from slipstream.apps.chat.input_lines import complete
-from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS
+from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS, complete
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from talk import Recorder
 
 from slipstream import SamplingParams
-from slipstream.apps.chat.remote_api import KEYS, RemoteApi
-from slipstream.apps.chat.remote_conversation import RemoteChat
+from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat
 from slipstream.apps.chat.server_events import ServerEvent, events_of
 from slipstream.errors import SlipstreamError, UsageError
 

@@ -8,8 +8,7 @@ import pytest
 from talk import Recorder
 
 from slipstream import Constraint, SamplingParams, UsageError
-from slipstream.apps.chat.remote_conversation import RemoteChat
-from slipstream.apps.chat.remote_options import request_fields
+from slipstream.apps.chat.remote_chat import RemoteChat, request_fields
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 200}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

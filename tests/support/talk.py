@@ -7,7 +7,7 @@ from rich.text import Text
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.chat.conversation import Chat
-from slipstream.apps.chat.input_lines import handle
+from slipstream.apps.chat.slash_commands import handle
 
 LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so they would not come back with the history
 

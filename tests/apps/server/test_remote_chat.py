@@ -15,7 +15,7 @@ from served import PATIENCE, Served, served
 from talk import Recorder
 
 from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
-from slipstream.apps.chat.remote_conversation import RemoteChat
+from slipstream.apps.chat.remote_chat import RemoteChat
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 

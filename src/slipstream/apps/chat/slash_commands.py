@@ -1,22 +1,73 @@
-"""The slash commands of a conversation, one function each. This module knows no terminal."""
+"""The slash commands of a conversation, one function each, and how typed lines and options are read. Knows no
+terminal.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from slipstream import drafters
-from slipstream.apps.chat.conversation import Chat
-from slipstream.apps.chat.conversation_summary import compare, save, totals
-from slipstream.apps.chat.typed_options import KEEP_ALL, METHODS, OPTIONS, numbers, value_of
+from slipstream.apps.chat.conversation import Chat, compare, save, totals
 from slipstream.config import EMBEDDED
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.hf.model_files import list_models
+from slipstream.sampling.params import SamplingParams
 
+KEEP_ALL: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# per method what its numbers mean, in order, and what they are if left out
+METHODS: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "multinomial": {"temperature": 1.0, "min_p": 0.0},
+    "topk": {"temperature": 1.0, "top_k": 50, "min_p": 0.0},
+    "nucleus": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.0},
+    "topknucleus": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.0},
+}
+NOT_TYPED = ("logits_processors", "constraint", "n", "logprobs")
+OPTIONS = tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED)
 SWITCH = ("on", "off")
+ALIASES = {"/length-of-draft": "/gamma", "/exit": "/quit"}
+
+
+def numbers(method: str, given: Sequence[str]) -> dict[str, Any]:
+    """The options that a method and its numbers stand for; numbers come in order or as NAME=VALUE."""
+    meaning = METHODS[method]
+    chosen, order = dict(meaning), iter(meaning)
+    allowed = f"allowed: /sampling {method} [{'] ['.join(meaning)}], each a number or NAME=NUMBER"
+    for word in given:
+        name, equals, value = word.partition("=")
+        name, value = (name, value) if equals else (next(order, ""), word)
+        if name not in meaning:
+            raise UsageError(f"/sampling {method} {' '.join(given)}; {allowed if meaning else 'allowed: greedy alone'}")
+        try:
+            chosen[name] = int(value) if name == "top_k" else float(value)
+        except ValueError:
+            raise UsageError(f"/sampling {method}: {name} {value!r}; {allowed}") from None
+    if meaning and chosen["temperature"] == 0:
+        raise UsageError(f"/sampling {method}: temperature 0 is greedy; allowed: above 0, or /sampling greedy")
+    return KEEP_ALL | chosen
+
+
+def value_of(name: str, text: str) -> Any:
+    """A typed value: JSON where it is JSON, else the text itself."""
+    if text == "none":
+        return getattr(SamplingParams(), name)
+    try:
+        value = json.loads({"on": "true", "off": "false"}.get(text, text))
+    except json.JSONDecodeError:
+        return text
+    if name == "stop" and not isinstance(value, str | list):
+        return text
+    if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are text
+        return {int(key) if key.isdecimal() else key: bias for key, bias in value.items()}
+    return value
+
+
 Run = Callable[[Chat, str], None]
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -32,7 +83,6 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {}
-ALIASES = {"/length-of-draft": "/gamma", "/exit": "/quit"}
 
 
 def _command(usage: str, text: str, choices: Choices = ()) -> Callable[[Run], Run]:
@@ -238,3 +288,39 @@ def _quit(chat: Chat, text: str) -> None:
 
 def _word(on: bool) -> str:
     return "on" if on else "off"
+
+
+def handle(chat: Chat, line: str) -> None:
+    """One line of input: a command if it begins with a slash, else what the user says. A failure is one line."""
+    text = line.strip()
+    try:
+        if line.startswith("/"):
+            name, *rest = text.split(maxsplit=1)
+            _run(chat, name, "".join(rest))
+        elif text:
+            chat.ask(text)
+    except SlipstreamError as error:
+        chat.face.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        chat.face.note("interrupted")
+
+
+def _run(chat: Chat, name: str, argument: str) -> None:
+    command = find(name)
+    if argument and command.usage in COMMANDS:
+        raise UsageError(f"{name} {argument}; allowed: {name} alone")
+    command.run(chat, argument)
+
+
+def complete(text: str) -> list[str]:
+    """What the last word of `text`, an unfinished line, may become: a command's name or its first argument."""
+    name, space, rest = text.partition(" ")
+    if not text.startswith("/") or " " in rest:
+        return []
+    if not space:
+        return [known for known in sorted([*COMMANDS, *ALIASES]) if known.startswith(name)]
+    command = COMMANDS.get(ALIASES.get(name, name))
+    if command is None:
+        return []
+    choices = command.choices() if callable(command.choices) else command.choices
+    return [choice for choice in choices if choice.startswith(rest)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
-from slipstream.apps.chat.remote_conversation import RemoteChat
+from slipstream.apps.chat.remote_chat import RemoteChat
 from slipstream.apps.cli.common import command, config_from, err, load_decoder, out, print_error, print_text
 from slipstream.apps.cli.flags import flags
 from slipstream.apps.cli.options import MODELS, PROMPTS, Models, option
@@ -67,7 +67,7 @@ def chat_command(
     screen.note(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...")
     decoder = load_decoder(models, config)
     from slipstream.apps.chat.conversation import Chat
-    from slipstream.apps.chat.input_lines import complete, handle
+    from slipstream.apps.chat.slash_commands import complete, handle
 
     conversation = Chat(decoder, screen, params, system)
     if at_terminal:

@@ -1,4 +1,6 @@
-"""OpenAI's API over HTTP, as far as a chat needs it. Whatever goes wrong at the other end is one line."""
+"""A conversation with a model behind OpenAI's API, this project's server or any other. Whatever goes wrong there is
+one line.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,18 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from http.client import HTTPException, HTTPMessage
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from slipstream.apps.chat.conversation import Face
 from slipstream.apps.chat.server_events import events_of
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.constraints.constraint import Constraint
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line
+from slipstream.sampling.params import SamplingParams
 
 KEYS = ("SLIPSTREAM_API_KEY", "OPENAI_API_KEY")  # environment variables, the first that is set counts
 NO_REASON = "no reason given"
@@ -25,6 +30,9 @@ LONGEST_PAGE = 1 << 14  # characters of a page that are looked at
 LONGEST_EXCERPT = 300  # characters of what came instead of one
 TAGS = re.compile(r"(?is)<(script|style)\b.*?</\1>|<[^<>]{0,1000}>")
 TIMEOUT = 600.0  # seconds without a sign of life
+ALWAYS = ("temperature", "max_tokens")  # the defaults of servers differ
+LEFT_OUT = ("n", "logprobs", "logits_processors")  # a chat has one text, shows no probabilities and sends no code
+COMMANDS = {"/help": "list the commands", "/reset": "begin anew", "/quit": "leave"}
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -253,3 +261,110 @@ def _excerpt(text: str) -> str:
 def _harmless(text: str) -> str:
     """One line that does nothing to a terminal."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+
+
+def request_fields(params: SamplingParams) -> dict[str, Any]:
+    """The options that differ from their defaults; UsageError names what no request can say."""
+    plain, found = SamplingParams(), dict[str, Any]()
+    for one in fields(params):
+        value = getattr(params, one.name)
+        if one.name not in LEFT_OUT and (one.name in ALWAYS or value != getattr(plain, one.name)):
+            found[one.name] = value
+    if "logit_bias" in found:
+        found["logit_bias"] = {str(token): bias for token, bias in found["logit_bias"].items()}
+    if "prediction" in found:
+        found["prediction"] = _prediction(found["prediction"])
+    if "constraint" in found:
+        found |= _form(found.pop("constraint"))
+    return found
+
+
+def _prediction(given: object) -> dict[str, str]:
+    if not isinstance(given, str):
+        raise UsageError("--prediction of token ids with --url; allowed: a text")
+    return {"type": "content", "content": given}
+
+
+def _form(constraint: Constraint) -> dict[str, Any]:
+    """`response_format` where OpenAI has a form for it, else vLLM's `structured_outputs`."""
+    if constraint.whitespace != Constraint.whitespace:
+        raise UsageError(
+            f"--whitespace {constraint.whitespace!r} with --url, which no request can ask for; "
+            f"allowed: {Constraint.whitespace!r}"
+        )
+    if constraint.schemas:
+        raise UsageError("--grammar that names schemas with --url; allowed: a grammar that stands alone")
+    if constraint.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if (schema := constraint.json_schema) is not None:
+        read = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": read}}}
+    return {"structured_outputs": constraint.to_dict()}
+
+
+@dataclass
+class RemoteChat:
+    """url: of the server, with or without /v1. model: as the server calls it, "" for the first it lists."""
+
+    url: str
+    face: Face
+    params: SamplingParams
+    system: str = ""
+    model: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._options = request_fields(self.params)
+        self._api = RemoteApi.at(self.url)
+        self.url = self._api.url
+        if not self.model:
+            listed = self._api.models()
+            if not listed:
+                raise SlipstreamError(f"{self.url} lists no models; name one with --model")
+            self.model = listed[0]
+
+    def handle(self, line: str) -> None:
+        """One line of input: a command if it begins with a slash, else what the user says. A failure is one line."""
+        text = line.strip()
+        try:
+            if text.startswith("/"):
+                self._command(text)
+            elif text:
+                self._ask(text)
+        except SlipstreamError as error:
+            self.face.error(" ".join(str(error).split()))
+
+    def _command(self, name: str) -> None:
+        if name == "/reset":
+            self.turns.clear()
+            self.face.say("begun anew")
+        elif name in ("/quit", "/exit"):
+            self.closed = True
+        elif name == "/help":
+            self.face.say("\n".join(f"{known:8} {text}" for known, text in COMMANDS.items()))
+        else:
+            near = did_you_mean(name, *COMMANDS)
+            raise UsageError(f"unknown command {name!r}; allowed with --url: {', '.join(COMMANDS)}{near}")
+
+    def _ask(self, text: str) -> None:
+        """Answer `text`; an interrupted answer stays as far as it came, unless nothing came."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        question = {"role": "user", "content": text}
+        body = {"model": self.model, "messages": [*said, *self.turns, question], "stream": True}
+        pieces, notes = list[str](), list[str]()
+        try:
+            for piece in self._api.pieces(body | self._options, notes.append):
+                pieces.append(piece)
+                self.face.piece(piece)
+        except KeyboardInterrupt:
+            notes.append("interrupted")
+        except SlipstreamError:
+            if pieces:
+                self.face.piece("\n")
+            raise
+        self.face.piece("\n")
+        for line in notes:
+            self.face.note(line)
+        if pieces:
+            self.turns += [question, {"role": "assistant", "content": "".join(pieces)}]
