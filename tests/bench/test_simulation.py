@@ -12,8 +12,8 @@ from cost_cases import RAGGED, linear_costs
 from played_rounds import Load, play
 
 from slipstream import UsageError
-from slipstream.apps.cli.common import app, out
-from slipstream.apps.cli.simulation_table import print_simulation, simulation_table
+from slipstream.apps.cli.app import app, out
+from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (
     Costs,

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.common import command, config_from, err, load_decoder, write_json
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import OUTPUT, PROMPTS, Json, Models, Raw, option
-from slipstream.apps.cli.structure import Structure
+from slipstream.apps.cli.app import command, config_from, err, load_decoder, write_json
+from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.integrations.ray.ray_job import RayOptions
 from slipstream.sampling.params import SamplingParams

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from slipstream.apps.cli.common import command, config_from, prompt_set
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import (
+from slipstream.apps.cli.app import command, config_from, prompt_set
+from slipstream.apps.cli.flags import (
     MEASURING,
     BatchSizes,
     Json,
     Models,
     OutFolder,
+    Plan,
     Predict,
     PromptChoice,
     Raw,
     Repeats,
     Report,
+    flags,
     option,
     read_batch_sizes,
 )
-from slipstream.apps.cli.plan_file import Plan
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams

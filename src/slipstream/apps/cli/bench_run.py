@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from slipstream.apps.cli.app import err, load_decoder, out, warn_lossy, write_json
 from slipstream.apps.cli.bench import BenchRequest
-from slipstream.apps.cli.common import err, load_decoder, out, warn_lossy, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.report import target_tokenizer
-from slipstream.apps.cli.simulation_table import print_simulation
+from slipstream.apps.cli.tables import print_simulation
 from slipstream.bench.arms import Arm, parse_arms, reference_of
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.llama_cpp import require_llama

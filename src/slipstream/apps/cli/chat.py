@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from slipstream.apps.chat.remote_chat import RemoteChat
-from slipstream.apps.cli.common import command, config_from, err, load_decoder, out, print_error, print_text
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import MODELS, PROMPTS, Models, option
-from slipstream.apps.cli.structure import Structure
+from slipstream.apps.cli.app import command, config_from, err, load_decoder, out, print_error, print_text
+from slipstream.apps.cli.flags import MODELS, PROMPTS, Models, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder

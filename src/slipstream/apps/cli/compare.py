@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.common import (
+from slipstream.apps.cli.app import (
     command,
     config_from,
     err,
@@ -14,9 +14,7 @@ from slipstream.apps.cli.common import (
     out,
     write_json,
 )
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import MEASURING, Debug, Json, Models, PromptSource, Repeats, option
-from slipstream.apps.cli.structure import Structure
+from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Repeats, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.sampling.params import SamplingParams
 

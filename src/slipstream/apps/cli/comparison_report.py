@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slipstream import __version__
-from slipstream.apps.cli.options import Models
+from slipstream.apps.cli.flags import Models
 from slipstream.bench.comparison import SPECULATIVE, Comparison
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError

@@ -1,4 +1,8 @@
-"""Command-line flags made from dataclasses, so that a default and its help text have one home."""
+"""Command-line flags made from dataclasses, so that a default and its help text have one home.
+
+Options that several commands share are here too, and plan files: JSON whose keys count as flags, which those on the
+command line override.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,27 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError
+from slipstream.config import EMBEDDED, DecoderConfig
+from slipstream.constraints.constraint import Constraint
+from slipstream.errors import UsageError, did_you_mean
 from slipstream.integrations.ray.ray_job import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
+SEVERAL = "may be given several times"
+MODELS, PROMPTS, MEASURING, OUTPUT = "Models", "Prompts", "Measuring", "Output"
+NAMED = "hub id, folder, .gguf file, a name from `slipstream models`, or toy"
+STRUCTURE = "Structured output"
 
 
 def _number_or_word(text: str) -> int | str:
@@ -73,7 +83,6 @@ class Written:
     more: str = ""  # behind the field's help
 
 
-SEVERAL = "may be given several times"
 WRITTEN = {
     "drafter": Written(str, str, "NAME"),
     "acceptance": Written(str, str, "RULE"),
@@ -171,3 +180,225 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def _parsed(name: str, value: Any) -> Any:
     return WRITTEN[name].parse(value) if name in WRITTEN else value
+
+
+def option(section: str, *names: str, text: str, **more: Any) -> Any:
+    """A typer option in a section of the help."""
+    return typer.Option(*names, help=text, rich_help_panel=section, **more)
+
+
+Target = Annotated[str, option(MODELS, "--target", text=NAMED, metavar="MODEL")]
+DraftModel = Annotated[
+    str | None, option(MODELS, "--draft", text="draft model, of any vocabulary, named like the target", metavar="MODEL")
+]
+ConfigFile = Annotated[
+    Path | None,
+    option(MODELS, "--config", text="decoder settings as JSON, instead of their flags", metavar="FILE"),
+]
+PromptTexts = Annotated[
+    list[str],
+    option(
+        PROMPTS, "-p", "--prompt", text="prompt; - reads standard input; may be given several times", metavar="TEXT"
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    option(PROMPTS, "--prompt-file", text="a text, or .jsonl with a prompt per line", metavar="FILE"),
+]
+Category = Annotated[
+    list[str], option(PROMPTS, "--category", text="only this category of a .jsonl file; several times", metavar="NAME")
+]
+Limit = Annotated[
+    int | None,
+    option(PROMPTS, "--limit", text="at most this many prompts of each category", metavar="N", min=1),
+]
+Raw = Annotated[bool, option(PROMPTS, "--raw", text="no chat template around the prompts")]
+System = Annotated[
+    str, option(PROMPTS, "--system", text="system message of the chat template, before the prompt", metavar="TEXT")
+]
+Repeats = Annotated[
+    int, option(MEASURING, "--repeats", text="runs of each arm on each prompt; times are medians", metavar="N", min=1)
+]
+Predict = Annotated[
+    float,
+    option(
+        MEASURING,
+        "--predict",
+        text="seconds per drafter to measure costs for predictions; 0: none",
+        metavar="SECONDS",
+        min=0,
+    ),
+]
+BatchSizes = Annotated[
+    str, option(MEASURING, "--batch-sizes", text="prompts decoded together, e.g. 1,4", metavar="NUMBERS")
+]
+Json = Annotated[
+    Path | None,
+    option(OUTPUT, "--json", text="write the full result to this file", metavar="FILE", callback=check_file("--json")),
+]
+Debug = Annotated[
+    bool, option(OUTPUT, "--debug", text="show every round: accepted, rejected and the target's own tokens")
+]
+OutFolder = Annotated[
+    Path | None,
+    option(
+        OUTPUT,
+        "--out",
+        text="folder of the runs; a run begun there before continues",
+        metavar="FOLDER",
+        callback=check_folder("--out"),
+    ),
+]
+Report = Annotated[bool, option(OUTPUT, "--report", text="also write plots and report.html into the folder")]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Which models, and a file of decoder settings."""
+
+    target: Target = EMBEDDED
+    draft: DraftModel = None
+    config_file: ConfigFile = None
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """Which prompts of a file, or of the package's own."""
+
+    prompt_file: PromptFile = None
+    category: Category = ()  # type: ignore[assignment]
+    limit: Limit = None
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts given one by one, or those of a file."""
+
+    prompt: PromptTexts = ()  # type: ignore[assignment]
+    prompt_file: PromptFile = None
+    category: Category = ()  # type: ignore[assignment]
+    limit: Limit = None
+    raw: Raw = False
+
+
+def read_batch_sizes(text: str, most: int) -> list[int]:
+    """The numbers of --batch-sizes. most: the decoder's max_batch_size."""
+    sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
+    if max(sizes) > most:
+        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({most})")
+    return sizes
+
+
+@dataclass(frozen=True)
+class Structure:
+    """At most one kind of constraint."""
+
+    json_schema: Annotated[
+        Path | None, option(STRUCTURE, "--json-schema", text="JSON by the schema in this file", metavar="FILE")
+    ] = None
+    json_object: Annotated[bool, option(STRUCTURE, "--json-object", text="any JSON object")] = False
+    regex: Annotated[
+        str | None,
+        option(
+            STRUCTURE, "--regex", text="a text that matches this regular expression from end to end", metavar="TEXT"
+        ),
+    ] = None
+    choice: Annotated[
+        list[str],
+        option(STRUCTURE, "--choice", text="this text or another --choice; given several times", metavar="TEXT"),
+    ] = ()  # type: ignore[assignment]
+    grammar: Annotated[
+        Path | None,
+        option(STRUCTURE, "--grammar", text="a text of the grammar in this file (llguidance's Lark)", metavar="FILE"),
+    ] = None
+    whitespace: Annotated[
+        str,
+        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME"),
+    ] = Constraint.whitespace
+
+    def of(self, params: SamplingParams) -> SamplingParams:
+        """The sampling options with the constraint of these flags, if there is one."""
+        given: dict[str, Any] = {
+            "json_schema": self.json_schema and _read("--json-schema", self.json_schema),
+            "json_object": self.json_object,
+            "regex": self.regex,
+            "choice": list(self.choice) or None,
+            "grammar": self.grammar and _read("--grammar", self.grammar),
+        }
+        if all(value in (None, False) for value in given.values()):
+            if self.whitespace != Constraint.whitespace:
+                raise UsageError(
+                    f"--whitespace {self.whitespace!r} alone; allowed: with --json-schema or --json-object"
+                )
+            return params
+        return replace(params, constraint=Constraint(**given, whitespace=self.whitespace))
+
+
+def _read(flag: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {str(file)!r} cannot be read: {error}; allowed: a readable text file") from None
+
+
+def read_plan(context: typer.Context, value: Path | None) -> Path | None:
+    """Make the file's values the defaults of the command; keys that are no options of it are refused."""
+    if value is None:
+        return None
+    allowed = {key: option for option in context.command.params if (key := _key(option)) != "plan"}
+    defaults: dict[str, Any] = {}
+    for key, item in _object(value).items():
+        if key not in allowed:
+            near = did_you_mean(key, *allowed)
+            raise UsageError(
+                f"plan {str(value)!r} has the unknown key {key!r}; allowed: {', '.join(sorted(allowed))}{near}"
+            )
+        option = allowed[key]
+        defaults[str(option.name)] = _default(f"plan {str(value)!r}: {key}", item, getattr(option, "multiple", False))
+    context.default_map = defaults
+    return value
+
+
+Plan = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        callback=read_plan,
+        is_eager=True,
+        help='options as a JSON file, {"target": "toy", "repeats": 2, ...}; flags given beside it win',
+    ),
+]
+
+
+def _key(option: Any) -> str:
+    """The flag's name as a key: --max-tokens is max_tokens."""
+    return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"plan {str(file)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")
+    return found
+
+
+def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
+    """A value as the flag would be written; a list is several flags, or one value with commas between."""
+    if isinstance(item, list):
+        parts = [_word(where, one) for one in item]
+        return parts if multiple else ",".join(parts)
+    word = json.dumps(item) if isinstance(item, dict) else _word(where, item)
+    return [word] if multiple else word
+
+
+def _word(where: str, item: Any) -> str:
+    if isinstance(item, bool):
+        return str(item).lower()
+    if isinstance(item, str | int | float):
+        return str(item)
+    raise UsageError(f"{where}={item!r}; allowed: text, a number, true or false, or a list of these")

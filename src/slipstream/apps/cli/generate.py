@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.apps.cli.common import (
+from slipstream.apps.cli.app import (
     as_request,
     command,
     config_from,
@@ -20,9 +20,7 @@ from slipstream.apps.cli.common import (
     print_text,
     write_json,
 )
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import Debug, Json, Models, PromptSource, System
-from slipstream.apps.cli.structure import Structure
+from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structure, System, flags
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.command import SETTINGS, Command
-from slipstream.apps.cli.common import app, out, quiet_libraries, write_json
-from slipstream.apps.cli.options import NAMED, Json
+from slipstream.apps.cli.app import SETTINGS, Command, app, out, quiet_libraries, write_json
+from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError
 
 models_app = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=SETTINGS)

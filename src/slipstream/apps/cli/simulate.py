@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.common import command, err, out, quiet_libraries, write_json
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, option
+from slipstream.apps.cli.app import command, err, out, quiet_libraries, write_json
+from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
@@ -122,7 +121,7 @@ def simulate_command(
     costs = _costs(config, measured, paper, grid)
     if save_costs is not None:
         costs.save(save_costs)
-    from slipstream.apps.cli.simulation_table import print_simulation
+    from slipstream.apps.cli.tables import print_simulation
     from slipstream.bench.speed_model.formula import simulate
 
     simulation = simulate(costs, acceptance, grid.length or None, grid.batch or None)

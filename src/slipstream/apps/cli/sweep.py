@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from slipstream.apps.cli.common import command, config_from, prompt_set
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import (
+from slipstream.apps.cli.app import command, config_from, prompt_set
+from slipstream.apps.cli.flags import (
     MEASURING,
     Json,
     Models,
@@ -18,6 +17,7 @@ from slipstream.apps.cli.options import (
     Raw,
     Repeats,
     Report,
+    flags,
     option,
 )
 from slipstream.config import DecoderConfig

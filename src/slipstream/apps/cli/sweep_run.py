@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
-from slipstream.apps.cli.common import err, load_decoder, write_json
+from slipstream.apps.cli.app import err, load_decoder, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.sweep import SweepRequest
-from slipstream.apps.cli.sweep_tables import print_series
+from slipstream.apps.cli.tables import print_series
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.predictions import SavedCosts

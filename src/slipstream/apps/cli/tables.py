@@ -1,4 +1,4 @@
-"""What the commands print: coloured text, tables, time splits. Nothing is computed here."""
+"""What the commands print: coloured text, tables, time splits, simulations, sweeps. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.apps.cli.app import out
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import Simulation, conclusions
+from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.bench.summary import ArmSummary, Estimate
+from slipstream.bench.sweep_grid import Cell, Series, best_of
 from slipstream.certificate.checks import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
 from slipstream.text.results import Result
@@ -22,6 +29,8 @@ MEANINGS = {
     "bonus": "bonus",
     "recovered": "recovered after a rejection",
 }
+WORDS = {"reference": "plain", "different": "DIFFER"}
+WHOLE = 1000  # tokens per second from which decimals are left out
 
 
 def coloured(result: Result, tokenizer: Tokenizer, limit: int | None = None) -> Text:
@@ -121,3 +130,93 @@ def certificate(checks: Sequence[Check]) -> Table:
         style = {"pass": "green", "FAIL": "bold red", "not applicable": "dim"}[check.outcome]
         table.add_row(check.name, Text(check.outcome, style), check.detail, f"{check.seconds:.1f}")
     return table
+
+
+def print_simulation(
+    console: Console, costs: Costs, acceptance: Acceptance | float, simulation: Simulation
+) -> dict[str, Any]:
+    """Print the table and what follows from it; returns costs and table for JSON."""
+    console.print(simulation_table(simulation))
+    for line in conclusions(costs, simulation):
+        console.print(line, soft_wrap=True)
+    shown = vars(acceptance) if isinstance(acceptance, Acceptance) else acceptance
+    return {"costs": costs.to_dict(), "acceptance": shown, "simulation": simulation.to_dict()}
+
+
+def simulation_table(simulation: Simulation) -> Table:
+    """Speed-ups by draft length or tree depth, a column per batch: best of a column bold green, below 1 red."""
+    table = Table(box=box.SIMPLE, pad_edge=False, title="predicted speed-up (* best, - slower than plain)")
+    first = ("tree\ndepth", "draft\ntokens") if simulation.chains else ("draft\nlength",)
+    for name in (*first, "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches)):
+        table.add_column(name, justify="right")
+    for length in simulation.lengths:
+        cells = [_cell(simulation, batch, length) for batch in simulation.batches]
+        size = [f"{simulation.nodes[length]:.3g}"] if simulation.chains else []
+        table.add_row(str(length), *size, f"{simulation.tokens[length]:.2f}", *cells)
+    return table
+
+
+def _cell(simulation: Simulation, batch: int, length: int) -> Text:
+    text = simulation.marked(batch, length)
+    style = {"*": "bold green", "-": "red"}.get(text[-1])
+    return Text(text, style) if style else Text(f"{text} ")
+
+
+def print_series(series: Sequence[Series]) -> None:
+    """Print the tables of every series, then the best setting of each."""
+    for one in series:
+        out.print(series_table(one), positions_table(one))
+    for one in series:
+        best = best_of(one)
+        out.print(best.sentence if best else f"{one.name}: no advice, since runs of it failed", soft_wrap=True)
+
+
+def series_table(series: Series) -> Table:
+    """One line per draft length: speed with its interval, parity, and how much was accepted."""
+    title = f"{series.name}, batch size {series.batch}; speed-up against length 0, 95 % intervals"
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    predicted = any(cell.summary.prediction for cell in series.cells)
+    names = ["length", "tok/s", "", "speed-up", "", "texts", "accep-\ntance", "alpha", "tokens\nper round"]
+    for name in names + ["predic-\nted", "without\nprefill"] * predicted:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in series.cells:
+        table.add_row(*_cell_line(cell), *(_prediction(cell.summary) if predicted else []))
+    return table
+
+
+def positions_table(series: Series) -> Table:
+    """Which share of the tokens drafted at each position was accepted, a line per draft length."""
+    title = f"{series.name}, batch size {series.batch}; accepted at each position of the draft"
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
+    for name in ("length", *map(str, range(1, series.cells[-1].length + 1))):
+        table.add_column(name, justify="right")
+    for cell in series.cells:
+        if cell.length > 0:
+            table.add_row(str(cell.length), *map(percent, cell.summary.acceptance_by_position))
+    return table
+
+
+def _cell_line(cell: Cell) -> list[str]:
+    one, stats = cell.summary, cell.summary.stats
+    speeds = ["failed", "", "", ""]
+    if one.speed is not None:
+        form = ".1f" if one.speed.tokens_per_second.value < WHOLE else ".0f"
+        speeds = [*_estimate(one.speed.tokens_per_second, form), *_estimate(one.speed.speed_up, ".2f", "x")]
+    texts = "\n".join(f"{count} {WORDS.get(name, name)}" for name, count in one.verdicts.items() if count)
+    accepted = ["-", "-", "-"]
+    if stats is not None:
+        accepted = [percent(stats.acceptance_rate), percent(stats.alpha), f"{stats.block_efficiency:.2f}"]
+    return [str(cell.length), *speeds, texts, *accepted]
+
+
+def _prediction(one: ArmSummary) -> list[str]:
+    if one.prediction is None:
+        return ["-", "-"]
+    return [f"{one.prediction[key]:.2f}x" for key in ("predicted", "observed")]
+
+
+def _estimate(estimate: Estimate | None, form: str, unit: str = "") -> list[str]:
+    if estimate is None:
+        return ["-", ""]
+    interval = "" if estimate.low is None else f"{estimate.low:{form}} to {estimate.high:{form}}"
+    return [f"{estimate.value:{form}}{unit}", interval]

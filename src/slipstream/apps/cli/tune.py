@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from slipstream.apps.cli.common import command, config_from, prompt_set
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import (
+from slipstream.apps.cli.app import command, config_from, prompt_set
+from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
     OUTPUT,
@@ -18,6 +17,7 @@ from slipstream.apps.cli.options import (
     PromptChoice,
     Raw,
     Target,
+    flags,
     option,
     read_batch_sizes,
 )

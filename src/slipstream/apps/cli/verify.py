@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from slipstream.apps.cli.common import (
+from slipstream.apps.cli.app import (
     command,
     config_from,
     demo_data,
@@ -18,8 +18,7 @@ from slipstream.apps.cli.common import (
     prompt_set,
     write_json,
 )
-from slipstream.apps.cli.flags import flags
-from slipstream.apps.cli.options import MEASURING, Json, Models, PromptChoice, option
+from slipstream.apps.cli.flags import MEASURING, Json, Models, PromptChoice, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompt_sets import NamedPrompt, chosen_prompts
