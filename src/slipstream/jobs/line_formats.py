@@ -28,7 +28,7 @@ from slipstream.wiring.model_fingerprint import fingerprint_of
 if TYPE_CHECKING:
     from slipstream.decoder import SpeculativeDecoder
 
-KINDS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.openai_lines"}
+KINDS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
 NEEDED = "lines in OpenAI's format need {}; run: pip install 'slipstream-lm[server]'"
 OWN = ("id", "prompt", "chat", "model")
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from vocabularies import vocabulary
 
-from slipstream.apps.server.answer_parts import ModelFacts, usage
-from slipstream.apps.server.choice_state import ChoiceState
+from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, usage
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row

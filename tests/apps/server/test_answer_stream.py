@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from served import PATIENCE, served
 
-from slipstream.apps.server import event_stream
-from slipstream.apps.server.answer_stream import MOST_JOINED, AnswerStream
+from slipstream.apps.server import answers
+from slipstream.apps.server.answers import DONE, KEEP_ALIVE
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.event_stream import DONE, KEEP_ALIVE
-from slipstream.apps.server.first_step import first_step
 from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, tell_all
+from slipstream.apps.server.streaming import MOST_JOINED, AnswerStream, first_step
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
 
@@ -221,7 +220,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
 
 
 def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "SILENCE", 0.01)
+    monkeypatch.setattr(answers, "SILENCE", 0.01)
 
     async def run() -> None:
         client = Client()

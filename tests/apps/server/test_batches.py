@@ -203,7 +203,7 @@ def test_wrong_forms_are_refused_and_leave_nothing(server: Served, form: dict[st
 def test_a_form_may_arrive_in_any_pieces(size: int, tmp_path: Path) -> None:
     import asyncio
 
-    from slipstream.apps.server.upload_form import UploadForm
+    from slipstream.apps.server.batch_routes import UploadForm
 
     content = b"one\r\n--b\r\n--boundar\r\n\r\n--\n" * 3
     body = b"preamble\r\n--boundary\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--boundary\r\n"
@@ -349,7 +349,7 @@ def test_a_batch_ends_with_an_error_that_nobody_expected(
     async def fails(*given: Any) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(f"slipstream.apps.server.batch_lines.BatchLines.{where}", fails)
+    monkeypatch.setattr(f"slipstream.apps.server.batch_runner.BatchLines.{where}", fails)
     with server.openai() as client:
         failed = ended(server, client, begun(client, LINES[:2]))
     assert failed.status == "failed" and failed.failed_at

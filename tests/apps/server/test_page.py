@@ -12,8 +12,7 @@ import pytest
 from page_browser import Opened, ask, browsers, canned
 from served import PATIENCE, Gate, Served, served
 
-from slipstream.apps.server.answer_parts import ModelFacts, shown_round
-from slipstream.apps.server.choice_state import Piece
+from slipstream.apps.server.answer_state import ModelFacts, Piece, shown_round
 from slipstream.core.rounds import Round
 
 MOST_BYTES = 60 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.apps.server.prompt_budget import FIRST, LEAST, MOST, PAUSE, PromptBudget
+from slipstream.apps.server.engine_thread import FIRST, LEAST, MOST, PAUSE, PromptBudget
 
 
 def test_before_anything_is_known_it_is_a_guess() -> None:

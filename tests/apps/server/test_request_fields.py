@@ -12,7 +12,7 @@ from served import Served, served
 
 from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 WRONG = [None] * 20_000
 HI = [{"role": "user", "content": "hi"}]

@@ -18,13 +18,13 @@ import pytest
 from served import PATIENCE, Gate, Served, in_thread, served, toy
 
 from slipstream.apps.server import launch
-from slipstream.apps.server.answer_making import writer_of
 from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
+from slipstream.apps.server.engine_thread import WaitingLine
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import JOINED, Ended, Event, Job, LiveRequest, Started
-from slipstream.apps.server.prompt_rendering import rendered_prompts
-from slipstream.apps.server.request_fields import CompletionFields
-from slipstream.apps.server.waiting_line import WaitingLine
+from slipstream.apps.server.request_reading import rendered_prompts
+from slipstream.apps.server.request_rows import writer_of
+from slipstream.apps.server.schemas import CompletionFields
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams

@@ -8,10 +8,10 @@ import threading
 import pytest
 from served import PATIENCE, Gate, served
 
-from slipstream.apps.server import service, text_pool
-from slipstream.apps.server.answer_forms import compiles_slowly
-from slipstream.apps.server.request_fields import ChatFields
-from slipstream.apps.server.text_pool import MOST_THREADS, THREADS, TextPool
+from slipstream.apps.server import service
+from slipstream.apps.server.request_rows import compiles_slowly
+from slipstream.apps.server.schemas import ChatFields
+from slipstream.apps.server.service import MOST_THREADS, THREADS, TextPool
 
 
 def test_callers_take_turns() -> None:
@@ -42,7 +42,7 @@ def test_callers_take_turns() -> None:
 
 
 def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
+    monkeypatch.setattr(service, "PATIENCE", 0.05)
 
     async def work() -> None:
         pool, opened = TextPool(None), threading.Event()

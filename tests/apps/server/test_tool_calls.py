@@ -12,12 +12,12 @@ import tiny
 from served import Served, served
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.apps.server.answer_parts import ModelFacts
-from slipstream.apps.server.chat_answers import ChatWriter
+from slipstream.apps.server.answer_state import ModelFacts
+from slipstream.apps.server.answers import ChatWriter
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
-from slipstream.apps.server.prompt_rendering import rendered_chat
-from slipstream.apps.server.request_fields import ChatFields, MessageFields
+from slipstream.apps.server.request_reading import rendered_chat
+from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.hf.hf_tokenizer import HFTokenizer

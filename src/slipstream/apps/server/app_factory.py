@@ -9,19 +9,17 @@ from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import slipstream
-from slipstream.apps.server import batch_routes, engine_routes, model_routes, page_routes
+from slipstream.apps.server import batch_routes, engine_routes, openai_routes, page_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
-from slipstream.apps.server.answering import answer
-from slipstream.apps.server.api_schemas import REFUSALS, ChatCompletion, Completion, streamed
 from slipstream.apps.server.error_objects import add_handlers
-from slipstream.apps.server.model_routes import service_of
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields
+from slipstream.apps.server.openai_routes import answer, service_of
+from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
 from slipstream.decoder import SpeculativeDecoder
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-ROUTES = (model_routes, engine_routes, page_routes, batch_routes)
+ROUTES = (openai_routes, engine_routes, page_routes, batch_routes)
 Load = Callable[[], SpeculativeDecoder]
 
 

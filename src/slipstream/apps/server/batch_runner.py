@@ -1,26 +1,336 @@
-"""Runs the batches of a server, behind the requests of those who wait for an answer."""
+"""Runs the batches of a server, behind the requests of those who wait for an answer.
+
+A batch's lines are requests of the server's endpoints, put in the order of `slipstream batch` and answered as there is
+room. An answer depends on nothing but its request and the model: what differs from run to run (times, the statistics
+of drafts, which prompt tokens were cached) is left out, and `created` is 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slipstream.apps.server.batch_lines import BatchLines
-from slipstream.apps.server.batch_records import BatchRecord
-from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.error_objects import ApiError, as_api_error
+from pydantic import ValidationError
+
+from slipstream.apps.server.answer_state import ModelFacts
+from slipstream.apps.server.answers import AnswerWriter
+from slipstream.apps.server.batch_store import BatchRecord, BatchStore
+from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.lines_under_way import LinesUnderWay
+from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
+from slipstream.apps.server.openai_routes import collect, count_unknown, prepare
+from slipstream.apps.server.request_reading import name_unknown
+from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
+from slipstream.apps.server.schemas import ChatFields, CompletionFields
+from slipstream.apps.server.server_settings import ServerSettings
+from slipstream.apps.server.service import facts_of
+from slipstream.core.rounds import TokenLogprobs
+from slipstream.core.scheduler import PROMPT_BUDGET
+from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError, UsageError, first_line
-from slipstream.jobs.job_lines import FileLines
-from slipstream.jobs.line_formats import JobOptions, LineReader
+from slipstream.jobs.job_lines import FileLines, Line
+from slipstream.jobs.job_output import ROW_PREFIX, ErrorFile, JobOutput
+from slipstream.jobs.line_formats import JobOptions, LineReader, seed_of
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.wiring.prompt_scores import PromptScores
+from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
     from slipstream.apps.server.service import Service
+    from slipstream.decoder import SpeculativeDecoder
+
+URLS: dict[str, type[ChatFields | CompletionFields]] = {
+    "/v1/chat/completions": ChatFields,
+    "/v1/completions": CompletionFields,
+}
+KNOWN = ("custom_id", "method", "url", "body")
+TIMED = ("timings", "metrics")  # parts of an answer that differ from run to run
+COUNTED = ("prompt_tokens_details", "completion_tokens_details")  # the same of its usage
+FATAL = "the server ended while it answered this line and no other; it is not tried again"
+PIECE = 1024  # lines read and put in order at a time
+MOST_PROBLEMS = 100  # that a batch repeats
+
+
+def read_fields(line: Line) -> ChatFields | CompletionFields:
+    """The request of a line; ApiError says what is not allowed."""
+    item = line.item
+    if unknown := [name for name in item if name not in KNOWN]:
+        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}", unknown[0])
+    if item.get("method", "POST") != "POST":
+        raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
+    url, body = item.get("url"), item.get("body")
+    if not isinstance(url, str) or url not in URLS:
+        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}", "url")
+    if not isinstance(body, dict):
+        raise refused("body; allowed: a JSON object, the request", "body")
+    try:
+        fields = URLS[url].model_validate(body)
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
+    if fields.stream:
+        raise refused("stream=true in a batch; allowed: false", "stream")
+    if fields.slipstream is not None:
+        raise refused("slipstream: rounds are not reported in a batch", "slipstream")
+    if fields.seed in (None, -1):
+        fields.seed = seed_of(str(line.id))
+    return fields
+
+
+@dataclass
+class OpenAIRequest:
+    """A line as rows, and the writer of its answer. scores: of prompts that are echoed with log-probabilities."""
+
+    line: Line
+    digest: str
+    live: LiveRequest
+    writer: AnswerWriter
+    kind: OpenAILines = field(repr=False)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows that are generated; a prompt that is only scored has none."""
+        return [job.row for job in self.live.jobs if job.generate]
+
+    def answer(self) -> dict[str, Any]:
+        """The line of the output; ApiError or what a row failed with."""
+        for job in self.live.jobs:
+            row = job.row
+            events: list[Any] = [Started(job.choice, 0, 0.0)]
+            if job.echo is not None:
+                events.append(Scored(job.choice, self.kind.scored(row, job.echo)))
+            events += [Committed(job.choice, done, 0.0) for done in row.rounds]
+            reason = row.finish_reason or "length"
+            for event in [*events, Ended(job.choice, reason, 0.0, row.error)]:
+                self.writer.note(event)
+        return answer_line(self.line, self.digest, self.writer.whole())
+
+
+def answer_line(line: Line, digest: str, whole: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output from an answer."""
+    body = {name: value for name, value in whole.items() if name not in TIMED} | {"created": 0}
+    body["usage"] = {name: count for name, count in body["usage"].items() if name not in COUNTED}
+    return _line(line, digest, 200, body)
+
+
+def refusal_line(line: Line, digest: str, error: Exception) -> dict[str, Any]:
+    """A line of the error file."""
+    told = as_api_error(error)
+    reason = {"code": told.code or told.body["error"]["type"], "message": told.message}
+    return _line(line, digest, told.status, told.body) | {"error": reason}
+
+
+def _line(line: Line, digest: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        custom_id = line.id
+    except UsageError:
+        custom_id = str(line.item.get("custom_id"))[:80]
+    response = {"status_code": status, "request_id": digest, "body": body}
+    return {"id": f"{ROW_PREFIX}{digest}", "custom_id": custom_id, "response": response, "error": None}
+
+
+class OpenAILines:
+    """Reads lines for one decoder, outside a server."""
+
+    def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
+        self._decoder = decoder
+        self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
+        self._facts: ModelFacts = facts_of(decoder, options.model_name)
+        self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
+        self._named = set[str]()  # fields without effect that the log has named
+
+    def asked(self, line: Line, digest: str) -> OpenAIRequest:
+        """The rows of a line; ApiError or UsageError says what is not allowed."""
+        fields = read_fields(line)
+        check_model(self._facts.name, fields.model)
+        live = LiveRequest(str(line.item["url"]), id=digest)
+        writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
+        name_unknown(fields, self._tokenizer, self._named)
+        return OpenAIRequest(line, digest, live, writer, self)
+
+    def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities of a prompt's tokens from its second on."""
+        prompt = Row(0, row.tokens[: row.prompt_length], row.params, row.seed)
+        scores: PromptScores | None = None
+        while scores is None or not scores.finished:
+            scores = self._decoder.score_prompt(scores, prompt, count, PROMPT_BUDGET)
+        return tuple(scores.values)
+
+
+def line_kind(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
+    """Lines of OpenAI's format for a decoder."""
+    return OpenAILines(decoder, options)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A line whose prompts are rendered; nothing of it is queued."""
+
+    line: Line
+    digest: str
+    live: LiveRequest
+    writer: AnswerWriter
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Its texts."""
+        return [job.row for job in self.live.jobs]
+
+
+class BatchLines:
+    """The lines of one batch, as many at a time as the engine decodes."""
+
+    def __init__(self, service: Service, runner: BatchRunner, record: BatchRecord) -> None:
+        self._service, self._store, self._reader, self._record = service, runner.store, runner.reader, record
+        self._under_way = runner.under_way
+        self._places = asyncio.Semaphore(service.decoder.config.max_batch_size)
+        self._writing = asyncio.Lock()
+        self._source = FileLines(self._store.content(record.input_file_id))
+
+    async def run(self) -> bool:
+        """Answer what is not answered yet; returns whether the time for it ran out."""
+        with await asyncio.to_thread(JobOutput, self._store.content(self._record.output)) as output:
+            self._output = output
+            self._check_answers()
+            self._errors = ErrorFile(self._store.content(self._record.errors))
+            self._record.completed, self._record.failed = len(output.answered), 0
+            self._last = list[Line]()
+            pending, expired = self._pending(), False
+            failure: BaseException | None = None
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while not expired and (lines := await asyncio.to_thread(lambda: list(islice(pending, PIECE)))):
+                        expired = await self._begin(lines, tasks)
+                for line in () if expired else self._last:
+                    expired = expired or await self._answered_alone(line)
+            except* Exception as group:
+                failure = group.exceptions[0]
+            if failure is not None:
+                raise failure
+            return expired
+
+    async def _begin(self, lines: list[Line], tasks: asyncio.TaskGroup) -> bool:
+        """Begin lines as places become free, in a good order; returns whether the time for them ran out."""
+        waiting = deque[Prepared]()
+        try:
+            for line in lines:
+                if self._key(line) in self._under_way.suspects:
+                    self._last.append(line)
+                elif (one := await self._prepared(line)) is not None:
+                    waiting.append(one)
+            waiting = deque(ordered(waiting, first_row, self._service.decoder.shapes.reuse))
+            while waiting:
+                await self._places.acquire()
+                if time.time() >= self._record.expires_at:
+                    self._places.release()
+                    return True
+                tasks.create_task(self._answer_beside(waiting.popleft()))
+            return False
+        finally:
+            for one in waiting:  # that never began
+                self._service.release(one.live)
+
+    def _key(self, line: Line) -> tuple[str, int]:
+        return self._record.id, line.number
+
+    async def _answered_alone(self, line: Line) -> bool:
+        """A line that may have ended a server, beside no other; returns whether the time for it ran out."""
+        async with self._under_way.entered(self._key(line)):
+            if time.time() >= self._record.expires_at:
+                return True
+            if (one := await self._read(line)) is not None:
+                await self._answer(one)
+        self._under_way.acquit(self._key(line))
+        return False
+
+    async def _answer_beside(self, one: Prepared) -> None:
+        try:
+            async with self._under_way.entered(self._key(one.line)):
+                await self._answer(one)
+        finally:
+            self._places.release()
+
+    async def _prepared(self, line: Line) -> Prepared | None:
+        """A line that can be answered; others are written down."""
+        if self._key(line) in self._under_way.fatal:
+            await self._refuse(line, self._reader.digests.of(line), ApiError(500, FATAL))
+            return None
+        async with self._under_way.entered(self._key(line)):
+            return await self._read(line)
+
+    def _check_answers(self) -> None:
+        """Refuse to go on with the answers of another model."""
+        for found in self._output.answered.values():
+            if found.fingerprint != self._reader.fingerprint:
+                raise SlipstreamError(
+                    f"begun by a model with fingerprint {found.fingerprint}, loaded is {self._reader.fingerprint}"
+                )
+
+    def _pending(self) -> Iterator[Line]:
+        return (line for line in self._source if str(line.id) not in self._output.answered)
+
+    async def _read(self, line: Line) -> Prepared | None:
+        """A line whose prompts can be rendered; others are written down."""
+        service, record, digest = self._service, self._record, self._reader.digests.of(line)
+        live: LiveRequest | None = None
+        try:
+            fields = read_fields(line)
+            check_model(service.facts.name, fields.model)
+            live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
+            writer = await prepare(service, live, fields)
+            count_unknown(service, fields)
+            return Prepared(line, digest, live, writer)
+        except BaseException as error:
+            if live is not None:
+                service.release(live)
+            await self._refuse(line, digest, error)
+            return None
+
+    async def _answer(self, one: Prepared) -> None:
+        """One line; those that fail are counted and written down."""
+        try:
+            self._service.submit_background(one.live)
+            answer = answer_line(one.line, one.digest, await collect(one.live, one.writer))
+            await self._write(self._answered, answer)
+        except Exception as error:
+            await self._refuse(one.line, one.digest, error)
+        finally:
+            self._service.release(one.live)
+
+    async def _refuse(self, line: Line, digest: str, error: BaseException) -> None:
+        """Write down why a line has no answer; raises what is not the line's fault: the next server answers it then."""
+        elsewhere = isinstance(error, SlipstreamError | OSError) and not isinstance(error, UsageError)
+        if self._service.state != "ready" or elsewhere or not isinstance(error, Exception):
+            raise error
+        await self._write(self._failed, {"line": line.number} | refusal_line(line, digest, error))
+
+    async def _write(self, write: Callable[[dict[str, Any]], None], line: dict[str, Any]) -> None:
+        """Write a line in a thread, to its end even if the batch is cancelled meanwhile."""
+        async with self._writing:
+            work = asyncio.ensure_future(asyncio.to_thread(write, line))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await work
+                raise
+
+    def _answered(self, line: dict[str, Any]) -> None:
+        self._output.append([line])
+        self._record.completed += 1
+
+    def _failed(self, line: dict[str, Any]) -> None:
+        self._errors.add(line)
+        self._record.failed += 1
+
 
 log = logging.getLogger("slipstream.server")
-MOST_PROBLEMS = 100  # that a batch repeats
 
 
 class BatchRunner:

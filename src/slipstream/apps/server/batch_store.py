@@ -1,6 +1,7 @@
 """The folder of a server's files and batches. Everything in it survives the server, however that ends.
 
-Names in it are made here; nothing that a client sends becomes a part of a path.
+Files and batches are OpenAI's objects. Names in the folder are made here; nothing that a client sends becomes a part of
+a path.
 """
 
 from __future__ import annotations
@@ -12,20 +13,98 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from slipstream.apps.server.batch_records import BatchRecord, FileRecord, Status
 from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.jobs.job_output import sync
 
-Record = TypeVar("Record", FileRecord, BatchRecord)
+LONGEST_NAME = 255  # characters of a file's name
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 WINDOW_S = 24 * 3600  # seconds of the only completion window
 MOST = 10_000  # files, and batches, of a key
 MOST_UPLOADS = 4  # of a key at a time
+
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+
+
+def printable(name: str) -> str:
+    """A name that can be written anywhere: each character that is none, as half of a pair, is replaced."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in name)
+
+
+@dataclass
+class FileRecord:
+    """A file. owner: the name of the key that it came with; filename: as its owner calls it, never a path of ours."""
+
+    id: str
+    owner: str
+    filename: str
+    bytes: int
+    created_at: int
+    purpose: str
+
+    def __post_init__(self) -> None:
+        self.filename = printable(self.filename)[:LONGEST_NAME]
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        return {"object": "file"} | {k: v for k, v in asdict(self).items() if k != "owner"} | {"status": "processed"}
+
+
+@dataclass
+class BatchRecord:
+    """A batch. Times are in seconds since 1970; `output` and `errors` are files from the beginning."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    output: str
+    errors: str
+    created_at: int
+    expires_at: int
+    completion_window: str
+    status: Status = "validating"
+    metadata: dict[str, str] | None = None
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    times: dict[str, int] = field(default_factory=dict)  # of the statuses that it has had
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is something left to do."""
+        return self.status in UNFINISHED
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's object. The files are told once they are finished."""
+        over = not self.unfinished and self.status != "failed"
+        found: dict[str, Any] = {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.problems} if self.problems else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output if over and self.completed else None,
+            "error_file_id": self.errors if over and self.failed else None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+        }
+        for name in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"):
+            found[f"{name}_at"] = self.times.get(name)
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
+        return found | {"request_counts": counts, "metadata": self.metadata}
+
+
+Record = TypeVar("Record", FileRecord, BatchRecord)
 
 
 class BatchStore:

@@ -11,13 +11,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 import slipstream
-from slipstream.apps.server.answer_making import check_model
-from slipstream.apps.server.answering import collect, count_unknown, prepare, until_gone
-from slipstream.apps.server.api_schemas import ReplayResult, answers
+from slipstream.apps.server.answers import EventStream, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
-from slipstream.apps.server.event_stream import EventStream, encoded, event
-from slipstream.apps.server.model_routes import service_of
-from slipstream.apps.server.request_fields import NUMBER, ChatFields, CompletionFields, Fields, TokenId
+from slipstream.apps.server.openai_routes import collect, count_unknown, prepare, service_of, until_gone
+from slipstream.apps.server.request_rows import check_model
+from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields, Fields, ReplayResult, TokenId, answers
 from slipstream.apps.server.service import Service
 
 router = APIRouter(prefix="/v1/slipstream")

@@ -1,6 +1,8 @@
 """The thread that owns the decoder: requests come in through a mailbox, events leave once per step.
 
-Nothing else touches models, caches and drafters, so no lock is waited for and the event loop never computes.
+Nothing else touches models, caches and drafters, so no lock is waited for and the event loop never computes. Callers
+take turns, each caller's requests in order of arrival. A step reads as many prompt tokens as the rows under way may
+wait for.
 """
 
 from __future__ import annotations
@@ -8,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import monotonic
 
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started, tell_all
-from slipstream.apps.server.prompt_budget import PromptBudget
-from slipstream.apps.server.waiting_line import WaitingLine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
@@ -22,11 +22,76 @@ from slipstream.errors import SlipstreamError
 from slipstream.wiring.guarded_engine import GuardedEngine
 from slipstream.wiring.prompt_scores import PromptScores
 
-log = logging.getLogger("slipstream.server")
-
+PAUSE = 0.05  # seconds that a step may spend on prompts while rows are under way
+FIRST = 128  # tokens, before anything has been measured
+LEAST, MOST = 32, 2048  # tokens; fewer would be read at a price per token that is much higher
+STEP = 0.3  # how far one step moves what is known
 GATHERING = 0.02  # seconds that the first request after idleness waits at most for others that have come with it
 SHORT_ROW = 256  # tokens; a place that such a row has is soon free again
 SPARE_SLOTS = 1  # beyond those of a full batch: room to move what an ended row has left out of a new one's way
+
+
+class PromptBudget:
+    """Learns what a prompt token costs on this machine."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens that take about `PAUSE`."""
+        if self._seconds_per_token is None:
+            return FIRST
+        return round(max(LEAST, min(MOST, PAUSE / self._seconds_per_token)))
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """A step has read so many tokens of prompts in so many seconds."""
+        if tokens < LEAST or seconds <= 0:
+            return
+        cost, known = seconds / tokens, self._seconds_per_token
+        self._seconds_per_token = cost if known is None else known + STEP * (cost - known)
+
+
+class WaitingLine:
+    """Jobs that wait for a place in the batch. A caller, or a request, with many delays others by one at a time."""
+
+    def __init__(self) -> None:
+        self._callers: OrderedDict[str, OrderedDict[LiveRequest, deque[Job]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(line) for requests in self._callers.values() for line in requests.values())
+
+    def add(self, job: Job) -> None:
+        """Queue a job behind those of its request."""
+        requests = self._callers.setdefault(job.request.caller, OrderedDict())
+        requests.setdefault(job.request, deque()).append(job)
+
+    def take(self, may_begin: Callable[[Job], bool] = lambda job: True) -> Job | None:
+        """The next job of those that may begin; its request and its caller are the last to be served again."""
+        jobs = (line[0] for requests in self._callers.values() for line in requests.values())
+        job = next(filter(may_begin, jobs), None)
+        if job is not None:
+            self.remove(job)
+            if (requests := self._callers.get(job.request.caller)) is not None:
+                self._callers.move_to_end(job.request.caller)
+                if job.request in requests:
+                    requests.move_to_end(job.request)
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Take a job out, if it is there."""
+        requests = self._callers.get(job.request.caller, OrderedDict())
+        line = requests.get(job.request, deque())
+        if job in line:
+            line.remove(job)
+            if not line:
+                del requests[job.request]
+            if not requests:
+                del self._callers[job.request.caller]
+
+
+log = logging.getLogger("slipstream.server")
+
 
 Told = list[tuple[LiveRequest, Event]]
 Step = Callable[[list[Round]], None]  # told the rounds of every step, on the event loop

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields
+from slipstream.apps.server.schemas import ChatFields, CompletionFields
 from slipstream.errors import UsageError, first_line
 
 log = logging.getLogger("slipstream.server")

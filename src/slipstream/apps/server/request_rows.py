@@ -1,25 +1,205 @@
-"""From rendered prompts to the rows of a request: lengths, seeds and options checked before anything is queued."""
+"""From a request to its rows and the writer of its answer; knows neither HTTP nor the engine.
+
+Lengths, seeds and options are checked before anything is queued. What the request demands of the form of its answer
+(JSON, a grammar, calls of its tools) becomes a constraint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
-from slipstream.apps.server.answer_forms import answer_constraint, form_field, told_as
-from slipstream.apps.server.error_objects import refused
+from slipstream.apps.server.answer_state import ModelFacts
+from slipstream.apps.server.answers import AnswerWriter, ChatWriter, CompletionWriter
+from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.live_request import Job, LiveRequest
-from slipstream.apps.server.prompt_rendering import Rendered
-from slipstream.apps.server.request_fields import ChatFields, CompletionFields, SamplingFields
-from slipstream.apps.server.sampling_fields import sampling_params, wanted_logprobs
+from slipstream.apps.server.request_reading import (
+    Rendered,
+    checked_tools,
+    forced_tools,
+    rendered_chat,
+    rendered_prompts,
+    sampling_params,
+    wanted_logprobs,
+)
+from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.constraints.compiled_grammars import CompiledGrammars
+from slipstream.constraints.constraint import Constraint
+from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.errors import UsageError, did_you_mean, first_line
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.requests import RequestReader, further_seeds
+from slipstream.text.tokenizer import CallForm, ToolCallParser
 
+MOST_BYTES = 64 << 10  # of a schema, an expression or a grammar
+MOST_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of
+KINDS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
 LIMITING = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")  # what can leave no token beside a form
 COMPLETION_TOKENS = 16  # OpenAI's default of the completions endpoint
+
+
+@contextmanager
+def told_as(field: str) -> Iterator[None]:
+    """Refusals of constraints name the field that they came from."""
+    try:
+        yield
+    except UsageError as error:
+        line = first_line(error)
+        if not line.startswith("constraint:"):
+            raise
+        raise refused(f"{field}:{line.removeprefix('constraint:')}", field) from None
+
+
+def form_field(fields: SamplingFields) -> str | None:
+    """The field that decides the form of the answer; None where it is free. ApiError if several do."""
+    found = []
+    form = fields.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":
+        name = "response_format.json_schema"
+        raise refused(f"{name} with type {form.type!r}; allowed: with type 'json_schema'", name)
+    if fields.structured_outputs:
+        found.append("structured_outputs")
+    if form is not None and form.type != "text":
+        found.append("response_format")
+    if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
+        found.append("tool_choice")
+    if len(found) > 1:
+        raise refused(f"{found[0]} beside {found[1]}; allowed: one of them", found[0])
+    return found[0] if found else None
+
+
+def compiles_slowly(fields: SamplingFields) -> bool:
+    """Whether a request's constraint may take seconds to compile."""
+    forced = isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto")
+    given = [(KINDS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()]
+    if fields.response_format is not None and (named := fields.response_format.json_schema) is not None:
+        given.append(("json_schema", named.json_schema))
+    texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in given]
+    return forced or not all(is_small(kind, text) for kind, text in texts)
+
+
+def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
+    """The constraint of a request's rows; ApiError naming the field that cannot be met."""
+    tools = checked_tools(fields) if isinstance(fields, ChatFields) else []
+    field = form_field(fields)
+    if field is None:
+        return None
+    offered = [] if isinstance(fields, ChatFields) and fields.tool_choice == "none" else tools
+    with told_as(field):
+        if field == "structured_outputs":
+            if offered:
+                raise refused("structured_outputs with tools; allowed: with tool_choice 'none'", field)
+            return _vllm(fields.structured_outputs or {})
+        if field == "tool_choice":
+            assert isinstance(fields, ChatFields)
+            return _calls(forced_tools(fields, tools), fields, tokenizer)
+        schema = _response_schema(fields)
+        if offered and isinstance(tokenizer, ToolCallParser) and tokenizer.call_form() is not None:
+            assert isinstance(fields, ChatFields)
+            return _calls(offered, fields, tokenizer, answer=schema)
+        return Constraint(json_schema=schema)
+
+
+def _response_schema(fields: SamplingFields) -> dict[str, Any]:
+    """The schema of `response_format`."""
+    form = fields.response_format
+    assert form is not None
+    if form.type == "json_object":
+        return {"type": "object"}
+    schema = None if form.json_schema is None else form.json_schema.json_schema
+    if schema is None:
+        name = "response_format.json_schema"
+        raise refused(f'{name}.schema; allowed: {{"json_schema": {{"name": ..., "schema": {{...}}}}}}', name)
+    _bounded("response_format", schema)
+    return schema
+
+
+def _vllm(given: Mapping[str, Any]) -> Constraint:
+    """vLLM's `structured_outputs`: one of json, json_object, regex, choice, grammar."""
+    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(wanted) != 1 or not set(wanted) <= set(KINDS):
+        names = ", ".join(sorted(wanted)) or "nothing"
+        near = did_you_mean(names, *KINDS)
+        raise refused(
+            f"structured_outputs: {names:.80}; allowed: one of {', '.join(KINDS)}{near}", "structured_outputs"
+        )
+    ((name, value),) = wanted.items()
+    _bounded("structured_outputs", value)
+    return Constraint(**{KINDS[name]: value})
+
+
+def _calls(
+    tools: Sequence[Mapping[str, Any]],
+    fields: ChatFields,
+    tokenizer: Tokenizer | None,
+    answer: Mapping[str, Any] | None = None,
+) -> Constraint:
+    """Calls in the model's own form, or instead an answer by this schema if there is one."""
+    form = tokenizer.call_form() if isinstance(tokenizer, ToolCallParser) else None
+    if form is None:
+        raise refused(
+            "tool_choice: this model's form of calls is not known, or not JSON; allowed: 'none', 'auto'", "tool_choice"
+        )
+    schemas = {f"arguments_{at}": arguments_schema(tool) for at, tool in enumerate(tools)}
+    _bounded("tools", schemas, MOST_OF_TOOLS)
+    bodies = [_body(form, tool["function"]["name"], f"@arguments_{at}") for at, tool in enumerate(tools)]
+    several = (
+        "" if fields.parallel_tool_calls is False else f" ({_literal(form.between_calls)} call)*".replace('"" ', "")
+    )
+    lines = [
+        f"start: {'calls' if answer is None else 'calls | @answer'}",
+        f"calls: call{several}",
+        f"call: {' | '.join(bodies)}",
+    ]
+    given = schemas if answer is None else schemas | {"answer": answer}
+    try:
+        return Constraint(grammar="\n".join(lines), schemas=given, whitespace="spaced")
+    except UsageError:
+        for at, schema in enumerate(schemas.values()):
+            with told_as(f"tools.{at}.function.parameters"):
+                Constraint(json_schema=schema)
+        raise
+
+
+def _body(form: CallForm, name: str, arguments: str) -> str:
+    """A call of one tool, as a grammar has it."""
+    written = json.dumps(name, ensure_ascii=False)[1:-1] if form.quotes_names else name
+    return f"{_literal(form.before + written + form.between)} {arguments} {_literal(form.behind)}"
+
+
+def _literal(text: str) -> str:
+    """A text as grammars quote it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object; a tool without parameters takes none."""
+    given = tool["function"].get("parameters")
+    if given is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **given}
+
+
+def _bounded(field: str, value: Any, most: int = MOST_BYTES) -> None:
+    """Refuse what is too large to be read for a request."""
+    try:
+        size = len(value) if isinstance(value, str) else len(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        raise ApiError(400, f"{field}: not JSON", param=field) from None
+    if size > most:
+        raise refused(f"{field} has {size} bytes; allowed: at most {most}", field)
 
 
 @dataclass(frozen=True)
@@ -108,3 +288,40 @@ class RowMaker:
                 "context_length_exceeded",
             )
         return min(default, room) if wanted is None else wanted
+
+
+def check_model(name: str, given: str | None) -> None:
+    """Refuse requests for another model than the one of this name."""
+    if given not in (None, "", name):
+        raise ApiError(
+            404,
+            f"model {given!r:.200} is not served here; allowed: {name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def writer_of(
+    rows: RowMaker,
+    facts: ModelFacts,
+    live: LiveRequest,
+    fields: ChatFields | CompletionFields,
+    tokenizer: Tokenizer | None,
+) -> AnswerWriter:
+    """Render the prompts and make the rows of a request. tokenizer: of the calling thread."""
+    plain = rows.settings.no_special_tokens_in_prompts
+    if isinstance(fields, ChatFields):
+        live.jobs = rows.jobs(live, fields, [rendered_chat(fields, tokenizer, plain_texts=plain)], tokenizer)
+        return ChatWriter(live, fields, facts)
+    prompts = rendered_prompts(fields, tokenizer, plain_texts=plain)
+    live.jobs = rows.jobs(live, fields, prompts, tokenizer)
+    writer = CompletionWriter(live, fields, facts)
+    if fields.echo:
+        writer.prompts = [text for prompt in prompts for text in [_text(prompt, tokenizer)] * (fields.n or 1)]
+    return writer
+
+
+def _text(prompt: Rendered, tokenizer: Tokenizer | None) -> str:
+    if prompt.text is not None or tokenizer is None:
+        return prompt.text or ""
+    return tokenizer.decode(prompt.ids)

@@ -1,20 +1,34 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for it work, and ours beside them.
 
-They live in a registry of their own. Times are seconds of one monotonic clock.
+They live in a registry of their own. Times are seconds of one monotonic clock. Steps are folded many at once: one on
+its own, between two forwards, finds cold caches and costs more.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
+from slipstream.apps.server.answer_state import ModelFacts, shares
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Started
-from slipstream.apps.server.metric_buckets import BETWEEN, FIRST_TOKEN, PER_STEP, TOKENS, WHOLE
-from slipstream.apps.server.step_totals import StepTotals
+from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.text.results import Stats
 
+_SLOW = (0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, *_SLOW, 160, 640, 2560)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, *_SLOW)
+WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+PER_STEP = (1, *(2**e for e in range(3, 15)))
+MAX_UNFOLDED_STEPS = 64
 MOST_UNFOLDED = 256  # rounds whose times wait to be counted together
 LABELS = ("model_name", "engine")
 PARTS = ("prefill", "draft", "verify", "accept")
@@ -58,6 +72,46 @@ HISTOGRAMS = {
     "vllm:iteration_tokens_total": (PER_STEP, "tokens generated in a step"),
     "slipstream:round_interval_seconds": (BETWEEN, "between the rounds of a row"),
 }
+
+
+class StepTotals:
+    """stats: over all rounds. num_drafts: rounds that drafted. drafted, accepted: tokens by the source of the draft.
+
+    on_step: told of every step when it was and how many tokens it committed. All of it is true after `fold`.
+    """
+
+    def __init__(self, on_step: Callable[[float, int], None]) -> None:
+        self._on_step = on_step
+        self._unfolded: list[tuple[float, Sequence[Round], ModelFacts]] = []
+        self.stats = Stats()
+        self.num_drafts = 0
+        self.drafted: collections.Counter[str] = collections.Counter()
+        self.accepted: collections.Counter[str] = collections.Counter()
+
+    def step(self, rounds: Sequence[Round], facts: ModelFacts) -> None:
+        """Add the rounds of one step."""
+        self._unfolded.append((monotonic(), rounds, facts))
+        if len(self._unfolded) >= MAX_UNFOLDED_STEPS:
+            self.fold()
+
+    def fold(self) -> StepTotals:
+        """The same, brought up to date."""
+        steps, self._unfolded = self._unfolded, []
+        for at, rounds, facts in steps:
+            self._on_step(at, self._add(rounds, facts))
+        return self
+
+    def _add(self, rounds: Sequence[Round], facts: ModelFacts) -> int:
+        before = self.stats.num_output_tokens
+        self.stats.add_step(rounds)
+        for done in rounds:
+            if not done.draft:
+                continue
+            self.num_drafts += bool(done.own.draft)
+            for share in shares(done, facts):
+                self.drafted[share.source] += share.drafted
+                self.accepted[share.source] += share.accepted
+        return self.stats.num_output_tokens - before
 
 
 class ServerMetrics:
@@ -219,3 +273,16 @@ class ServerMetrics:
         for name, value in gauges.items():
             self._gauges[name].labels(*self._values).set(value)
         return generate_latest(self.registry)
+
+
+def add_process_figures(registry: CollectorRegistry) -> None:
+    """Memory, processor time and open files under Prometheus' own names; tasks of the event loop, and threads.
+
+    The registry is read on the event loop.
+    """
+    ProcessCollector(registry=registry)
+    for name, text, count in (
+        ("slipstream:tasks", "tasks of the event loop", lambda: len(asyncio.all_tasks())),
+        ("slipstream:threads", "threads of the process that Python knows", threading.active_count),
+    ):
+        Gauge(name, text, registry=registry).set_function(count)

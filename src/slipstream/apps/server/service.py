@@ -1,35 +1,250 @@
-"""The server's state on the event loop: whether it serves, who waits, and what is under way."""
+"""The server's state on the event loop: whether it serves, who waits, and what is under way.
+
+Texts are tokenised and rendered by threads beside the engine, each with a tokenizer of its own: they cannot be shared.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from slipstream.apps.server.answer_state import ModelFacts
 from slipstream.apps.server.batch_store import BatchStore
-from slipstream.apps.server.engine_room import EngineRoom
 from slipstream.apps.server.engine_thread import EngineThread
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.live_request import Event, Job, LiveRequest, Started
-from slipstream.apps.server.model_facts import facts_of
-from slipstream.apps.server.process_figures import add_process_figures
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.request_rows import RowMaker
-from slipstream.apps.server.server_metrics import ServerMetrics
+from slipstream.apps.server.server_metrics import ServerMetrics, StepTotals, add_process_figures
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.apps.server.step_totals import StepTotals
-from slipstream.apps.server.text_pool import TextPool
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.acceptance_model import DraftNote
+from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.results import Stats
+from slipstream.wiring.model_fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from slipstream.apps.server.batch_runner import BatchRunner
 
-log = logging.getLogger("slipstream.server")
+WINDOW = 10.0  # seconds of the figures that speak of now
+T = TypeVar("T")
+THREADS = 2
+MOST_THREADS = 8  # where those there are do not come back
+PATIENCE = 5.0  # seconds that a call waits before another thread is begun
 STALLED = 60.0  # seconds; see `Service.stalled`
 MOST_SHARES = 4  # times a limit that all callers together may have waiting
 ENGINE_STOPS = 10.0  # seconds that a step under way may take to end
+
+
+class EngineRoom:
+    """Folds events. Lanes are numbered as rows come and go; a freed lane is taken again."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Job, int] = {}
+        self._recent: deque[tuple[float, int]] = deque()
+        self._prompt_tokens = self._cached_tokens = 0
+
+    def event(self, live: LiveRequest, event: Event) -> None:
+        """Rows take lanes and leave them."""
+        job = live.jobs[event.choice]
+        if isinstance(event, Started):
+            taken = set(self._lanes.values())
+            self._lanes[job] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
+            self._prompt_tokens += job.row.prompt_length
+            self._cached_tokens += event.cached
+        elif isinstance(event, Ended):
+            self._lanes.pop(job, None)
+
+    def stepped(self, at: float, tokens: int) -> None:
+        """Note how many tokens a step has committed, and when."""
+        self._recent.append((at, tokens))
+        self._trim(at)
+
+    def _trim(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - WINDOW:
+            self._recent.popleft()
+
+    @property
+    def num_running(self) -> int:
+        """Rows under way."""
+        return len(self._lanes)
+
+    def state(self, totals: StepTotals) -> dict[str, Any]:
+        """Everything, for JSON."""
+        self._trim(monotonic())
+        tokens = sum(count for _, count in self._recent)
+        stats = totals.stats
+        seconds = {part: getattr(stats, f"{part}_seconds") for part in ("prefill", "draft", "verify", "accept")}
+        seconds["overhead"] = stats.overhead_seconds
+        total = sum(seconds.values())
+        return {
+            "running": [self._lane(job, lane) for job, lane in sorted(self._lanes.items(), key=lambda pair: pair[1])],
+            "tokens_per_second": tokens / WINDOW,
+            "acceptance_by_source": {
+                source: {"drafted": count, "accepted": totals.accepted[source], "rate": totals.accepted[source] / count}
+                for source, count in sorted(totals.drafted.items())
+            },
+            "acceptance_by_position": [
+                accepted / drafted
+                for accepted, drafted in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
+            ],
+            "round_shares": {part: spent / total if total else 0.0 for part, spent in seconds.items()},
+            "cache": {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens},
+        }
+
+    def _lane(self, job: Job, lane: int) -> dict[str, Any]:
+        stats = Stats.of(list(job.row.rounds))
+        return {
+            "lane": lane,
+            "id": job.request.id[:8],
+            "prompt_tokens": job.row.prompt_length,
+            "tokens": stats.num_output_tokens,
+            "max_tokens": job.row.params.max_tokens,
+            "acceptance_rate": stats.acceptance_rate,
+        }
+
+
+def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
+    """The facts of a decoder. name: by which it is served, "" for the target's own."""
+    return ModelFacts(
+        name or decoder.target.name,
+        fingerprint_of(decoder),
+        decoder.reproducible and decoder.coupled,
+        partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
+        decoder.lossless,
+        copy.deepcopy(decoder.tokenizer),
+    )
+
+
+def source_of(drafter: str, mixed: bool, done: Round) -> str:
+    """The decoder's drafter in a round. mixed: it takes turns with a draft model."""
+    if mixed:
+        drafted = isinstance(done.note, DraftNote) and done.note.asked > 0
+        return "model" if drafted else "retrieval"
+    return drafter.partition(":")[0]
+
+
+log = logging.getLogger("slipstream.server")
+
+
+@dataclass(eq=False)
+class _Call:
+    function: Callable[[Tokenizer | None], Any]
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Any]
+    since: float = field(default_factory=monotonic)
+
+
+class TextPool:
+    """A few calls at a time; more wait their turn, callers one after the other, and none waits for the engine.
+
+    A call that does not come back keeps its thread: another takes its place, and the process does not wait for it when
+    it ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)  # nobody's, to be copied
+        self._news = threading.Condition()
+        self._lines: OrderedDict[str, deque[_Call]] = OrderedDict()
+        self._threads = self._idle = 0
+        self._closed = False
+        for _ in range(THREADS):
+            self._begin()
+
+    async def run(self, function: Callable[[Tokenizer | None], T], caller: str = "") -> T:
+        """What a function makes of a tokenizer. caller: with whom calls take turns."""
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop, loop.create_future())
+        with self._news:
+            self._lines.setdefault(caller, deque()).append(call)
+            self._news.notify()
+        relief = loop.call_later(PATIENCE, self._relieve, call)
+        try:
+            result: T = await call.result
+            return result
+        finally:
+            relief.cancel()
+            with self._news:
+                if call in self._lines.get(caller, ()):  # whoever waited has left
+                    self._remove(caller, call)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For how long the call that waits longest has waited for a thread."""
+        with self._news:
+            return max((monotonic() - line[0].since for line in self._lines.values()), default=0.0)
+
+    def close(self) -> None:
+        """End the threads; calls that wait are dropped."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def _begin(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, name="slipstream-text", daemon=True).start()
+
+    def _relieve(self, call: _Call) -> None:
+        """A call has waited long."""
+        with self._news:
+            waits = any(call in line for line in self._lines.values())
+            if waits and not self._idle and self._threads < MOST_THREADS:
+                log.warning("texts are waited for since %g s: one more thread", PATIENCE)
+                self._begin()
+
+    def _work(self) -> None:
+        with self._news:  # copies are made one at a time
+            tokenizer = copy.deepcopy(self._tokenizer)
+        while (call := self._next()) is not None:
+            try:
+                value = call.function(tokenizer)
+            except BaseException as error:  # whoever waits must be told
+                failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+                _tell(call, call.result.set_exception, failure)
+            else:
+                _tell(call, call.result.set_result, value)
+
+    def _next(self) -> _Call | None:
+        with self._news:
+            self._idle += 1
+            while not (self._lines or self._closed):
+                self._news.wait()
+            self._idle -= 1
+            if self._closed:
+                return None
+            caller, line = next(iter(self._lines.items()))
+            call = line[0]
+            self._remove(caller, call)
+            if caller in self._lines:
+                self._lines.move_to_end(caller)
+            return call
+
+    def _remove(self, caller: str, call: _Call) -> None:
+        line = self._lines[caller]
+        line.remove(call)
+        if not line:
+            del self._lines[caller]
+
+
+def _tell(call: _Call, outcome: Callable[[Any], None], value: Any) -> None:
+    def tell() -> None:
+        if not call.result.done():
+            outcome(value)
+
+    with suppress(RuntimeError):  # the event loop has ended, and nobody waits
+        call.loop.call_soon_threadsafe(tell)
+
+
 State = Literal["loading", "ready", "draining", "ended"]
 
 

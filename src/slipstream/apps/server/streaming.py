@@ -6,21 +6,48 @@ A client that reads slower than its answer comes gets a task, which waits for it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.apps.server import event_stream
+from slipstream.apps.server import answers
 from slipstream.apps.server.access import DIRECT
-from slipstream.apps.server.answer_writer import AnswerWriter
+from slipstream.apps.server.answers import DONE, HEADERS, KEEP_ALIVE, AnswerWriter, encoded, event
 from slipstream.apps.server.error_objects import as_api_error
-from slipstream.apps.server.event_stream import DONE, HEADERS, KEEP_ALIVE, encoded, event
-from slipstream.apps.server.first_step import first_step
 from slipstream.apps.server.live_request import LiveRequest
 
 MOST_JOINED = 16  # events of a request that are written at once: those of a step, or some of what waits for a client
+
+
+def first_step(work: Awaitable[None]) -> Awaitable[None] | None:
+    """Run some work until it waits for something. None if it never did; else what is left, to be awaited by a task.
+
+    There is no current task meanwhile, so the work must need none before it waits.
+    """
+    steps: Generator[Any, None, None] = work.__await__()
+    try:
+        waited_for = next(steps)
+    except StopIteration:
+        return None
+    return _Rest(steps, waited_for)
+
+
+class _Rest:
+    """Work that waits. waited_for: what its first step left to the event loop."""
+
+    def __init__(self, steps: Generator[Any, None, None], waited_for: Any) -> None:
+        self._steps, self._waited_for = steps, waited_for
+
+    def __await__(self) -> Generator[Any, None, None]:
+        try:
+            yield self._waited_for
+        except BaseException:  # the task was cancelled
+            self._steps.close()
+            raise
+        yield from self._steps
 
 
 class AnswerStream(Response):
@@ -47,7 +74,7 @@ class AnswerStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._heard = loop.time()
-            self._timer = loop.call_later(event_stream.SILENCE, self._end_silence)
+            self._timer = loop.call_later(answers.SILENCE, self._end_silence)
             self._live.listener = self._news
             self._live.tell()  # of what came before the start
             await asyncio.wait({gone, self._over}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,9 +166,9 @@ class AnswerStream(Response):
 
     def _end_silence(self) -> None:
         """Say something once nothing has happened for long: one timer, whatever comes in between."""
-        left = self._heard + event_stream.SILENCE - self._loop.time()
+        left = self._heard + answers.SILENCE - self._loop.time()
         if left <= 0:
-            left, self._heard = event_stream.SILENCE, self._loop.time()
+            left, self._heard = answers.SILENCE, self._loop.time()
             if self._behind is None and not self._told_all:
                 self._write(KEEP_ALIVE)
         self._timer = self._loop.call_later(left, self._end_silence)

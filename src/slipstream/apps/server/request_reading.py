@@ -1,4 +1,6 @@
-"""From a request's prompts and messages to token ids. Runs in the text pool, where each thread has a tokenizer."""
+"""From a request's fields to token ids, tools and `SamplingParams`. Runs in the text pool, where each thread has a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,117 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from slipstream.apps.server.error_objects import refused
-from slipstream.apps.server.request_fields import (
+from slipstream.apps.server.schemas import (
     MOST_ROWS,
     THOUGHTS,
     CallFields,
     ChatFields,
     CompletionFields,
     ContentPart,
+    ConversationFields,
     Fields,
     MessageFields,
+    SamplingFields,
     TokenizeFields,
+    ToolChoice,
     nested,
     says_something,
 )
-from slipstream.apps.server.tool_fields import check_json, checked_tools
+from slipstream.constraints.constraint import Constraint
 from slipstream.errors import did_you_mean
+from slipstream.sampling.params import SamplingParams
 from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompt_sets import check_text
 from slipstream.text.tokenizer import ChatForm, TokenizerDetails
 
-log = logging.getLogger("slipstream.server")
+LONGEST_NAME = 256
 MOST_NAMED = 100  # fields without effect that the log names
 NUMBER = re.compile(r"\.\d+(?=\.)")  # of an item, in the address of a field
 ROLES = {"developer": "system", "function": "tool"}
+# fields whose name and meaning are those of SamplingParams; None leaves its default
+SAME = (
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "num_draft_tokens",
+)
+
+
+def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
+    """The tools of a request; ApiError naming the first that is none."""
+    tools = fields.tools or []
+    for at, tool in enumerate(tools):
+        _check(f"tools.{at}", tool)
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise refused(f"tools: {twice[0]!r} is there twice; allowed: names that differ", "tools")
+    return tools
+
+
+def _check(place: str, tool: dict[str, Any]) -> None:
+    if tool.get("type", "function") != "function":
+        raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'", f"{place}.type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise refused(f"{place}.function; allowed: an object with a name and parameters", f"{place}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        raise refused(
+            f"{place}.function.name: {name!r:.40}; allowed: a text of at most {LONGEST_NAME} characters",
+            f"{place}.function.name",
+        )
+    if not isinstance(function.get("description", ""), str | None):
+        raise refused(f"{place}.function.description; allowed: a text", f"{place}.function.description")
+    _check_parameters(f"{place}.function.parameters", function.get("parameters"))
+    check_json(place, tool)
+
+
+def check_json(place: str, value: Any) -> None:
+    """Refuse what templates and tokenizers cannot write: halves of surrogate pairs, and what is nested too deep."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise refused(f"{place}; allowed: JSON of valid Unicode (no lone surrogates)", place) from None
+
+
+def _check_parameters(place: str, parameters: Any) -> None:
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise refused(f"{place}; allowed: a JSON schema, which is an object", place)
+    if parameters.get("type", "object") != "object":
+        raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'", place)
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
+
+
+def forced_tools(fields: ConversationFields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of which one must be called: all for "required", else the one that `tool_choice` names."""
+    if not tools:
+        raise refused("tool_choice without tools; allowed: 'none', 'auto'", "tool_choice")
+    if fields.tool_choice == "required":
+        return tools
+    assert isinstance(fields.tool_choice, ToolChoice)
+    name = fields.tool_choice.function.name
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if not named:
+        offered = ", ".join(tool["function"]["name"] for tool in tools)
+        near = did_you_mean(name, *(tool["function"]["name"] for tool in tools))
+        raise refused(f"tool_choice: {name!r:.80} is not offered; allowed: {offered:.200}{near}", "tool_choice")
+    return named
+
+
+log = logging.getLogger("slipstream.server")
 
 
 @dataclass(frozen=True)
@@ -249,3 +338,96 @@ def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise refused("this model has no tokenizer; allowed: prompts as token ids", "prompt")
     return tokenizer
+
+
+class AllowedTokens:
+    """A logits processor that leaves the given tokens only."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = torch.tensor(sorted(set(ids)))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] with -inf everywhere else."""
+        ids = self._ids.to(scores.device)
+        kept = torch.full_like(scores, float("-inf"))
+        kept[:, ids] = scores[:, ids]
+        return kept
+
+
+def sampling_params(
+    fields: SamplingFields, max_tokens: int, vocab_size: int, constraint: Constraint | None = None
+) -> SamplingParams:
+    """The options of a request's rows, but for `n`. ApiError or UsageError naming the field that cannot be met."""
+    check_supported(fields)
+    given: dict[str, Any] = {name: getattr(fields, name) for name in SAME if getattr(fields, name) is not None}
+    given["temperature"] = 1.0 if fields.temperature is None else fields.temperature
+    given["top_k"] = max(0, fields.top_k or 0)
+    given["logit_bias"] = _biases(fields.logit_bias or {})
+    given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    given["bad_words"] = tuple(fields.bad_words or ())
+    given["seed"] = None if fields.seed == -1 else fields.seed
+    given["max_tokens"] = max(1, max_tokens)
+    given["logprobs"] = wanted_logprobs(fields)
+    given["prediction"], given["constraint"] = predicted_text(fields), constraint
+    if fields.allowed_token_ids is not None:
+        if max(fields.allowed_token_ids) >= vocab_size:
+            raise refused(
+                f"allowed_token_ids: token id {max(fields.allowed_token_ids)}; allowed: 0 to {vocab_size - 1}",
+                "allowed_token_ids",
+            )
+        given["logits_processors"] = (AllowedTokens(fields.allowed_token_ids),)
+    return SamplingParams(**given)
+
+
+def wanted_logprobs(fields: SamplingFields) -> int | None:
+    """How many of the likeliest tokens to report besides each; None for no log-probabilities."""
+    if isinstance(fields, CompletionFields):
+        return fields.logprobs
+    if isinstance(fields, ChatFields) and fields.logprobs:
+        return fields.top_logprobs or 0
+    return None
+
+
+def check_supported(fields: SamplingFields) -> None:
+    """Refuse what would change the answer and is not there, rather than leave it out."""
+    check_extra(fields)
+    extra = fields.extra
+    other, address = (
+        (CompletionFields, "completions") if isinstance(fields, ChatFields) else (ChatFields, "chat/completions")
+    )
+    for name in sorted(other.model_fields.keys() & extra.keys()):
+        if says_something(extra[name]):
+            here = ", here it is max_tokens" if name == "max_completion_tokens" else ""
+            raise refused(f"{name} is no field of this address; allowed: on /v1/{address}{here}", name)
+    best_of = extra.get("best_of")
+    if best_of not in (None, fields.n or 1):
+        raise refused(f"best_of={best_of!s:.40}; allowed: the same as n", "best_of")
+    if isinstance(fields, CompletionFields) and fields.suffix:
+        raise refused("suffix: filling in the middle is not supported", "suffix")
+    if isinstance(fields, ChatFields) and fields.top_logprobs is not None and not fields.logprobs:
+        raise refused("top_logprobs needs logprobs=true", "top_logprobs")
+
+
+def check_extra(fields: Fields) -> None:
+    """Refuse fields that are known and not supported, at whatever depth."""
+    for place, part in nested(fields):
+        for name, why in part.REFUSED.items():
+            if says_something(part.extra.get(name)):
+                raise refused(f"{place}{name}: {why}", place + name)
+
+
+def predicted_text(fields: SamplingFields) -> str | None:
+    """The text that the answer is expected to resemble, its parts one after the other."""
+    if fields.prediction is None:
+        return None
+    name = "prediction.content"
+    if not (text := content_text(fields.prediction.content, name, between="")):
+        raise refused(f"{name} is empty; allowed: a text, or no prediction", name)
+    return text
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) < 12):
+            raise refused(f"logit_bias: {name!r:.40}; allowed: token ids", "logit_bias")
+    return {int(name): bias for name, bias in given.items()}

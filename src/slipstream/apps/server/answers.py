@@ -1,0 +1,391 @@
+"""Answers as OpenAI's chat and completion objects, whole or chunk by chunk, with their tool calls, as server-sent
+events.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic_core import to_json
+from starlette.responses import StreamingResponse
+
+from slipstream.apps.server.answer_state import (
+    ChoiceState,
+    ModelFacts,
+    Piece,
+    receipt,
+    shown_round,
+    speculative_decoding,
+    timings,
+    usage,
+)
+from slipstream.apps.server.live_request import Event, LiveRequest
+from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields, StreamOptions
+from slipstream.core.rounds import TokenLogprobs
+from slipstream.text.detokenizer import StopStrings, Tokenizer
+from slipstream.text.tokenizer import ParsedAnswer, ToolCallParser
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections
+SILENCE = 15.0  # seconds after which one is sent
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+encoded = to_json  # without spaces; in a third of the time of Python's own
+
+
+def event(data: bytes) -> bytes:
+    """One event with this JSON."""
+    return b"data: %b\n\n" % data
+
+
+class EventStream(StreamingResponse):
+    """A stream of events."""
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
+
+
+class AnswerWriter(ABC):
+    """Folds a request's events."""
+
+    prefix: ClassVar[str]
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, live: LiveRequest, fields: SamplingFields, facts: ModelFacts) -> None:
+        self.live, self.facts = live, facts
+        self.choices = [ChoiceState(job, facts.tokenizer, facts.lossless) for job in live.jobs]
+        self._n = fields.n or 1
+        self._options = fields.stream_options or StreamOptions()
+        self._rounds = fields.slipstream is not None and fields.slipstream.rounds
+        self._told: set[int] = set()
+        self._created = int(time.time())
+        self._head = {
+            "id": f"{self.prefix}{live.id}",
+            "created": self._created,
+            "model": facts.name,
+            "system_fingerprint": facts.fingerprint,
+        }
+        self._begin = b"data: %b," % encoded(self._head | {"object": self.chunk_kind})[:-1]
+        self.return_ids = bool(fields.return_token_ids)
+        self.ids_as_text = bool(fields.return_tokens_as_token_ids)
+
+    @abstractmethod
+    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
+        """The first chunk of a choice, sent before its first token; None for none."""
+
+    @abstractmethod
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
+        """A choice's part of every chunk that a piece gives rise to: mostly one; none if there is nothing to send."""
+
+    @abstractmethod
+    def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
+        """A finished choice."""
+
+    def note(self, event: Event) -> None:
+        """Take in an event of an answer that is told whole."""
+        self.choices[event.choice].take(event)
+
+    def sent(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event, with what all of them begin with."""
+        return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """The chunks that an event gives rise to, without what all of them begin with."""
+        choice = self.choices[event.choice]
+        piece = choice.take(event)
+        parts: list[dict[str, Any]] = []
+        if choice.started is not None and event.choice not in self._told:
+            self._told.add(event.choice)
+            opening = self.opening(choice)
+            parts += [] if opening is None else [opening]
+        if piece is not None:
+            new = self.parts(choice, piece)
+            if self._rounds or piece.finish_reason is not None:
+                return self._with_reports(choice, piece, parts, new)
+            parts += new
+        return [self._chunk(part) for part in parts]
+
+    def _with_reports(
+        self, choice: ChoiceState, piece: Piece, earlier: list[dict[str, Any]], new: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The chunks of a piece, the last with what is told of its round, of a text that ends, and of the answer."""
+        showing = self._rounds and piece.round is not None
+        if not new and showing:
+            new = [self.empty_part(choice)]
+        chunks = [self._chunk(part) for part in (*earlier, *new)]
+        if not new:
+            return chunks
+        chunk = chunks[-1]
+        if showing:
+            chunk["slipstream"] = shown_round(piece, len(choice.rounds) - 1, self.facts)
+        if self._rounds and piece.finish_reason is not None:
+            chunk["slipstream"] = chunk.get("slipstream", {}) | {"receipt": receipt(choice, self.facts)}
+        if all(one.finish_reason is not None for one in self.choices):
+            chunk |= self._report()
+        return chunks
+
+    @abstractmethod
+    def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
+        """A choice's part without news."""
+
+    def closing(self) -> dict[str, Any] | None:
+        """The chunk after the last, with the usage of the whole request, if it was asked for."""
+        return {"choices": [], "usage": usage(self.choices, self._n)} if self._options.include_usage else None
+
+    def whole(self) -> dict[str, Any]:
+        """The finished answer in one object."""
+        answer: dict[str, Any] = self._head | {"object": self.whole_kind}
+        answer["choices"] = [self.whole_choice(choice) for choice in self.choices]
+        answer["usage"] = usage(self.choices, self._n)
+        answer |= self._report()
+        if self._rounds:
+            receipts = [receipt(choice, self.facts) for choice in self.choices]
+            answer["slipstream"] = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
+        return answer
+
+    def _report(self) -> dict[str, Any]:
+        rounds = [done for choice in self.choices for done in choice.rounds]
+        return {
+            "metrics": {"speculative_decoding": speculative_decoding(rounds)},
+            "timings": timings(self.choices[0]),
+        }
+
+    def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {"choices": [part]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = usage(self.choices, self._n)
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def token_name(self, token: int) -> str:
+        """A token in a report of log-probabilities."""
+        return f"token_id:{token}" if self.ids_as_text else self.facts.token_text(token)
+
+
+class ToolWatch:
+    """Watches one choice. tools: those that the request offers; without any, all text is passed on.
+
+    several: whether an answer may have more than one call; else those after the first are left out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, tools: Sequence[Mapping[str, Any]], *, several: bool = True
+    ) -> None:
+        self._parser = tokenizer if tools and isinstance(tokenizer, ToolCallParser) else None
+        self._opening = None if self._parser is None else self._parser.call_opening()
+        self._before = None if self._opening is None else StopStrings((self._opening,))
+        self._tools, self._several, self._passed = tools, several, 0
+
+    def passed(self, piece: Piece) -> str:
+        """The part of a piece's text that belongs to no call, as far as is known yet."""
+        if self._before is None:
+            return piece.text
+        text = "" if self._before.found else self._before.push(piece.text)
+        self._passed += len(text)
+        return text
+
+    def calls(self, choice: ChoiceState) -> ParsedAnswer | None:
+        """What a finished choice calls, and what it says before: of tags that are no text only the parser knows."""
+        if self._opening is None or self._parser is None:
+            return None
+        parsed = self._parser.parse_answer(choice.prompt, choice.token_ids, self._tools)
+        if parsed is None:
+            return None
+        before, opening, _ = choice.text.partition(self._opening)
+        said = before.strip() if opening else parsed.content
+        return ParsedAnswer(said, parsed.calls if self._several else parsed.calls[:1])
+
+    def held_back(self, choice: ChoiceState) -> str:
+        """Text of a finished choice without calls that was not passed on."""
+        return "" if self._before is None else choice.text[self._passed :]
+
+
+def shown_calls(parsed: ParsedAnswer, prefix: str, *, numbered: bool) -> list[dict[str, Any]]:
+    """Calls as OpenAI shows them. prefix: of their ids; numbered: as parts of a stream are."""
+    return [
+        ({"index": at} if numbered else {})
+        | {
+            "id": f"call_{prefix}_{at}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for at, call in enumerate(parsed.calls)
+    ]
+
+
+class ChatWriter(AnswerWriter):
+    """Messages of the assistant."""
+
+    prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, live: LiveRequest, fields: ChatFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
+        tools = () if fields.tool_choice == "none" else fields.tools or ()
+        several = fields.parallel_tool_calls is not False
+        self._watches = [ToolWatch(facts.tokenizer, tools, several=several) for _ in self.choices]
+
+    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
+        """The role."""
+        return self._choice(choice, {"role": "assistant", "content": ""})
+
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
+        """New text, with its log-probabilities; calls come before the chunk with the reason, as clients expect them."""
+        watch = self._watches[piece.choice]
+        text, parsed, reason = watch.passed(piece), None, piece.finish_reason
+        if reason is not None:
+            parsed = watch.calls(choice)
+            text += "" if parsed else watch.held_back(choice)
+        if not (text or reason or piece.logprobs or (self.return_ids and piece.tokens)):
+            return []
+        delta: dict[str, Any] = {"content": text} if text or not reason else {}
+        if parsed is not None:
+            delta["tool_calls"] = shown_calls(parsed, self._call_prefix(choice), numbered=True)
+        found = self._choice(choice, delta, None if parsed else reason)
+        found["logprobs"] = None if piece.logprobs is None else self._logprobs(piece.logprobs)
+        if self.return_ids:
+            found["token_ids"] = list(piece.tokens)
+        if parsed is None:
+            return [found]
+        return [found, self._choice(choice, {}, "tool_calls" if reason == "stop" else reason)]
+
+    def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
+        """No new text."""
+        return self._choice(choice, {"content": ""})
+
+    def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
+        """The message."""
+        told = [done.logprobs for done in choice.rounds if done.logprobs is not None]
+        found: dict[str, Any] = {
+            "index": choice.job.choice,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "finish_reason": choice.finish_reason,
+            "logprobs": self._logprobs([one for part in told for one in part]) if told else None,
+        }
+        if (parsed := self._watches[choice.job.choice].calls(choice)) is not None:
+            calls = shown_calls(parsed, self._call_prefix(choice), numbered=False)
+            found["message"] |= {"content": parsed.content or None, "tool_calls": calls}
+            found["finish_reason"] = "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason
+        if self.return_ids:
+            found |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
+        return found
+
+    def _call_prefix(self, choice: ChoiceState) -> str:
+        return f"{self.live.id[:12]}_{choice.job.choice}"
+
+    def _choice(self, choice: ChoiceState, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": choice.job.choice, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _logprobs(self, told: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        content = [
+            self._entry(one.token_id, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
+            for one in told
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        own = self.facts.token_bytes(token)
+        return {"token": self.token_name(token), "logprob": logprob, "bytes": None if own is None else list(own)}
+
+
+class _Place:
+    """How many characters of a text are there, token by token; a character counts with its last byte."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text: bytes) -> None:
+        """Go on behind a token."""
+        self.characters += len(self._decoder.decode(text))
+
+
+class CompletionWriter(AnswerWriter):
+    """Texts. prompts: those of the choices as text, to be echoed; empty for none."""
+
+    prefix = "cmpl-"
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, live: LiveRequest, fields: CompletionFields, facts: ModelFacts) -> None:
+        super().__init__(live, fields, facts)
+        self._echo, self._logprobs_wanted = bool(fields.echo), fields.logprobs is not None
+        self.prompts: list[str] = [""] * len(live.jobs)
+        self._places = [_Place() for _ in live.jobs]
+        self._opened: set[int] = set()
+
+    def opening(self, choice: ChoiceState) -> dict[str, Any] | None:
+        """Nothing: the echo comes with the first piece, once its log-probabilities are known."""
+        return None
+
+    def parts(self, choice: ChoiceState, piece: Piece) -> list[dict[str, Any]]:
+        """New text, with its log-probabilities; the echoed prompt before the first."""
+        echoed = self._take_echo(choice)
+        text = (self.prompts[choice.job.choice] if echoed else "") + piece.text
+        if not (text or piece.finish_reason or piece.logprobs or (self.return_ids and piece.tokens)):
+            return []
+        found = self._choice(choice, text, piece.finish_reason)
+        if self._logprobs_wanted:
+            prompt = self._prompt_entries(choice) if echoed else []
+            found["logprobs"] = self._logprobs(choice, prompt, piece.logprobs or ())
+        return [found | ({"token_ids": list(piece.tokens)} if self.return_ids else {})]
+
+    def empty_part(self, choice: ChoiceState) -> dict[str, Any]:
+        """No new text."""
+        return self._choice(choice, "")
+
+    def whole_choice(self, choice: ChoiceState) -> dict[str, Any]:
+        """The text."""
+        index = choice.job.choice
+        found = self._choice(choice, self.prompts[index] * self._echo + choice.text, choice.finish_reason)
+        if self._logprobs_wanted:
+            told = [one for done in choice.rounds for one in done.logprobs or ()]
+            self._places[index] = _Place()
+            found["logprobs"] = self._logprobs(choice, self._prompt_entries(choice) if self._echo else [], told)
+        if self.return_ids:
+            found |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
+        return found
+
+    def _take_echo(self, choice: ChoiceState) -> bool:
+        first = choice.job.choice not in self._opened
+        self._opened.add(choice.job.choice)
+        return self._echo and first
+
+    def _choice(self, choice: ChoiceState, text: str, reason: str | None = None) -> dict[str, Any]:
+        return {"index": choice.job.choice, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _prompt_entries(self, choice: ChoiceState) -> list[TokenLogprobs | int]:
+        """The prompt's tokens: the first has no log-probability."""
+        return [choice.prompt[0], *(choice.prompt_logprobs or ())]
+
+    def _logprobs(
+        self, choice: ChoiceState, prompt: Sequence[TokenLogprobs | int], told: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        place = self._places[choice.job.choice]
+        for one in (*prompt, *told):
+            token = one if isinstance(one, int) else one.token_id
+            found["tokens"].append(self.token_name(token))
+            found["token_logprobs"].append(None if isinstance(one, int) else one.logprob)
+            found["top_logprobs"].append(None if isinstance(one, int) else self._top(one))
+            found["text_offset"].append(place.characters)
+            place.add(self.facts.added_bytes(token))
+        return found
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the one that stands there. Of two tokens with one text the likelier has the name."""
+        named: dict[str, float] = {}
+        for token, logprob in one.top:
+            name = self.token_name(token)
+            named[f"token_id:{token}" if name in named else name] = logprob
+        if all(token != one.token_id for token, _ in one.top):
+            name = self.token_name(one.token_id)
+            named[f"token_id:{one.token_id}" if name in named else name] = one.logprob
+        return named
