@@ -6,7 +6,7 @@ import sys
 import pytest
 from fast_part import mostly_slow
 
-from slipstream.apps.cli.app import COMMANDS
+from slipstream.apps.cli.application import COMMANDS
 
 PROGRAM = """
 import sys

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.apps.cli import app
+from slipstream.apps.cli import application
 from slipstream.text.terminal_text import harmless
 
 ESCAPE, BELL, DELETE, NEXT_LINE = "\x1b", "\x07", "\x7f", "\x85"
@@ -28,7 +28,7 @@ def controls(text: str) -> set[str]:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both streams are terminals without colours."""
-    for console in (app.out, app.err):
+    for console in (application.out, application.err):
         monkeypatch.setattr(console, "_force_terminal", True)
         monkeypatch.setattr(console, "no_color", True)
         monkeypatch.setattr(console, "_color_system", None)
@@ -87,9 +87,9 @@ def test_names_from_elsewhere_are_neither_controls_nor_markup(capsys: pytest.Cap
     name = f"[/x]{ESCAPE}[31m"
     table = Table("the prompts")
     table.add_row(name)  # the category of a prompt is the name of its file
-    app.out.print(table, name)
-    app.err.print(f"loading {name} ...", style="dim")
-    app.print_error(name)
+    application.out.print(table, name)
+    application.err.print(f"loading {name} ...", style="dim")
+    application.print_error(name)
     printed = "".join(capsys.readouterr())
     assert printed.count("[/x]␛[31m") == 4 and ESCAPE not in printed
 

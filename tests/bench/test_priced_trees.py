@@ -17,7 +17,7 @@ from played_rounds import Load, play
 from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.apps.cli.app import app, out
+from slipstream.apps.cli.application import app, out
 from slipstream.bench.records import compact
 from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
 from slipstream.bench.speed_model.formula import (

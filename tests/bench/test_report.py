@@ -14,7 +14,7 @@ from cost_cases import linear_costs
 from toy_runs import NASTY, fail, make, timed
 
 from slipstream.apps import cli
-from slipstream.apps.cli.app import app
+from slipstream.apps.cli.application import app
 from slipstream.apps.cli.report import report_command
 from slipstream.bench import report
 from slipstream.bench.arms import label, local_time

@@ -12,7 +12,7 @@ from cost_cases import RAGGED, linear_costs
 from played_rounds import Load, play
 
 from slipstream import UsageError
-from slipstream.apps.cli.app import app, out
+from slipstream.apps.cli.application import app, out
 from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (

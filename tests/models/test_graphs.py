@@ -20,7 +20,7 @@ from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
 from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, unsupported
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fast_forwards import group_queries
+from slipstream.models.hf.fast_forwards import group_queries, later_logits
 
 pytestmark = pytest.mark.slow
 
@@ -323,7 +323,8 @@ def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFi
 def test_grouped_attention_is_captured_anew() -> None:
     model = fresh("llama")
     backend = GraphedBackend(model, Tape())
-    backend.reserve(3, 1024)  # enough for the trials as well: graphs are dropped when the cache moves
+    backend.reserve(3, 1024)
+    later_logits(backend.eager)  # holds what the trials will: graphs are dropped when the cache moves
     tokens = torch.arange(1, 7)[None]
     before = [backend.forward(tokens, [0], first_slot=0, logits=True) for _ in range(2)][1]
     group_queries(backend.eager)

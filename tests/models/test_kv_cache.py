@@ -105,6 +105,7 @@ def test_ragged_forwards_and_trees_reach_behind_what_they_attend_to() -> None:
     if kernels() is None:
         pytest.skip("needs a C compiler and a processor with AVX2")
     backend = made("llama", True, torch.bfloat16)
+    backend.release()  # what the trials of its layers held
     backend.reserve(4, 2 * END)
     text = torch.ones(600, dtype=torch.int64)
     backend.forward(text[None, : FIRST_POSITIONS - 2], [0], first_slot=0, logits=False)

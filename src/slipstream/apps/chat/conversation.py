@@ -1,93 +1,24 @@
-"""A conversation: its turns, settings, answers and summary. This module knows no terminal and no slash command.
+"""A conversation: its turns, its settings and its answers. This module knows no terminal and no slash command.
 
 The turns are the only truth. Every prompt is made of all of them afresh, by the chat template or, for a model without
-one, as running text; how much of it the KV cache holds already is found by the decoder's session, token by token.
+one, as running text; how much of it the memory holds already is found by the decoder's session, token by token.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol
 
-from rich.text import Text
-
-from slipstream.certificate.parity import TieJudge
-from slipstream.core.rounds import FinishReason, Round
+from slipstream.apps.chat.face import Face
+from slipstream.apps.chat.turn import Turn, shortened
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message
-from slipstream.text.results import Chunk, Stats
-from slipstream.text.round_view import round_lines, statistics_line, time_split, verdict
-
-
-class Face(Protocol):
-    """Where a conversation shows itself."""
-
-    def piece(self, text: str) -> None:
-        """A part of the answer as it comes; the last one ends the line."""
-
-    def say(self, line: str | Text) -> None:
-        """What the user asked to see."""
-
-    def note(self, line: str) -> None:
-        """A remark beside the answers."""
-
-    def error(self, line: str) -> None:
-        """Why something was not done."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A question, its answer, and how the answer came about.
-
-    params: as used, with the seed that was chosen. prefilled: prompt tokens the target had to read, the others being in
-    its KV cache; the last few of a prompt are read together with the first draft and not counted. coupled: every token
-    was the target's own draw.
-    """
-
-    user: str
-    answer: str
-    target: str
-    drafter: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    rounds: list[Round]
-    finish_reason: FinishReason | Literal["interrupted"]
-    prefilled: int
-    lossless: bool
-    coupled: bool
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The answer's tokens."""
-        return [token for done in self.rounds for token in done.tokens]
-
-    @property
-    def stats(self) -> Stats:
-        """The answer's statistics."""
-        return Stats.of(self.rounds, lossless=self.lossless)
-
-    @property
-    def summary(self) -> str:
-        """One line: tokens, speed, drafter, acceptance, end."""
-        return f"{statistics_line(self.stats, self.drafter)}, ended by {self.finish_reason}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the rounds, for JSON."""
-        kept = ("user", "answer", "target", "drafter", "finish_reason", "token_ids", "prefilled")
-        counts = {"prompt_tokens": len(self.prompt_ids), "params": self.params.to_dict(), "stats": self.stats.to_dict()}
-        return {name: getattr(self, name) for name in kept} | counts
-
-
-def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The same options with another limit."""
-    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+from slipstream.text.results import Chunk
+from slipstream.text.round_view import round_lines
 
 
 @dataclass
@@ -235,52 +166,3 @@ class Chat:
 def _refuse_wordless(decoder: SpeculativeDecoder) -> None:
     if decoder.tokenizer is None:
         raise UsageError(f"model {decoder.target.name!r} has no tokenizer; allowed: a model that can read text")
-
-
-def compare(chat: Chat) -> str:
-    """The last question answered by plain decoding: both speeds, and whether the texts are the same."""
-    turn, decoder = chat.last, chat.decoder
-    if turn.target != decoder.target.name:
-        raise UsageError(f"the last answer is by {turn.target}, not {decoder.target.name}; allowed: after /retry")
-    ids, params = turn.token_ids, turn.params
-    length = len(ids) if turn.finish_reason == "interrupted" else params.max_tokens
-    plain_params = replace(shortened(params, length), prediction=None)
-    plain = decoder.using("none", num_draft_tokens="auto").generate(turn.prompt_ids, plain_params)
-    found = TieJudge(decoder).judge(turn.prompt_ids, plain.token_ids, ids, params, coupled=turn.coupled)
-    fast, slow = _speed(turn.stats), _speed(plain.stats)
-    speeds = f"{turn.drafter} {fast:.1f} tok/s, plain {slow:.1f} tok/s: {fast / slow:.2f}x, prompt not counted"
-    return f"{speeds}; text {verdict(found)}"
-
-
-def totals(chat: Chat) -> list[str]:
-    """Lines about the whole conversation."""
-    stats = Stats.of(done for turn in chat.turns for done in turn.rounds)
-    prompts, prefilled = sum(len(t.prompt_ids) for t in chat.turns), sum(t.prefilled for t in chat.turns)
-    interrupted = sum(turn.finish_reason == "interrupted" for turn in chat.turns)
-    lines = [f"{len(chat.turns)} turns, {interrupted} interrupted"]
-    if chat.turns:
-        drafters = "+".join(dict.fromkeys(turn.drafter for turn in chat.turns))
-        lines += [statistics_line(stats, drafters), f"prompts: {prompts} tokens, of which {prefilled} were read anew"]
-        lines.append(f"time: {time_split(stats.to_dict()).partition(': ')[2]}")
-    return lines
-
-
-def save(chat: Chat, path: Path) -> None:
-    """Write the conversation as JSON: its messages, and how every answer came about."""
-    decoder = chat.decoder
-    value = {
-        "target": decoder.target.name,
-        "draft": None if decoder.draft is None else decoder.draft.name,
-        "config": vars(decoder.config),
-        "messages": chat.messages,
-        "turns": [turn.to_dict() for turn in chat.turns],
-    }
-    try:
-        path.expanduser().write_text(json.dumps(value, indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-def _speed(stats: Stats) -> float:
-    """Output tokens per second of decoding alone."""
-    return stats.num_output_tokens / max(stats.total_seconds - stats.prefill_seconds, 1e-9)

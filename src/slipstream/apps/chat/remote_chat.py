@@ -16,7 +16,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from slipstream.apps.chat.conversation import Face
+from slipstream.apps.chat.face import Face
 from slipstream.apps.chat.server_events import events_of
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line

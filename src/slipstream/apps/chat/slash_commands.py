@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import drafters
-from slipstream.apps.chat.conversation import Chat, compare, save, totals
+from slipstream.apps.chat.conversation import Chat
+from slipstream.apps.chat.conversation_summary import compare, save, totals
 from slipstream.config import EMBEDDED
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
 from slipstream.models.hf.model_files import list_models

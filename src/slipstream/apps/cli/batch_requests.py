@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.apps.cli.app import command, config_from, err, load_decoder, write_json
+from slipstream.apps.cli.application import command, config_from, err, load_decoder, write_json
 from slipstream.apps.cli.flags import OUTPUT, PROMPTS, Json, Models, Raw, Structure, flags, option
 from slipstream.config import SERVED, DecoderConfig
-from slipstream.integrations.ray.ray_job import RayOptions
+from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def _job(
 
         return BatchJob(load_decoder(models, config), files, options)
     from slipstream.integrations.ray.ray_engine import EngineSpec
-    from slipstream.integrations.ray.ray_job import RayJob, ray_module
+    from slipstream.integrations.ray.ray_job import RayJob
+    from slipstream.integrations.ray.ray_options import ray_module
     from slipstream.jobs.batch_job import JobReport
 
     ray_module()

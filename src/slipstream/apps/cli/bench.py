@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from slipstream.apps.cli.app import command, config_from, prompt_set
+from slipstream.apps.cli.application import command, config_from, prompt_set
 from slipstream.apps.cli.flags import (
     MEASURING,
     BatchSizes,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from slipstream.apps.cli.app import err, load_decoder, out, warn_lossy, write_json
+from slipstream.apps.cli.application import err, load_decoder, out, warn_lossy, write_json
 from slipstream.apps.cli.bench import BenchRequest
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.report import target_tokenizer

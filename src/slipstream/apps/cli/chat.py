@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.text import Text
 
 from slipstream.apps.chat.remote_chat import RemoteChat
-from slipstream.apps.cli.app import command, config_from, err, load_decoder, out, print_error, print_text
+from slipstream.apps.cli.application import command, config_from, err, load_decoder, out, print_error, print_text
 from slipstream.apps.cli.flags import MODELS, PROMPTS, Models, Structure, flags, option
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError

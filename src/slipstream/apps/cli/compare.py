@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.app import (
+from slipstream.apps.cli.application import (
     command,
     config_from,
     err,

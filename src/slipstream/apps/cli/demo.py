@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from slipstream.apps.cli.app import command, demo_data, err, load_decoder, out, write_json
+from slipstream.apps.cli.application import command, demo_data, err, load_decoder, out, write_json
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
 from slipstream.config import EMBEDDED, DecoderConfig
 from slipstream.sampling.params import SamplingParams

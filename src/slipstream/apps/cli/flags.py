@@ -22,7 +22,7 @@ from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import EMBEDDED, DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import UsageError, did_you_mean
-from slipstream.integrations.ray.ray_job import RayOptions
+from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}

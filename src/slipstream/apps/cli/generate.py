@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.apps.cli.app import (
+from slipstream.apps.cli.application import (
     as_request,
     command,
     config_from,

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.app import err, print_error
+from slipstream.apps.cli.application import err, print_error
 from slipstream.bench.plan import Measurement
 from slipstream.bench.records import Run
 from slipstream.bench.summary_tables import progress_line

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.apps.cli.app import SETTINGS, Command, app, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import SETTINGS, Command, app, out, quiet_libraries, write_json
 from slipstream.apps.cli.flags import NAMED, Json
 from slipstream.errors import SlipstreamError
 

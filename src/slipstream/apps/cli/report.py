@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.apps.cli.app import command, out, print_text, quiet_libraries
+from slipstream.apps.cli.application import command, out, print_text, quiet_libraries
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.errors import UsageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from slipstream.apps.cli.app import command, config_from, err, load_decoder
+from slipstream.apps.cli.application import command, config_from, err, load_decoder
 from slipstream.apps.cli.flags import Models, flags
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.config import SERVED, DecoderConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.app import command, err, out, quiet_libraries, write_json
+from slipstream.apps.cli.application import command, err, out, quiet_libraries, write_json
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
 from slipstream.apps.cli.output_files import check_file
 from slipstream.config import DecoderConfig

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from slipstream.apps.cli.app import command, config_from, prompt_set
+from slipstream.apps.cli.application import command, config_from, prompt_set
 from slipstream.apps.cli.flags import (
     MEASURING,
     Json,

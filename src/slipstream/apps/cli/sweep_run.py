@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
-from slipstream.apps.cli.app import err, load_decoder, write_json
+from slipstream.apps.cli.application import err, load_decoder, write_json
 from slipstream.apps.cli.measuring import interruptible, watched
 from slipstream.apps.cli.sweep import SweepRequest
 from slipstream.apps.cli.tables import print_series

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from slipstream.apps.cli.app import err, load_decoder, out, print_error, write_json
+from slipstream.apps.cli.application import err, load_decoder, out, print_error, write_json
 from slipstream.apps.cli.flags import Models
 from slipstream.apps.cli.tune import TuneRequest
 from slipstream.bench.arms import PLAIN

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from slipstream.apps.cli.app import (
+from slipstream.apps.cli.application import (
     command,
     config_from,
     demo_data,

@@ -1,60 +1,29 @@
-"""A job over a Ray cluster: its options, and its requests through Ray Data."""
+"""A job over a Ray cluster: Ray Data hands blocks of lines to actors, this process writes the answers as they come.
+
+The output is that of a job on one machine, so either can go on with what the other has begun. It also makes a job
+survive its driver: Ray keeps nothing, what is not in the output is asked again. Blocks of a node that died are
+given to another by Ray; an answer is written once, as every line is in one block.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config import setting
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, first_line
 from slipstream.integrations.ray.ray_engine import EngineSpec, RayEngine
+from slipstream.integrations.ray.ray_options import RayOptions, ray_module
 from slipstream.jobs.batch_job import JobReport, JobState, Progress, run_through
 from slipstream.jobs.job_lines import JobFiles, Line
 from slipstream.jobs.line_formats import RequestDigest
 
 REACHED = 10.0  # seconds in which a cluster must answer
 BLOCKS = 3  # blocks of lines that an actor works on at a time, each as large as its batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
-    """Which cluster, and how many engines on what."""
-
-    ray: str = setting("", "run the job on this Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local")
-    ray_actors: str = setting("1", "engines, each with the models in its memory: N, or MIN-MAX as the cluster allows")
-    ray_cpus: float = setting(1.0, "CPUs of each engine; it computes with as many threads")
-    ray_gpus: float = setting(0.0, "GPUs of each engine")
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[1-9]\d{0,4}(-[1-9]\d{0,4})?", self.ray_actors) or self.actors[0] > self.actors[1]:
-            raise UsageError(f"ray_actors={self.ray_actors!r}; allowed: a number, or MIN-MAX, e.g. 2 or 1-8")
-        for name, least in (("ray_cpus", 0.01), ("ray_gpus", 0.0)):
-            if not least <= getattr(self, name) <= 1e4:
-                raise UsageError(f"{name}={getattr(self, name)}; allowed: {least:g} to 10000")
-        if not self.ray and any(getattr(self, f.name) != f.default for f in fields(self)):
-            raise UsageError("ray_actors, ray_cpus or ray_gpus without ray; allowed: with --ray ADDRESS")
-
-    @property
-    def actors(self) -> tuple[int, int]:
-        """How many engines at least and at most."""
-        low, _, high = self.ray_actors.partition("-")
-        return int(low), int(high or low)
-
-
-def ray_module() -> object:
-    """Ray; SlipstreamError without it."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise SlipstreamError(f"--ray needs {error.name}; run: pip install 'slipstream-lm[ray]'") from error
-    return ray
 
 
 @dataclass
