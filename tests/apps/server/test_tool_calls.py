@@ -88,6 +88,44 @@ def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
     assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": null, "arguments": {}}',
+        '{"name": ["add"], "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        r'{"name": "\ud800", "arguments": {}}',
+        '{"name": "add", "arguments": 5}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add", "arguments": "the sum"}',
+        '{"name": "add", "arguments": {"x": NaN}}',
+        '{"name": "add", "arguments": {"x": 1e999}}',
+        f'{{"name": "add", "arguments": {{"x": {"[" * 5000}{"]" * 5000}}}}}',
+    ],
+)
+def test_what_no_client_could_read_as_a_call_stays_text(call: str) -> None:
+    ours = HFTokenizer(tiny.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
+    assert ours.decode(ours.bare(call)) == call
+    answer = [*ours.bare(f"<tool_call>{call}</tool_call>"), 1]
+    assert ours.parse_answer(ours.bare("u:hi.a:"), answer, TOOLS) is None
+
+
+def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
+    for arguments in (', "arguments": null', ""):
+        call = f'<tool_call>{{"name": "add"{arguments}}}</tool_call>'
+        assert [one.arguments for one in parsed(call).calls] == ["{}"]
+
+
+@pytest.mark.parametrize("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
+def test_earlier_calls_have_arguments_that_are_objects(server: Served, arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages.1.tool_calls.0.function.arguments"
+    assert error["message"].endswith("; allowed: a JSON object")
+
+
 def test_models_without_a_known_form_of_calls_say_so() -> None:
     assert HFTokenizer(tiny.tokenizer()).call_opening() is None
     assert HFTokenizer(tiny.tokenizer()).parse_answer([3], [4], TOOLS) is None

@@ -292,7 +292,9 @@ def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[
     }
     made |= {"role": ROLES.get(message.role, message.role), "content": content_text(message.content, name)}
     if message.tool_calls:
-        made["tool_calls"] = [_call(f"messages.{number}.tool_calls", call) for call in message.tool_calls]
+        made["tool_calls"] = [
+            _call(f"messages.{number}.tool_calls.{at}", call) for at, call in enumerate(message.tool_calls)
+        ]
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -321,13 +323,15 @@ def content_text(content: str | list[ContentPart] | None, name: str, between: st
 
 def _call(place: str, call: CallFields) -> dict[str, Any]:
     """A call that the assistant made, its arguments as an object, which is what templates print."""
-    arguments = {} if call.function.arguments is None else call.function.arguments
+    name, arguments = f"{place}.function.arguments", call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise refused(f"{place}: arguments that are not JSON; allowed: a JSON object", place) from None
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            raise refused(f"{name} is not valid JSON; allowed: a JSON object", name) from None
+    if not isinstance(arguments, dict | None):
+        raise refused(f"{name} is of type {type(arguments).__name__}; allowed: a JSON object", name)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
 def _cut(ids: list[int], most: int | None) -> list[int]:

@@ -107,7 +107,7 @@ def parse(
         try:
             found = tokenizer.parse_response(one, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools))
             calls = tuple(map(_call, found.get("tool_calls") or ()))
-        except (ValueError, LookupError, TypeError, AttributeError):  # a model may write anything
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a model may write anything
             continue
         if calls:
             return ParsedAnswer(str(found.get("content") or "").strip(), calls)
@@ -160,6 +160,14 @@ def _whole_calls(text: str, template: Mapping[str, Any]) -> str:
 
 
 def _call(found: Mapping[str, Any]) -> ToolCall:
+    """A call that clients can read: with a name, and a JSON object of arguments. ValueError for another."""
     function = found["function"]
-    arguments = function.get("arguments", {})
-    return ToolCall(str(function["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))
+    name, arguments = function["name"], function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError(f"a call of {name!r:.80} with arguments of type {type(arguments).__name__}")
+    name.encode()  # halves of surrogate pairs can be written in JSON, but not sent
+    return ToolCall(name, json.dumps(arguments, allow_nan=False))
