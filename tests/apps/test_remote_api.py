@@ -226,6 +226,12 @@ WHOLE = b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}'
         (sse(HI, b'{"error":{"message":"out of memory"}}'), "out of memory"),
         (sse(HI, b'{"object":"error","message":"out of memory","code":500}'), "out of memory"),
         (sse(HI, b'{"detail":"out of memory"}'), "out of memory"),
+        (
+            sse(HI, b'{"choices":[{"finish_reason":"error","delta":{},"error":{"message":"out of memory"}}]}'),
+            "out of memory",
+        ),
+        (sse(HI, b'{"choices":[{"finish_reason":"error","delta":{}}]}', b"[DONE]"), "no reason given"),
+        (sse(HI, HI + HI, OVER), "sent an event that cannot be read"),
         (typed(b"data: %s\n\nevent: error\ndata: out of memory\n\n" % HI, b"text/event-stream"), "out of memory"),
         (typed(b'event: error\ndata: {"message":"out of memory"}\n\n', b"text/event-stream"), "out of memory"),
         (typed(b'{"object":"error","message":"out of memory"}', b"application/json"), "out of memory"),

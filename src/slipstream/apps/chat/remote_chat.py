@@ -90,6 +90,8 @@ class RemoteApi:
                 chunk = _json(event.data)
                 if event.kind == "error" or _is_error(chunk):
                     raise SlipstreamError(f"{self.url}: {_reason_in(event.data)}")
+                if parts.found and not chunk and event.data.strip():  # text would be missing without a word
+                    raise SlipstreamError(f"{self.url} sent an event that cannot be read: {_excerpt(event.data)}")
                 if text := parts.take(chunk):
                     yield text
             kind = answer.headers.get_content_type()
@@ -230,7 +232,10 @@ def _json(data: bytes | str) -> dict[str, Any]:
 
 def _is_error(found: dict[str, Any]) -> bool:
     """Whether this says what went wrong: OpenAI's form, vLLM's, FastAPI's, and those of others."""
-    return bool(found.get("error")) or (not isinstance(found.get("choices"), list) and any(map(found.get, WORDS)))
+    if not isinstance(found.get("choices"), list):
+        return bool(found.get("error")) or any(map(found.get, WORDS))
+    failed = any(one.get("error") or one.get("finish_reason") == "error" for one in _dictionaries(found["choices"]))
+    return failed or bool(found.get("error"))
 
 
 def _reason_in(text: str) -> str:
@@ -238,7 +243,8 @@ def _reason_in(text: str) -> str:
     found = _json(text)
     if not found and not text.lstrip().startswith(("{", "[")):
         return _excerpt(text) or NO_REASON
-    told = (_said(found.get(name)) for name in ("error", *WORDS))
+    told = [_said(found.get(name)) for name in ("error", *WORDS)]
+    told += [_said(choice.get("error")) for choice in _dictionaries(found.get("choices"))]
     return _excerpt(next(filter(None, told), "")) or NO_REASON
 
 

@@ -137,14 +137,14 @@ class StreamOptions(Fields):
 
     SILENT = frozenset({"include_obfuscation"})
 
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
 
 
 class SlipstreamOptions(Fields):
     """Ours: rounds and the origin of every token in every chunk, and a receipt at the end."""
 
-    rounds: StrictBool = False
+    rounds: StrictBool | None = None
 
 
 class ContentPart(Fields):
