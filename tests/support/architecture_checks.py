@@ -120,7 +120,7 @@ class Checks:
         backend = self.decoder.target.backend
         if isinstance(backend, HFBackend):
             where = "slots of a KV cache" if backend.cache.states is None else "slots, with states of recurrent layers"
-            return where + (", fused layers" if any(map(is_fused, self.model.modules())) else "")
+            return where + (", fused layers" if any(map(is_fused, backend.model.modules())) else "")
         assert isinstance(backend, OwnCacheBackend)
         return "caches of its own" + ("" if backend.reads_on else ", drafts token by token")
 
