@@ -148,7 +148,7 @@ def _is_address(url: str) -> bool:
 
 @dataclass
 class AnswerParts:
-    """What an answer is made of, as far as it has come. found: something that looks like one; is_over: its end, too."""
+    """What has come of an answer. found: a chunk with choices has come; is_over: the answer has ended."""
 
     found: bool = False
     is_over: bool = False
