@@ -19,8 +19,8 @@ from slipstream.bench.records import FILE, read_records
 from slipstream.models.hf.hf_tokenizer import load_tokenizer
 from slipstream.models.hf.model_files import resolve
 from slipstream.models.toy import ToyTokenizer
-from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
+from slipstream.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

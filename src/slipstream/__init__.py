@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from slipstream.models.paused_collection import paused_collection
+from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.constraints.constraint import Constraint
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
     from slipstream.sampling.params import SamplingParams
     from slipstream.text.results import Chunk, Result, Stats
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Chunk",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError, did_you_mean, setting
 
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -17,13 +17,6 @@ ACTIVATIONS = ("auto", "int8", "int15")
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long
 QUANTIZE = ("none", "int4", "int8")
 DRAFT_DTYPES = ("auto", "int4", "int8", *DTYPES[1:])
-
-
-def setting(default: Any, text: str) -> Any:
-    """A dataclass field with the help text that flags and documentation show."""
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)

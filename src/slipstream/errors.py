@@ -1,6 +1,8 @@
 """The errors Slipstream raises: one hierarchy, each message one line that a user can act on."""
 
+from dataclasses import field
 from difflib import get_close_matches
+from typing import Any
 
 
 class SlipstreamError(Exception):
@@ -19,3 +21,10 @@ def first_line(error: BaseException) -> str:
 def did_you_mean(name: str, *known: str) -> str:
     """The end of a message: the known name that a wrong one is nearest to; nothing if none is near."""
     return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1, 0.7) if near != name)
+
+
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with the help text that flags and documentation show."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": text})
+    return field(default=default, metadata={"help": text})

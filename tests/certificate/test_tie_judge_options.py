@@ -11,8 +11,7 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate import parity
-from slipstream.certificate.parity import TieJudge, count_differences
-from slipstream.text.round_view import verdict
+from slipstream.certificate.parity import TieJudge, count_differences, verdict
 
 PROMPT = [5, 6, 7, 5, 6]
 OPTIONS = [

@@ -16,6 +16,7 @@ from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
+from slipstream.models.cpu import thread_placement
 
 TEXTS = ["A heron and", "The sparrow was", "So the heron ate", "Then the wind", "It looked at", "You are fast"]
 THREADS = 6

@@ -42,7 +42,8 @@ def test_the_fingerprint_covers_all_that_turns_a_request_into_tokens() -> None:
         inner = tiny.tokenizer()
         for name, value in changes.items():
             setattr(inner, name, value)
-        return fingerprint_of(SpeculativeDecoder(model, tokenizer=inner, drafter="none"))
+        decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="none")
+        return fingerprint_of(decoder.target, decoder.shapes)
 
     plain = fingerprint()
     assert plain == fingerprint()
@@ -54,4 +55,4 @@ def test_the_fingerprint_covers_all_that_turns_a_request_into_tokens() -> None:
     ends = copy.deepcopy(model)
     ends.generation_config.eos_token_id = [5]
     changed = SpeculativeDecoder(ends, tokenizer=tiny.tokenizer(), drafter="none")
-    assert changed.target.end_ids == (5,) and fingerprint_of(changed) != plain
+    assert changed.target.end_ids == (5,) and fingerprint_of(changed.target, changed.shapes) != plain

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream import __version__
 from slipstream.bench.arms import OF_LLAMA_CPP, Arm
 from slipstream.bench.llama_cpp import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt, Key
@@ -28,6 +27,7 @@ from slipstream.core.rounds import Round
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.processor import memory_bytes, processor
 from slipstream.sampling.params import SamplingParams
+from slipstream.version import __version__
 
 FILE = "runs.jsonl"
 LATER = {"num_forwards", "parts"}  # fields that folders written before may lack

@@ -223,3 +223,15 @@ class TieJudge:
 def coupled(decoder: SpeculativeDecoder, params: SamplingParams) -> bool:
     """Whether the decoder's text must be plain decoding's: greedy, or every token the target's own draw."""
     return params.temperature == 0 or decoder.coupled
+
+
+def verdict(difference: Difference | None) -> str:
+    """One word on whether a text equals plain decoding's."""
+    if difference is None:
+        return "identical"
+    if not difference.compared:
+        return f"differs at {difference.position}, as sampled text may"
+    if difference.tie:
+        gap = abs(difference.expected_gap - difference.got_gap)
+        return f"tie at {difference.position} (gap {gap:.2g}, noise {difference.noise:.2g})"
+    return f"DIFFERS at {difference.position}"

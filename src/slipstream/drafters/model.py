@@ -24,7 +24,7 @@ from slipstream.core.rng import Stream, argmax
 from slipstream.core.types import Draft, Row, Sibling, Traits
 from slipstream.draft_length.acceptance_model import DraftNote, bin_of, sibling_bin
 from slipstream.draft_length.planner import DraftController
-from slipstream.drafters import Setup
+from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError
 
 REPRODUCIBLE = 0.4  # least probability of the draft so far, where drafts must depend on nothing but the row
@@ -332,9 +332,7 @@ def build(setup: Setup, argument: str) -> Drafter:
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:
-        from slipstream.drafters import cross_vocabulary
-
-        return cross_vocabulary.build(setup, argument)
+        return load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
     stop = stop_for(setup, given and int(given[1]))
     siblings = setup.siblings if setup.shaped or isinstance(stop, WhilePays) else 0
     return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth)

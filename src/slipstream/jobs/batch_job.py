@@ -9,18 +9,15 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
 from slipstream.jobs.job_output import ErrorFile, JobOutput, output_lines
-from slipstream.jobs.line_formats import Asked, JobOptions, LineReader, RequestDigest, reason_of, refusal_of
+from slipstream.jobs.line_formats import Asked, Decoder, JobOptions, LineReader, RequestDigest, reason_of, refusal_of
 from slipstream.jobs.request_pool import RequestPool, Work
 from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.run_order import first_row, ordered
-
-if TYPE_CHECKING:
-    from slipstream.decoder import SpeculativeDecoder
 
 MOST_TOLD = 20  # errors that a report repeats; the error file has them all
 WINDOW = 1024  # requests that are read, tokenised and ordered at a time
@@ -191,7 +188,7 @@ def run_through(
 class BatchJob:
     """Answers every line of a job once. Lines are written in the order in which they end. report: how far it is."""
 
-    def __init__(self, decoder: SpeculativeDecoder, files: JobFiles, options: JobOptions) -> None:
+    def __init__(self, decoder: Decoder, files: JobFiles, options: JobOptions) -> None:
         self._decoder, self._files = decoder, files
         self._reader = LineReader(decoder, options)
         self.report = JobReport()
@@ -241,7 +238,7 @@ class BatchJob:
 
 
 def run_batch(
-    decoder: SpeculativeDecoder,
+    decoder: Decoder,
     source: str | Path | Iterable[Mapping[str, Any]],
     output: str | Path,
     params: SamplingParams | None,

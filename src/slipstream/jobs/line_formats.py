@@ -13,20 +13,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from slipstream.config import DecoderConfig
 from slipstream.constraints.constraint import Constraint
+from slipstream.core.acceptance import Rule
+from slipstream.core.kv_slots import Shapes
+from slipstream.core.scheduler import Scheduler
 from slipstream.core.types import Row
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import Line, is_openai
+from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.detokenizer import Tokenizer
-from slipstream.text.requests import further_seeds
+from slipstream.text.requests import Prompt, further_seeds
 from slipstream.text.results import Result, result_of
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
-
-if TYPE_CHECKING:
-    from slipstream.decoder import SpeculativeDecoder
 
 KINDS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
 NEEDED = "lines in OpenAI's format need {}; run: pip install 'slipstream-lm[server]'"
@@ -71,6 +73,21 @@ class Asked(Protocol):
         """The line of the output, once all rows have ended; raises what a row failed with."""
 
 
+class Decoder(Protocol):
+    """What jobs need of a `SpeculativeDecoder`, which imports them."""
+
+    config: DecoderConfig
+    rule: Rule | None
+    target: Loaded
+
+    @property
+    def shapes(self) -> Shapes: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]: ...
+    def scheduler(self) -> Scheduler: ...
+
+
 class LineKind(Protocol):
     """Reads one format, for one decoder."""
 
@@ -105,9 +122,9 @@ class RequestDigest:
 class LineReader:
     """All formats, for one decoder. fingerprint: of its model."""
 
-    def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
+    def __init__(self, decoder: Decoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
-        self.fingerprint = fingerprint_of(decoder)
+        self.fingerprint = fingerprint_of(decoder.target, decoder.shapes)
         self._kinds: dict[bool, LineKind] = {}
         self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
@@ -198,7 +215,7 @@ class PlainRequest:
 class PlainLines:
     """Reads plain lines for one decoder."""
 
-    def __init__(self, decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> None:
+    def __init__(self, decoder: Decoder, options: JobOptions, fingerprint: str) -> None:
         self._decoder, self.options, self.fingerprint = decoder, options, fingerprint
         self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)  # they cannot be shared by threads
         self._model_name = options.model_name or decoder.target.name
@@ -233,7 +250,7 @@ class PlainLines:
         return params if params.seed is not None else replace(params, seed=seed_of(key))
 
 
-def line_kind(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> PlainLines:
+def line_kind(decoder: Decoder, options: JobOptions, fingerprint: str) -> PlainLines:
     """Plain lines for a decoder."""
     return PlainLines(decoder, options, fingerprint)
 

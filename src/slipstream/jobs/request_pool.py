@@ -6,14 +6,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
-from slipstream.jobs.line_formats import Asked
-
-if TYPE_CHECKING:
-    from slipstream.decoder import SpeculativeDecoder
+from slipstream.jobs.line_formats import Asked, Decoder
 
 
 @dataclass
@@ -45,7 +41,7 @@ class RequestPool:
     there are.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._scheduler = decoder.scheduler()
         self._most = 2 * self._scheduler.max_batch_size
         self._queue: deque[Asked] = deque()

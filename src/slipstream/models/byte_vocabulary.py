@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from slipstream.errors import UsageError
 from slipstream.models.byte_tokens import ByteTokens, Encoding, ReadableAsBytes
-from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 
 PROBES = (
     " two  spaces,\n\ta tab and a line ",

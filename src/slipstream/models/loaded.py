@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
-from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from slipstream.config import setting
 from slipstream.constraints.constraint import Constraint
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError, did_you_mean
+from slipstream.errors import UsageError, did_you_mean, setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,35 +6,11 @@ This module knows neither models nor sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.tokenizer import PLAIN_CHAT, ChatForm
+from slipstream.text.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-
-
-class Tokenizer(Protocol):
-    """What Slipstream needs of a tokenizer."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat` works."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens the model expects at its beginning."""
-
-    def bare(self, text: str) -> list[int]:
-        """Token ids of a text and nothing else."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-
-    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
-        """Token ids of a conversation, by default ready for the model's answer."""
-
-    def vocabulary(self) -> dict[str, int]:
-        """Token text to id, added tokens included."""
 
 
 class TextStream:

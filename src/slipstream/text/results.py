@@ -13,8 +13,9 @@ from rich.text import Text
 from slipstream.core.rounds import FinishReason, Origin, Round, TokenLogprobs
 from slipstream.core.types import Row
 from slipstream.sampling.processors import params_of
-from slipstream.text.detokenizer import Tokenizer, VisibleText, visible_text
-from slipstream.text.round_view import round_lines, to_html
+from slipstream.text.detokenizer import VisibleText, visible_text
+from slipstream.text.round_view import percent, round_lines, to_html
+from slipstream.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -217,3 +218,15 @@ def chunks_of(row: Row, rounds: Iterable[Round], tokenizer: Tokenizer | None) ->
         yield Chunk(piece, done.tokens, done.origins, done)
     if row.error is not None:
         raise row.error
+
+
+def statistics_line(stats: Stats, drafter: str) -> str:
+    """Tokens, speed and acceptance in one line."""
+    rate, efficiency = percent(stats.acceptance_rate), f"{stats.block_efficiency:.2f}"
+    speed = f"{stats.num_output_tokens} tokens, {stats.tokens_per_second:.1f} tok/s"
+    forced = f", {stats.num_forced_tokens} forced by the constraint" if stats.num_forced_tokens else ""
+    line = f"{speed}, {drafter}: acceptance rate {rate}, block efficiency {efficiency}{forced}"
+    if stats.accepted_prediction_tokens is None:
+        return line
+    told = f"{stats.accepted_prediction_tokens} accepted, {stats.rejected_prediction_tokens} rejected"
+    return f"{line}, prediction: {told}"

@@ -87,3 +87,26 @@ class ToolCallParser(Protocol):
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedAnswer | None:
         """The calls in an answer (token ids) to a prompt (likewise); None if it has none that can be read."""
+
+
+class Tokenizer(Protocol):
+    """What Slipstream needs of a tokenizer."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens the model expects at its beginning."""
+
+    def bare(self, text: str) -> list[int]:
+        """Token ids of a text and nothing else."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+
+    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation, by default ready for the model's answer."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text to id, added tokens included."""

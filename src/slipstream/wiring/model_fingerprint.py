@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import torch
 
-import slipstream
+from slipstream.core.kv_slots import Shapes
 from slipstream.models.layer_subset import LayerSubsets
+from slipstream.models.loaded import Loaded
 from slipstream.text.tokenizer import TokenizerDetails
-from slipstream.wiring.model_holder import ModelHolder
+from slipstream.version import __version__
 
 
-def fingerprint_of(decoder: ModelHolder) -> str:
+def fingerprint_of(target: Loaded, shapes: Shapes) -> str:
     """Equal for decoders that give the same bytes for the same request and seed: weights, tokenizer, chat template,
     ends of texts, forward shapes and versions.
     """
-    target = decoder.target
     backend = target.backend
     weights = backend.weights_digest() if isinstance(backend, LayerSubsets) else target.name
     tokenizer = target.tokenizer
@@ -26,9 +26,9 @@ def fingerprint_of(decoder: ModelHolder) -> str:
         weights,
         tokenizer.digest() if isinstance(tokenizer, TokenizerDetails) else type(tokenizer).__name__,
         target.end_ids,
-        replace(decoder.shapes, alone=(), totals=()),  # which of the shapes that agree are used is a matter of speed
+        replace(shapes, alone=(), totals=()),  # which of the shapes that agree are used is a matter of speed
         backend.device.type,
         torch.__version__,
-        slipstream.__version__,
+        __version__,
     )
     return "slip-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -14,8 +14,8 @@ from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_erro
 from slipstream.models.loaded import Loaded
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.reproducibility.calibration import Calibration
-from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.requests import Prompt, RequestReader
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.wiring.model_pair import ModelPair
 from slipstream.wiring.prompt_scores import PromptScores
 

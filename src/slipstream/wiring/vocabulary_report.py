@@ -12,8 +12,8 @@ from slipstream.models.hf.vocabulary import differences, usable
 from slipstream.models.hf.vocabulary_info import SPECIAL, VocabularyInfo
 from slipstream.models.loaded import Loaded
 from slipstream.models.vocabulary_bridge import bridge_between
-from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.prompt_sets import builtin_prompts
+from slipstream.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 SHOWN = 3

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.turn import shortened
-from slipstream.certificate.parity import TieJudge
+from slipstream.certificate.parity import TieJudge, verdict
 from slipstream.errors import UsageError
-from slipstream.text.results import Stats
-from slipstream.text.round_view import statistics_line, time_split, verdict
+from slipstream.text.results import Stats, statistics_line
+from slipstream.text.round_view import time_split
 
 
 def compare(chat: Chat) -> str:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from slipstream.core.rounds import FinishReason, Round
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.results import Stats
-from slipstream.text.round_view import statistics_line
+from slipstream.text.results import Stats, statistics_line
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from slipstream.models.cpu.thread_placement import bind_threads
 
 CORES = bind_threads(os.environ)  # before PyTorch is imported
 
-from slipstream import __version__  # noqa: E402
 from slipstream.apps.cli.application import COMMANDS, MODULES, app, out, print_error  # noqa: E402  # noqa: E402
 from slipstream.errors import SlipstreamError, UsageError, first_line  # noqa: E402
 from slipstream.text.terminal_text import harmless  # noqa: E402
+from slipstream.version import __version__  # noqa: E402
 
 for _name in (name for names in COMMANDS.values() for name in names):
     import_module(f"{__name__}.{MODULES.get(_name, _name)}")  # registers itself

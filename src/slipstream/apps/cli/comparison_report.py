@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from slipstream import __version__
 from slipstream.apps.cli.flags import Models
 from slipstream.bench.comparison import SPECULATIVE, Comparison
+from slipstream.certificate.parity import verdict
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.round_view import verdict
+from slipstream.version import __version__
 
 
 def to_dict(

@@ -197,7 +197,7 @@ def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bo
 
 
 def _print_stats(decoder: SpeculativeDecoder, stats: Stats, end: str) -> None:
-    from slipstream.text.round_view import statistics_line
+    from slipstream.text.results import statistics_line
 
     arithmetic = f", {decoder.target.arithmetic}" if decoder.target.arithmetic else ""
     line = f"{statistics_line(stats, decoder.drafter_name)}{arithmetic}, {end}"

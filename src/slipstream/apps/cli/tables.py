@@ -18,9 +18,11 @@ from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, best_of
 from slipstream.certificate.checks import Check
-from slipstream.text.detokenizer import TextStream, Tokenizer
+from slipstream.certificate.parity import verdict
+from slipstream.text.detokenizer import TextStream
 from slipstream.text.results import Result
-from slipstream.text.round_view import percent, verdict
+from slipstream.text.round_view import percent
+from slipstream.text.tokenizer import Tokenizer
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "blue", "bonus": "cyan", "plain": ""}
 MEANINGS = {

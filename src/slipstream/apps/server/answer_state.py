@@ -16,8 +16,9 @@ from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.models.byte_tokens import ReadableAsBytes
 from slipstream.sampling.processors import params_of
-from slipstream.text.detokenizer import Tokenizer, VisibleText
+from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
+from slipstream.text.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of what a request's prediction drafted
 

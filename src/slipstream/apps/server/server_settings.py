@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from slipstream.config import setting
-from slipstream.errors import UsageError
+from slipstream.errors import UsageError, setting
 
 SEVERAL = "may be given several times"
 NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -29,8 +29,8 @@ from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.acceptance_model import DraftNote
-from slipstream.text.detokenizer import Tokenizer
 from slipstream.text.results import Stats
+from slipstream.text.tokenizer import Tokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
     """The facts of a decoder. name: by which it is served, "" for the target's own."""
     return ModelFacts(
         name or decoder.target.name,
-        fingerprint_of(decoder),
+        fingerprint_of(decoder.target, decoder.shapes),
         decoder.reproducible and decoder.coupled,
         partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
         decoder.lossless,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-from slipstream.config import setting
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError, UsageError, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from slipstream.models.hf.model_files import is_gguf, not_loaded, resolve
 from slipstream.models.hf.weights import READER_ERRORS, quietly
 from slipstream.models.loaded import Loaded, is_toy
 from slipstream.models.toy import load_toy
-from slipstream.text.detokenizer import Tokenizer
+from slipstream.text.tokenizer import Tokenizer
 
 SPECIAL = ("bos", "eos", "pad")
 
