@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architecture_checks import PROMPTS, QUEUE, Liar
+from architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
 from architectures import tiny_model
 from fast_part import mostly_slow
 from queued_texts import GREEDY, QueuedTexts
@@ -175,6 +175,17 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(model_type: str, reason:
     model = tiny_model(model_type)
     with pytest.raises(UsageError, match=f"{type(model).__name__} is not supported.*{reason}"):
         wrap_model(model, None, LoadOptions())
+
+
+def test_a_cache_with_a_window_that_no_mask_has_holds_texts_up_to_it() -> None:
+    checks = Checks(tiny_model("moshi"))
+    window = checks.model.config.sliding_window
+    expected = checks._generate([3, 4, 5])[: window - 3]
+    for drafter in ("none", "ngram", "model"):
+        decoder = checks.decoder.using(drafter)
+        assert decoder.generate([3, 4, 5], greedy(window - 3)).token_ids == expected
+        with pytest.raises(UsageError, match=f"at most {window - 3} after a prompt of 3 tokens"):
+            decoder.generate([3, 4, 5], greedy(window - 2))
 
 
 def test_an_encoder_is_refused_with_the_field_to_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ from slipstream.models.hf import grouped_attention as grouped
 
 STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
 Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for all layers, or one per kind
+
+
+def unmasked_window(model: Any) -> int | None:
+    """The sliding window of a model of transformers that has one in its cache and none in its masks; else None.
+
+    `generate` then reads a prompt without a window and goes on with one, token by token (Moshi).
+    """
+    config = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "layer_types", None):
+        return None
+    classes = {*type(model).__mro__, *type(model.base_model).__mro__}
+    homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models.")}
+    masked = any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
+    return window if homes and not masked else None
 
 
 class MaskBuilder:

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
+from slipstream.models.hf.attention_masks import unmasked_window
 from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
 from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
 from slipstream.models.hf.rotations_by_length import rotate_by_length
@@ -156,7 +157,8 @@ class OwnCacheBackend:
         config = model.config.get_text_config(decoder=True)
         self.device = input_device(model)
         # a draft that reached into long texts would be read as one of them
-        self.max_length: int = rotate_by_length(model) or getattr(config, "max_position_embeddings", None) or 1 << 20
+        longest = rotate_by_length(model) or unmasked_window(model)
+        self.max_length: int = longest or getattr(config, "max_position_embeddings", None) or 1 << 20
         self.reads_on, self.rounds_alike = True, model.dtype in (torch.float32, torch.float64)
         self._accepts = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model, CACHE_NAMES)

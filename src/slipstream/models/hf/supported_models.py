@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from slipstream.errors import UsageError
 from slipstream.models.hf import grouped_attention as grouped
+from slipstream.models.hf.attention_masks import unmasked_window
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, STATES, cache_name
 from slipstream.models.hf.prepared_inputs import prepares_inputs_differently
 from slipstream.models.hf.recurrent.mixers import recurrent_layers
@@ -60,6 +61,8 @@ def not_by_position(model: Any) -> str | None:
         reason = "it has no language-modelling head"
     elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
+    elif attends and unmasked_window(model) is not None:
+        reason = "its cache has a sliding window that its attention masks have not"
     elif prepares_inputs_differently(model):
         reason = "its prepare_inputs_for_generation gives the forward other inputs than transformers' does"
     return reason
