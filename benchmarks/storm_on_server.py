@@ -27,8 +27,8 @@ import httpx
 from server_processes import end_on_signals, slipstream_serve
 from terminal import in_one_line, positive
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from server_storm import HOSTILE, KINDS, Storm
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.server_storm import HOSTILE, KINDS, Storm
 
 PATIENCE = 120.0  # seconds until a server is ready, or has nothing left to do
 LOST = 48 << 20  # bytes that the second half of the requests may leave behind: allocators keep some

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tiny
-from talk import Recorder, face, letters, refused, toy, type_in
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.cli import chat as chat_cli
 from slipstream.certificate.parity import first_difference
+from tests.support import tiny_models
+from tests.support.chat_fakes import Recorder, face, letters, refused, toy, type_in
 
 
 def test_an_answer_streams_and_is_the_decoders_own() -> None:
@@ -131,7 +131,7 @@ def test_an_answer_is_cut_to_the_context_with_a_note_and_a_full_context_is_refus
 
 def test_a_model_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
-        Chat(SpeculativeDecoder(tiny.shared("llama"), reproducible=False), Recorder())
+        Chat(SpeculativeDecoder(tiny_models.shared("llama"), reproducible=False), Recorder())
 
 
 def piped(monkeypatch, capsys, text: str, *flags: str) -> tuple[int, str, str]:

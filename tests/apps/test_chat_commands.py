@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from talk import face, refused, toy, type_in
 
 from slipstream import drafters
 from slipstream.apps.chat.slash_commands import COMMANDS
 from slipstream.certificate.wrong_rules import load_wrong_rule
+from tests.support import tiny_models
+from tests.support.chat_fakes import face, refused, toy, type_in
 
 
 def test_help_lists_every_command_and_explains_one() -> None:
@@ -53,7 +53,7 @@ def test_a_failed_load_keeps_the_old_models(tmp_path: Path) -> None:
     chat = toy(draft="toy:2")
     old = chat.decoder
     assert "nowhere" in refused(chat, "/target ./nowhere")
-    tiny.shared("llama").save_pretrained(tmp_path)
+    tiny_models.shared("llama").save_pretrained(tmp_path)
     assert "has 61 logits, target 'toy' has 257, and no tokenizers" in refused(chat, f"/draft {tmp_path}")
     assert chat.decoder is old
 

@@ -1,10 +1,10 @@
 """What may be typed after a slash command: options, methods, mistakes and completion."""
 
 import pytest
-from talk import refused, toy, type_in
 
 from slipstream import SamplingParams
 from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS, complete
+from tests.support.chat_fakes import refused, toy, type_in
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run
 
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare
+from tests.support.command_line import run
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")

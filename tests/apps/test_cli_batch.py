@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import run
-from job_cases import by_id, chat, read, requests, toy, write
 from rich.console import Console
 
 from slipstream.apps.cli import batch_requests, serve
 from slipstream.config import SERVED, DecoderConfig
+from tests.support.command_line import run
+from tests.support.job_cases import by_id, chat, read, requests, toy, write
 
 Capture = pytest.CaptureFixture[str]
 TOY = ("--target", "toy")

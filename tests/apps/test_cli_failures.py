@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run
 
 from slipstream import SamplingParams
 from slipstream.apps.cli.demo import caption
@@ -15,6 +14,7 @@ from slipstream.bench.comparison import PLAIN, SPECULATIVE, Comparison, Run
 from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.command_line import run
 
 pytestmark = pytest.mark.slow
 

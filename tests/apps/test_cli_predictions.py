@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run
-from talk import Recorder
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.chat.conversation import Chat
 from slipstream.bench.arms import parse_arm
 from slipstream.text.prompt_sets import read_prompts
+from tests.support.chat_fakes import Recorder
+from tests.support.command_line import run
 
 TOY = ("--target", "toy", "--max-tokens", "60", "--drafter", "ngram", "--num-draft-tokens", "8")
 

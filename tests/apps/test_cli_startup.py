@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from fast_part import mostly_slow
 
 from slipstream.apps.cli.application import COMMANDS
+from tests.support.markers import mostly_slow
 
 PROGRAM = """
 import sys

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import transformers
-from command_line import run
 from tokenizers import Tokenizer, models
-from vocabularies import TEXT, speaking, tokenizer
+
+from tests.support.command_line import run
+from tests.support.vocabularies import TEXT, speaking, tokenizer
 
 STORY = "\n".join(TEXT)
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import run
-from talk import refused, toy
 
 from slipstream import SamplingParams, UsageError
 from slipstream.errors import did_you_mean
+from tests.support.chat_fakes import refused, toy
+from tests.support.command_line import run
 
 
 def test_only_near_names_are_suggested() -> None:

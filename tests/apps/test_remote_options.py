@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from talk import Recorder
 
 from slipstream import Constraint, SamplingParams, UsageError
 from slipstream.apps.chat.remote_chat import RemoteChat, request_fields
+from tests.support.chat_fakes import Recorder
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 200}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from command_line import run
 from rich.console import Console
 from rich.table import Table
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.cli import application
 from slipstream.text.terminal_text import harmless
+from tests.support.command_line import run
 
 ESCAPE, BELL, DELETE, NEXT_LINE = "\x1b", "\x07", "\x7f", "\x85"
 BIASED = ("--target", "toy", "-p", "A heron", "--raw", "--max-tokens", "3", "--logit-bias")

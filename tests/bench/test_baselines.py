@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import fresh, perturbed, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.arms import parse_arms
@@ -16,6 +15,7 @@ from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, start
 from slipstream.bench.summary import summarise
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.tiny_models import fresh, perturbed, reference, shared, tokenizer
 
 PROMPTS = name_prompts([NamedPrompt(text) for text in ("the heron, the heron", "a fish and a stone, a fish", "ab")])
 PARAMS = SamplingParams(max_tokens=16)

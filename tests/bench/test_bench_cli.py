@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run
 
 from slipstream.apps.cli import bench_run as bench
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.limits import MAX_DRAFT_TOKENS
+from tests.support.command_line import run
 
 pytestmark = pytest.mark.slow
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from toy_bench import GREEDY, HEADER, PROMPTS, toy
 
 from slipstream.bench.arms import Arm, parse_arms
 from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import Measurement, plan
 from slipstream.bench.records import FILE, open_folder, read_records
+from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
 
 pytestmark = pytest.mark.slow
 
 SERVER = """
 import os, sys
 from pathlib import Path
-from test_bench_kill import go_on
+from tests.bench.test_bench_kill import go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -47,7 +47,7 @@ def go_on(folder: Path) -> None:
 
 def test_kill_9_loses_nothing_finished(tmp_path: Path) -> None:
     rng, kept = random.Random(7), b""
-    places = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)])
+    places = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", SERVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": places}, **pipes) as server:

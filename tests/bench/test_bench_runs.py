@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_bench import GREEDY, HEADER, PROMPTS, toy
-from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.bench.arms import Arm, parse_arms
@@ -18,6 +16,8 @@ from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.core.acceptance import Rule, block
 from slipstream.models.toy import load_toy
+from tests.support.toy_bench import GREEDY, HEADER, PROMPTS, toy
+from tests.support.vocabularies import decoder_of, fable_model
 
 
 def measured(

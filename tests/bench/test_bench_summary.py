@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fast_part import mostly_slow
 
 from slipstream.bench.records import Run
 from slipstream.bench.summary import speed, speed_up, summarise, total_stats, wrong_texts
 from slipstream.core.rounds import Round, Seconds
 from slipstream.text.results import Stats
+from tests.support.markers import mostly_slow
 
 EXPERIMENTS, GROUPS, TRUTH, SPREAD = 150, 25, 2.0, 0.3
 

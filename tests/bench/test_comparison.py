@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import perturbed, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.comparison import HF, PLAIN, SPECULATIVE, compare, compare_batch, summarise
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.tiny_models import perturbed, shared, tokenizer
 
 PROMPTS = [NamedPrompt("the heron, the heron"), NamedPrompt("a fish and a stone, a fish")]
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import tiny_model
-from cost_cases import linear_costs
-from fast_part import mostly_slow
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import Oracle, perturbed, shared
-from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.speed_model.formula import Costs, Machine, best_length, measure_costs, paper_costs
 from slipstream.models.toy import load_toy
+from tests.support.architectures import tiny_model
+from tests.support.cost_cases import linear_costs
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import Oracle, perturbed, shared
+from tests.support.vocabularies import decoder_of, fable_model
 
 
 def test_costs_are_interpolated_in_tokens() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cost_cases import RAGGED, linear_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from slipstream.bench.speed_model.formula import (
     simulate,
 )
 from slipstream.text.results import Stats
+from tests.support.cost_cases import RAGGED, linear_costs
 
 ALPHAS = st.floats(0.0, 1.0)
 LENGTHS = st.integers(0, 12)

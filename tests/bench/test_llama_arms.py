@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import run as command
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.bench import lineup as lineups
@@ -25,6 +24,7 @@ from slipstream.bench.plan import name_prompts, plan
 from slipstream.bench.records import Header, Run, read_records, start
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.command_line import run as command
 
 VOCABULARY = 23
 PROMPT = [3, 1, 4, 1, 5]

@@ -10,11 +10,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from cost_cases import RAGGED, linear_costs
 from hypothesis import given
 from hypothesis import strategies as st
-from played_rounds import Load, play
-from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.cli.application import app, out
@@ -37,6 +34,9 @@ from slipstream.bench.speed_model.probe import uneven
 from slipstream.bench.speed_model.round_costs import TokenCosts
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
+from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.simulated_rounds import Load, play
+from tests.support.tiny_models import fresh
 
 BATCHES = (1, 2, 4, 8)
 COMB = Acceptance.by_position([0.8, 0.6, 0.7, 0.5], siblings=[[0.1, 0.05], [0.2, 0.1], [0.1, 0.0], [0.3, 0.1]])

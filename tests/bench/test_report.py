@@ -10,8 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from cost_cases import linear_costs
-from toy_runs import NASTY, fail, make, timed
 
 from slipstream.apps import cli
 from slipstream.apps.cli.application import app
@@ -39,6 +37,8 @@ from slipstream.bench.sweep_grid import summarise_by_temperature
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.round_view import views
+from tests.support.cost_cases import linear_costs
+from tests.support.toy_runs import NASTY, fail, make, timed
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 
 import pytest
-from toy_runs import make
 
 from slipstream.bench.report import write_report
 from slipstream.models.toy import ToyTokenizer
+from tests.support.toy_runs import make
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = [

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_runs import fail, make
 
 from slipstream.apps import cli
 from slipstream.bench.arms import local_time
@@ -14,6 +13,7 @@ from slipstream.bench.report.markdown import markdown
 from slipstream.bench.report.report_data import against, load
 from slipstream.bench.summary import summarise
 from slipstream.errors import UsageError
+from tests.support.toy_runs import fail, make
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cost_cases import RAGGED, linear_costs
-from played_rounds import Load, play
 
 from slipstream import UsageError
 from slipstream.apps.cli.application import app, out
@@ -24,6 +22,8 @@ from slipstream.bench.speed_model.formula import (
     simulate,
 )
 from slipstream.text.results import Stats
+from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.simulated_rounds import Load, play
 
 pytestmark = pytest.mark.slow
 

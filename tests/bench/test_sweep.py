@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_runs import timed
 
 from slipstream.apps import cli
 from slipstream.apps.cli import sweep_run as command
@@ -13,6 +12,7 @@ from slipstream.bench.records import FILE, read_records
 from slipstream.bench.sweep_grid import Grid, best_of, references, series_of, summarise_by_temperature
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.errors import UsageError
+from tests.support.toy_runs import timed
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_runs import PROMPTS
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
@@ -20,6 +19,7 @@ from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, 
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
+from tests.support.toy_runs import PROMPTS
 
 pytestmark = pytest.mark.slow
 LINES = [{"prompt": f"The {word}", "category": kind} for kind in ("birds", "fish") for word in ("heron", "sparrow")]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tiny import shared
 from typer.testing import CliRunner
 
 from slipstream import SlipstreamError, UsageError
+from tests.support.tiny_models import shared
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ import draft_context
 import draft_vocabulary
 import pytest
 import terminal
-from tiny import perturbed, shared, tokenizer
+
+from tests.support.tiny_models import perturbed, shared, tokenizer
 
 Run = Callable[..., tuple[int, str]]
 

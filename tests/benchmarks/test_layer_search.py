@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import typer
-from layer_skip_cases import by_hugging_face, decoder_of
-from tiny import fresh, prompts
 from typer.testing import CliRunner
 
 from slipstream import SpeculativeDecoder
 from slipstream.bench.speed_model.round_costs import Costs
+from tests.support.layer_skip_cases import by_hugging_face, decoder_of
+from tests.support.tiny_models import fresh, prompts
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import quantised_forwards
 import torch
-from gguf_files import write_model
-from quantised_files import SHAPE
-from tiny import fresh, tokenizer
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
+from tests.support.gguf_files import write_model
+from tests.support.quantised_files import SHAPE
+from tests.support.tiny_models import fresh, tokenizer
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(

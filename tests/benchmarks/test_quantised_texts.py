@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import quantised_texts
 import torch
-from gguf_files import write_model
 
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
+from tests.support.gguf_files import write_model
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import race_shares
 import terminal
-from tiny import shared, tokenizer
+
+from tests.support.tiny_models import shared, tokenizer
 
 PROMPTS = str(Path(__file__).parents[2] / "src/slipstream/data/prompts.jsonl")
 SHORT = [PROMPTS, "--limit", "1", "--tokens", "6", "--races", "2"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import policy_change
 import pytest
 import retrieval_drafts
-from tiny import shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round, Seconds
 from slipstream.text.prompt_sets import read_prompts
+from tests.support.tiny_models import shared, tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import rounding_schemes
-from quantised_files import SHAPE
-from tiny import fresh, tokenizer
+
+from tests.support.quantised_files import SHAPE
+from tests.support.tiny_models import fresh, tokenizer
 
 
 def test_every_scheme_is_measured(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import typer
-from tiny import fresh, perturbed, shared
 from typer.testing import CliRunner
 
 from slipstream import SpeculativeDecoder, UsageError
+from tests.support.tiny_models import fresh, perturbed, shared
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import json
 import pytest
 import storm_on_server
 from load_client import Answer, Load, figures, run_load
-from served import served, toy
 
 from slipstream import SamplingParams, SlipstreamError
+from tests.support.running_server import running_server, toy
 
 FIELDS = {"max_tokens": 12, "temperature": 0.0}
 
@@ -19,7 +19,7 @@ FIELDS = {"max_tokens": 12, "temperature": 0.0}
 @pytest.mark.parametrize("load", [Load(2), Load(9, rate=200.0)])
 def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
     prompts = ["A heron", "The wren", "Then the wind"]
-    with served() as server:
+    with running_server() as server:
         answers = asyncio.run(run_load(server.url, "toy", prompts, load, FIELDS))
     expected = [one.text for one in toy().generate(prompts, SamplingParams(max_tokens=12), chat=False)]
     assert [one.prompt for one in answers] == prompts and [one.text for one in answers] == expected
@@ -27,7 +27,7 @@ def test_a_load_has_every_answer_with_its_times(load: Load) -> None:
 
 
 def test_a_whole_answer_comes_at_once() -> None:
-    with served() as server:
+    with running_server() as server:
         load = run_load(server.url, "toy", ["A heron", "The wren"], Load(2), FIELDS | {"stream": False})
         answers = asyncio.run(load)
     expected = toy().generate(["A heron", "The wren"], SamplingParams(max_tokens=12), chat=False)
@@ -75,7 +75,7 @@ def test_figures_are_those_of_the_times() -> None:
 @pytest.mark.slow
 def test_a_storm_leaves_nothing_behind_and_a_wrong_text_is_noticed() -> None:
     options = argparse.Namespace(requests=60, seed=3, at_once=8, longest=60)
-    with served() as server:
+    with running_server() as server:
         found = storm_on_server.measure(server.url, options)
         assert not found["wrong_texts"] and not found["health"]["not_ready"] and not found["internal_errors"]
         assert found["running_or_waiting"] == 0 and found["held"]["slipstream:tasks"][-1] <= 5

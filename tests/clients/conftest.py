@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import tiny
-from served import Served, served
 
 from slipstream import SpeculativeDecoder
+from tests.support import tiny_models
+from tests.support.running_server import RunningServer, running_server
 
 TEMPLATE = (
     "{% for t in tools or [] %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}"
@@ -20,12 +20,12 @@ EXTRA = ["\n", *'<>_{}"/[]-0123456789']
 
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
-    tokenizer = tiny.tokenizer(EXTRA, TEMPLATE)
-    model = tiny.fresh("llama", vocab_size=len(tokenizer), eos_token_id=1)
+    tokenizer = tiny_models.tokenizer(EXTRA, TEMPLATE)
+    model = tiny_models.fresh("llama", vocab_size=len(tokenizer), eos_token_id=1)
     return SpeculativeDecoder(model, tokenizer=tokenizer, drafter="suffix", num_draft_tokens=4, acceptance="match")
 
 
 @pytest.fixture(scope="module")
-def server(decoder: SpeculativeDecoder) -> Iterator[Served]:
-    with served(lambda: decoder.using(), served_model_name="tiny") as one:
+def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
+    with running_server(lambda: decoder.using(), served_model_name="tiny") as one:
         yield one

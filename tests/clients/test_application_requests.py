@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from served import Served
-
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.running_server import RunningServer
 
 STOPS = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>", "<endoftext>", "</fim_middle>", "</code>"]
 STOPS += ["\n\n", "/src/", "#- coding: utf-8", "```", "\nfunction", "\nclass", "\nmodule", "\nexport", "\nimport"]
@@ -15,7 +14,7 @@ STOPS += ["\ndef", "\nfrom", "\nwhile", "\nfor", "\ntry"]
 KEYS = {"Authorization": "Bearer none", "api-key": "none"}  # Continue sends both
 
 
-def streamed(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
+def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> list[Any]:
     with server.http.stream("POST", path, json=body | {"stream": True}, headers=KEYS) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
@@ -24,7 +23,7 @@ def streamed(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def test_continue_completes_with_a_prompt_of_its_own_and_a_long_list_of_stops(
-    server: Served, decoder: SpeculativeDecoder
+    server: RunningServer, decoder: SpeculativeDecoder
 ) -> None:
     assert [one["id"] for one in server.http.get("/v1/models", headers=KEYS).json()["data"]] == ["tiny"]
     body = {"model": "tiny", "prompt": "<fim_prefix>cat<fim_suffix>mat<fim_middle>", "max_tokens": 40, "stop": STOPS}
@@ -34,7 +33,7 @@ def test_continue_completes_with_a_prompt_of_its_own_and_a_long_list_of_stops(
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
 
 
-def test_continue_applies_an_edit_with_the_old_file_as_its_prediction(server: Served) -> None:
+def test_continue_applies_an_edit_with_the_old_file_as_its_prediction(server: RunningServer) -> None:
     messages = [{"role": "system", "content": " "}, {"role": "user", "content": "mend the cat"}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 30, "temperature": 0.0, "top_p": 1.0, "seed": 1}
     plain = streamed(server, "/v1/chat/completions", body)
@@ -44,7 +43,7 @@ def test_continue_applies_an_edit_with_the_old_file_as_its_prediction(server: Se
     assert texts[0] == texts[1]
 
 
-def test_open_webui_streams_chats_with_the_usage_and_asks_for_titles_at_once(server: Served) -> None:
+def test_open_webui_streams_chats_with_the_usage_and_asks_for_titles_at_once(server: RunningServer) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "the cat sat"}]}]
     chat = {"model": "tiny", "messages": messages, "stream_options": {"include_usage": True}, "max_tokens": 20}
     chunks = streamed(server, "/v1/chat/completions", chat)

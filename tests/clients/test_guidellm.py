@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_runs import needs, run_client
-from served import Served
 
 from slipstream import SpeculativeDecoder
+from tests.support.client_runs import needs, run_client
+from tests.support.running_server import RunningServer
 
 pytestmark = [pytest.mark.slow, needs("guidellm")]
 REQUESTS = 6
 
 
-def test_every_request_of_a_load_is_answered(server: Served, decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+def test_every_request_of_a_load_is_answered(
+    server: RunningServer, decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
     folder, report = tmp_path / "tokenizer", tmp_path / "report.json"
     tokenizer: Any = decoder.tokenizer
     tokenizer.inner.save_pretrained(folder)

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from client_runs import needs, run_script
-from served import Served
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.client_runs import needs, run_script
+from tests.support.running_server import RunningServer
 
 pytestmark = [pytest.mark.slow, needs("litellm")]
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
@@ -21,7 +21,9 @@ ARGUMENTS = {
 }
 
 
-def test_every_kind_of_call_comes_back_as_the_decoders_own_text(server: Served, decoder: SpeculativeDecoder) -> None:
+def test_every_kind_of_call_comes_back_as_the_decoders_own_text(
+    server: RunningServer, decoder: SpeculativeDecoder
+) -> None:
     plain = decoder.using("none", num_draft_tokens="auto")
     expected = plain.generate(
         MESSAGES, SamplingParams(max_tokens=60, seed=4, temperature=0.8, logit_bias={1: -50})

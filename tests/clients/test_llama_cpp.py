@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from client_runs import ROOT, needs
-from gguf_files import write_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.arms import parse_arms
@@ -20,6 +18,8 @@ from slipstream.bench.records import Header, start
 from slipstream.bench.summary import summarise, wrong_texts
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.client_runs import ROOT, needs
+from tests.support.gguf_files import write_model
 
 pytestmark = [
     pytest.mark.slow,

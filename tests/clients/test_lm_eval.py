@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from client_runs import ROOT, needs, run_script
-from served import served
 
 from slipstream import SpeculativeDecoder
 from slipstream.models.cache_folder import cache_folder
+from tests.support.client_runs import ROOT, needs, run_script
+from tests.support.running_server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2, needs("lm_eval")]
 TASKS = ROOT / "tests" / "clients" / "tasks"
@@ -22,7 +22,7 @@ def load() -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    with served(load) as server:
+    with running_server(load) as server:
         folder = str(cache_folder() / "smollm2")
         return run_script("lm_eval", "lm_eval_runs.py", server.url, "smollm2", folder, str(TASKS), folder=TASKS)
 

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from served import Gate, Served, served
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.running_server import Gate, RunningServer, running_server
 
 ASKED: Any = [{"role": "user", "content": "the cat sat on the mat"}]
 ENDLESS = {"1": -50}  # the end token
@@ -31,7 +31,7 @@ class Measure(BaseModel):
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with server.openai() as one:
         yield one
 
@@ -93,7 +93,7 @@ def test_the_streaming_helper_collects_calls(client: openai.OpenAI) -> None:
     assert done.name == "add" and Measure.model_validate(done.parsed_arguments)
 
 
-def test_a_call_is_answered_and_the_conversation_goes_on(client: openai.OpenAI, server: Served) -> None:
+def test_a_call_is_answered_and_the_conversation_goes_on(client: openai.OpenAI, server: RunningServer) -> None:
     options: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "max_tokens": 200}
     first = client.chat.completions.create(
         messages=ASKED, tool_choice="required", parallel_tool_calls=False, seed=2, **options
@@ -116,7 +116,7 @@ def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
     assert again.usage.completion_tokens_details.accepted_prediction_tokens > 20
 
 
-def test_many_are_asked_at_once_and_each_has_its_own_answer(server: Served, decoder: SpeculativeDecoder) -> None:
+def test_many_are_asked_at_once_and_each_has_its_own_answer(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     prompts = [f"{name} sat" for name in ("cat", "dog", "heron", "wren", "owl")]
 
     async def ask() -> list[str]:
@@ -137,7 +137,7 @@ def test_many_are_asked_at_once_and_each_has_its_own_answer(server: Served, deco
     assert asyncio.run(ask()) == [one.text for one in expected]
 
 
-def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: Served) -> None:
+def test_a_stream_that_is_closed_is_ended(client: openai.OpenAI, server: RunningServer) -> None:
     stream = client.completions.create(model="tiny", prompt="A heron", max_tokens=900, stream=True, logit_bias=ENDLESS)
     next(stream)
     stream.close()
@@ -164,7 +164,7 @@ def test_errors_have_their_class_and_name_the_field(
 
 def test_a_wrong_key_is_an_authentication_error(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("right-key\n")
-    with served(api_key_file=str(tmp_path / "keys")) as server:
+    with running_server(api_key_file=str(tmp_path / "keys")) as server:
         with server.openai("wrong-key") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
         with server.openai("right-key") as client:
@@ -173,7 +173,7 @@ def test_a_wrong_key_is_an_authentication_error(tmp_path: Any) -> None:
 
 def test_an_error_in_a_stream_is_raised() -> None:
     gate = Gate()
-    with served(gate.load, request_timeout=0.05) as server, server.openai() as client:
+    with running_server(gate.load, request_timeout=0.05) as server, server.openai() as client:
         with pytest.raises(openai.APIError, match="took over"):
             list(client.completions.create(model="toy", prompt="A heron", max_tokens=9, stream=True))
         gate.opened.set()

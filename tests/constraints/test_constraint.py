@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from command_line import run
-from structured import SCHEMAS
 
 from slipstream import Constraint, SamplingParams, UsageError
+from tests.support.command_line import run
+from tests.support.structured_outputs import SCHEMAS
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "nothing given; allowed: one of json_schema"),

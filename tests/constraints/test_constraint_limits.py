@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fast_part import mostly_slow
-from structured import VOCAB, allowed, decoder, grammars, tokenizer
 
 from slipstream import Constraint, Result, SamplingParams, UsageError, drafters
 from slipstream.constraints import compiled_grammars
 from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarState
 from slipstream.constraints.grammar_text import Limits
+from tests.support.markers import mostly_slow
+from tests.support.structured_outputs import VOCAB, allowed, decoder, grammars, tokenizer
 
 DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
 WORDS = Constraint(regex=r"(\w{1,20} ?){1,25}")

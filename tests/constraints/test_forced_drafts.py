@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from enumeration import VOCAB, WIDTH, Case, Context, Distribution, drawn, error, random_distribution
-from structured import TableGrammar
-from tiny import HashBackend
 
 from slipstream import Draft, SamplingParams
 from slipstream.constraints.forced_drafts import ForcedDrafts
 from slipstream.core.acceptance import load_rule
 from slipstream.core.session import Session
 from slipstream.core.types import Row
+from tests.support.enumeration import VOCAB, WIDTH, Case, Context, Distribution, drawn, error, random_distribution
+from tests.support.structured_outputs import TableGrammar
+from tests.support.tiny_models import HashBackend
 
 RULES = ["rejection", "block"]
 EXACT, WRONG_BY = 1e-6, 0.01

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from structured import EMPTY, SCHEMAS, VOCAB, allowed, grammars, state, tokenizer
 
 from slipstream import Constraint
 from slipstream.constraints import compiled_grammars
 from slipstream.constraints.compiled_grammars import GrammarState
+from tests.support.structured_outputs import EMPTY, SCHEMAS, VOCAB, allowed, grammars, state, tokenizer
 
 CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
     "spaced": Constraint(json_schema=SCHEMAS["record"], whitespace="spaced"),

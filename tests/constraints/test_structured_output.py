@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from fast_part import mostly_slow
-from structured import SCHEMAS, decoder, tokenizer
 
 from slipstream import Constraint, Result, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
 from slipstream.core.types import Draft
+from tests.support.markers import mostly_slow
+from tests.support.structured_outputs import SCHEMAS, decoder, tokenizer
 
 DRAFTERS = [name for name in drafters.names() if name not in ("none", "cross_vocabulary")]
 CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
@@ -116,7 +116,7 @@ def test_frequencies_of_sampled_texts_are_those_of_plain_decoding() -> None:
 
 def probabilities(words: list[str], temperature: float) -> dict[str, float]:
     """Of each word, by every way in which the grammar lets tokens spell it."""
-    from structured import allowed, state
+    from tests.support.structured_outputs import allowed, state
 
     end, total = tokenizer().eos_token_id, dict.fromkeys(words, 0.0)
     prompt = tokenizer().encode(PROMPT)
@@ -258,7 +258,7 @@ def test_streams_and_cancelled_rows() -> None:
 
 
 def test_reproducible_mode_gives_the_same_text() -> None:
-    from structured import model
+    from tests.support.structured_outputs import model
 
     given, made = [params("record"), params("call", temperature=0.8, seed=2)], []
     for name in ("none", "suffix"):
@@ -270,7 +270,7 @@ def test_reproducible_mode_gives_the_same_text() -> None:
 def test_a_model_without_end_or_tokenizer_is_refused() -> None:
     import copy
 
-    from structured import model
+    from tests.support.structured_outputs import model
 
     endless = copy.deepcopy(model())
     endless.generation_config.eos_token_id = endless.config.eos_token_id = None

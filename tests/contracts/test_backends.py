@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, HashBackend, prompts, shared
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.kv_cache import ATTENDED_UNIT
 from slipstream.models.toy import ToyBackend
+from tests.support.tiny_models import ARCHITECTURES, HashBackend, prompts, shared
 
 MAKERS: dict[str, Callable[[], Any]] = {"toy": ToyBackend, "hash": HashBackend} | {
     name: (lambda name=name: HFBackend(shared(name))) for name in ARCHITECTURES

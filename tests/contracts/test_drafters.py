@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny import HashBackend
-from vocabularies import bridge
 
 from slipstream import Draft, Drafter, SamplingParams, drafters
 from slipstream.core.rng import Race
@@ -15,6 +13,8 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.tiny_models import HashBackend
+from tests.support.vocabularies import bridge
 
 CPU = torch.device("cpu")
 RACE = Race(VOCAB_SIZE, CPU)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import VOCAB, Oracle, fresh, perturbed, prompts, reference, shared, tokenizer
 
 from slipstream import Result, SamplingParams, SpeculativeDecoder
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, Oracle, fresh, perturbed, prompts, reference, shared, tokenizer
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import engine
-from engines import run as run_engine
-from fast_part import mostly_slow
-from tape import Tape
-from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import GreedyRounds
@@ -28,6 +23,11 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.sampler import Sampler
+from tests.support.engine_parts import engine
+from tests.support.engine_parts import run as run_engine
+from tests.support.fake_cuda_graph import Tape
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 GREEDY = SamplingParams(max_tokens=30)
 

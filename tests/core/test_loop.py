@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import engine, run
-from fast_part import mostly_slow
-from tiny import VOCAB, HashBackend, Oracle, perturbed, prompts, reference, shared
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
 from slipstream.core.session import Session
@@ -18,6 +15,9 @@ from slipstream.core.types import Row
 from slipstream.draft_length.policies import MAX_DRAFT_TOKENS, Fixed
 from slipstream.drafters import Setup, load
 from slipstream.sampling.sampler import Sampler
+from tests.support.engine_parts import engine, run
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, HashBackend, Oracle, perturbed, prompts, reference, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

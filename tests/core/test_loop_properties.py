@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, perturbed, shared
 
 from slipstream import Result, SamplingParams, SlipstreamError, SpeculativeDecoder, Stats
 from slipstream.core.rng import Stream, Words, key, words
@@ -26,6 +25,7 @@ from slipstream.models.toy import FABLE, ToyBackend
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.sampling import processors as history
 from slipstream.sampling.sampler import Sampler
+from tests.support.tiny_models import VOCAB, perturbed, shared
 
 pytestmark = pytest.mark.slow
 

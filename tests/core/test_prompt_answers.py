@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import HashBackend, perturbed, prompts, reference, shared
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -17,6 +15,8 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.planner import Decision, DraftController
 from slipstream.models.hf.backend import HFBackend
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import HashBackend, perturbed, prompts, reference, shared
 
 AGREEING = Shapes((2, 4, 8, 16, 32, 64, 128, 256), 256, 512)
 PROMPTS = [prompts((count,), seed=count)[0] for count in (3, 40, 9, 300)]

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from rounding import BATCH, BIT, RoundingBackend
-from tiny import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -26,6 +23,9 @@ from slipstream.models.hf.ragged_attention import lay_out
 from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end, last_of_each, portions
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.reproducibility.calibration import TOTALS, calibrate
+from tests.support.markers import mostly_slow
+from tests.support.rounding_backends import BATCH, BIT, RoundingBackend
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (100, 7, 33, 64)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from engines import engine
-from session_cases import commit, from_scratch, new_row, table
-from tiny import HashBackend
 
 from slipstream import SamplingParams
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
@@ -18,6 +15,9 @@ from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.toy import FABLE, ToyBackend
+from tests.support.engine_parts import engine
+from tests.support.session_cases import commit, from_scratch, new_row, table
+from tests.support.tiny_models import HashBackend
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engines import engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +22,7 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import FABLE, ToyBackend
+from tests.support.engine_parts import engine
 
 TEXT = list(FABLE.replace("\n", " ").encode())
 CHUNK = 16
@@ -335,7 +335,7 @@ def test_a_drafter_that_returns_no_draft_is_named(answer: object) -> None:
 
 
 def test_ragged_sessions_read_ahead_too() -> None:
-    from tiny import fast, prompts
+    from tests.support.tiny_models import fast, prompts
 
     backend = fast("llama")
     assert backend.ragged

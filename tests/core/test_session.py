@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_cases import CAPACITY, commit, from_scratch, new_row, table
-from tiny import HashBackend, RaggedHash, fresh, prompts
 
 from slipstream import SlipstreamError
 from slipstream.core.interfaces import Backend, RowSegment
@@ -24,6 +21,9 @@ from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import ToyBackend
+from tests.support.markers import mostly_slow
+from tests.support.session_cases import CAPACITY, commit, from_scratch, new_row, table
+from tests.support.tiny_models import HashBackend, RaggedHash, fresh, prompts
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

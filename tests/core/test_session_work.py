@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import engine, run
-from session_cases import commit, from_scratch, new_row, table
-from tiny import HashBackend, fresh, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -20,6 +17,9 @@ from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.models.hf.backend import HFBackend
+from tests.support.engine_parts import engine, run
+from tests.support.session_cases import commit, from_scratch, new_row, table
+from tests.support.tiny_models import HashBackend, fresh, shared
 
 COMMON = [(7 * i + i // 5) % 7 for i in range(300)]
 TAILS = [[1, 2, 3], [4], [5, 5, 6, 0, 1], [4, 2]]

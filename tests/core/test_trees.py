@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import RandomTrees
-from tiny import fresh, shared
 from torch import Tensor
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
@@ -24,6 +21,9 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.random_trees import RandomTrees
+from tests.support.tiny_models import fresh, shared
 
 MODELS = ("toy", "llama", "llama-eager", "qwen2", "qwen3", "mistral", "gemma3", "gpt2")
 COMPILED = "in bfloat16, with kernels"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, perturbed, prompts, shared, tokenizer
 
 import slipstream
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
+from tests.support.tiny_models import CHAT_TEMPLATE, perturbed, prompts, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
 WORDS = tokenizer()

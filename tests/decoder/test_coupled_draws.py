@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny import VOCAB, perturbed, prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream
 from slipstream.core.types import Row, Traits
+from tests.support.tiny_models import VOCAB, perturbed, prompts, shared
 
 PARAMS = [SamplingParams(temperature=0.9, seed=i, max_tokens=24) for i in range(3)]
 PLAIN = {"draft": None, "drafter": "none"}

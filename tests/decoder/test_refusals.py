@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import fresh, reference, tokenizer
 from tokenizers import Tokenizer, models
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.hf.vocabulary import differing_tokens
+from tests.support.tiny_models import fresh, reference, tokenizer
 
 CONTEXT = 32
 WORDS = {"<unk>": 0, "the": 1, "heron": 2, "sparrow": 3, "waits": 4}

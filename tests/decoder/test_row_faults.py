@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import tiny
-from architectures import tiny_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.wiring import guarded_engine
+from tests.support import tiny_models
+from tests.support.architectures import tiny_model
 
 BAD = 59  # a token: the row whose prompt begins with it fails
 AT = 6  # tokens of output after which it does
@@ -148,7 +148,7 @@ AT_ONCE = {fault.__name__: fault for fault in (in_options, in_prompt)}
 
 def model_pair(**settings: Any) -> SpeculativeDecoder:
     given = {"acceptance": "match", "num_draft_tokens": 3} | settings
-    return SpeculativeDecoder(tiny.fresh("llama"), tiny.perturbed("llama"), drafter="model", **given)
+    return SpeculativeDecoder(tiny_models.fresh("llama"), tiny_models.perturbed("llama"), drafter="model", **given)
 
 
 def recurrent(**settings: Any) -> SpeculativeDecoder:

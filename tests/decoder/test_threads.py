@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.models.cpu import thread_placement
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 TEXTS = ["A heron and", "The sparrow was", "So the heron ate", "Then the wind", "It looked at", "You are fast"]
 THREADS = 6

@@ -7,7 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from enumeration import (
+
+from slipstream.core.acceptance import load_rule, match, rejection, rule_for
+from slipstream.core.types import Draft
+from slipstream.errors import UsageError
+from tests.support.enumeration import (
     HORIZON,
     VOCAB,
     WIDTH,
@@ -24,7 +28,7 @@ from enumeration import (
     random_distribution,
     rule_names,
 )
-from round_cases import (
+from tests.support.round_cases import (
     CASES,
     EVERY_DRAFT,
     RAGGED,
@@ -39,11 +43,7 @@ from round_cases import (
     truncated_drafter,
     truncated_target,
 )
-from wrong_acceptance_rules import SEEDS, WRONG, largest
-
-from slipstream.core.acceptance import load_rule, match, rejection, rule_for
-from slipstream.core.types import Draft
-from slipstream.errors import UsageError
+from tests.support.wrong_acceptance_rules import SEEDS, WRONG, largest
 
 EXACT, WRONG_BY = 1e-6, 0.01  # p is float32
 LOSSLESS = [name for name in rule_names(lossless=True) if load_rule(name).distributions is not None]

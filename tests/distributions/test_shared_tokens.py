@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from vocabularies import decoder_of, fable_model
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Draft
 from slipstream.drafters.cross_vocabulary.cross_vocabulary_drafter import SharedTokenDrafter
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.vocabularies import decoder_of, fable_model
 
 PROMPT, RUNS, HOT = "The heron", 1600, 1.6
 

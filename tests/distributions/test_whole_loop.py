@@ -12,7 +12,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-from chi_square import (
+from torch import Tensor
+
+from slipstream import Draft, Drafter, SpeculativeDecoder
+from slipstream.certificate.wrong_rules import WRONG_RULES
+from slipstream.core.acceptance import _RULES, Rule, load_rule
+from slipstream.core.rng import Stream, Words, key, words
+from slipstream.core.types import Row
+from slipstream.sampling import processors as history
+from slipstream.sampling.sampler import Sampler
+from tests.support.chi_square import (
     OPTIONS,
     PROMPT,
     RUNS,
@@ -25,16 +34,7 @@ from chi_square import (
     observe,
     p_value,
 )
-from fast_part import mostly_slow
-from torch import Tensor
-
-from slipstream import Draft, Drafter, SpeculativeDecoder
-from slipstream.certificate.wrong_rules import WRONG_RULES
-from slipstream.core.acceptance import _RULES, Rule, load_rule
-from slipstream.core.rng import Stream, Words, key, words
-from slipstream.core.types import Row
-from slipstream.sampling import processors as history
-from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
 
 # every lossless rule; "gumbel" is another name of "match"
 RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tiny import prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round, Seconds
 from slipstream.core.types import Row
 from slipstream.draft_length.row_history import AFTER, MOST, QuietRounds
+from tests.support.tiny_models import prompts, shared
 
 
 def rows_of(count: int) -> list[Row]:

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import fresh, perturbed, shared
-from vocabularies import decoder_of, fable_model
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.records import compact
@@ -28,6 +25,9 @@ from slipstream.models.toy import VOCAB_SIZE, ToyBackend, load_toy
 from slipstream.sampling.sampler import Sampler
 from slipstream.text.results import Stats
 from slipstream.text.round_view import views
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import fresh, perturbed, shared
+from tests.support.vocabularies import decoder_of, fable_model
 
 CPU = torch.device("cpu")
 RACE = Race(VOCAB_SIZE, CPU)

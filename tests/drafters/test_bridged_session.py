@@ -7,9 +7,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import HashBackend, RaggedHash
 from tokenizers import Tokenizer, models
-from vocabularies import TEXT, bridge
 
 from slipstream import SamplingParams, SlipstreamError
 from slipstream.core.session import Session
@@ -20,6 +18,8 @@ from slipstream.models.hf.vocabulary_info import VocabularyInfo
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import ToyTokenizer
 from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
+from tests.support.tiny_models import HashBackend, RaggedHash
+from tests.support.vocabularies import TEXT, bridge
 
 DATA = list("\n".join(TEXT).encode())
 PARAMS = SamplingParams(max_tokens=500)

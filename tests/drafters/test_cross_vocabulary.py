@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import WINDOW
-from vocabularies import KINDS, FableBackend, decoder_of, fable_model, speaking, tokenizer, vocabulary
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
@@ -20,6 +17,9 @@ from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import load_toy
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import WINDOW
+from tests.support.vocabularies import KINDS, FableBackend, decoder_of, fable_model, speaking, tokenizer, vocabulary
 
 PROMPTS = ["The heron was slow", "It flew ahead of the heron and", '"I am fast," said the']
 GREEDY = [SamplingParams(max_tokens=40)] * 3

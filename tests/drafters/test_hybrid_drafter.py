@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.rng import Race
@@ -17,6 +15,8 @@ from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import DraftController
 from slipstream.drafters.hybrid import HybridDrafter
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 CPU = torch.device("cpu")
 RACE = Race(256, CPU)

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import engine, run
-from layer_skip_cases import by_hugging_face, decoder_of, left_out
-from tape import Tape
-from tiny import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 from torch import Tensor, nn
 
 from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError, drafters
@@ -28,6 +24,10 @@ from slipstream.models.hf.decoder_layers import make_layer_subset
 from slipstream.models.layer_subset import identity, num_layers
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
+from tests.support.engine_parts import engine, run
+from tests.support.fake_cuda_graph import Tape
+from tests.support.layer_skip_cases import by_hugging_face, decoder_of, left_out
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 
 pytestmark = pytest.mark.slow
 

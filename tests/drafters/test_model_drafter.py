@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import perturbed, prompts, shared
 
 from slipstream import Constraint, SamplingParams, SpeculativeDecoder, UsageError, drafters
 from slipstream.core.rng import Race, Stream, key
@@ -11,6 +10,7 @@ from slipstream.core.types import Draft, Row
 from slipstream.drafters.model import ModelDrafter
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.tiny_models import perturbed, prompts, shared
 
 CPU = torch.device("cpu")
 RACE = Race(VOCAB_SIZE, CPU)

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from chi_square import OPTIONS, SUSPICIOUS, model, observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, prompts, shared
 from torch import Tensor
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, UsageError, Verdict
@@ -25,6 +23,8 @@ from slipstream.drafters import ngram_table as table
 from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
+from tests.support.chi_square import OPTIONS, SUSPICIOUS, model, observe
+from tests.support.tiny_models import VOCAB, prompts, shared
 
 CPU = torch.device("cpu")
 SIZE = 50

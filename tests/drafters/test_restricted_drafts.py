@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import VOCAB, fresh, perturbed, prompts, shared
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -25,6 +23,8 @@ from slipstream.models.draft_vocabulary.restricted_scorer import STRAYS, WINDOW,
 from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
 NOTHING = torch.empty(1, 0, dtype=torch.int64)

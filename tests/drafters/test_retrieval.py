@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import prompts, shared
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError, Verdict, drafters
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.drafters.retrieval import RetrievalDrafter
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import prompts, shared
 
 CPU = torch.device("cpu")
 VOCAB = 256

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +22,7 @@ from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.drafters.suffix.automaton import SuffixAutomaton
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
 
 CPU = torch.device("cpu")
 SIZE = 256

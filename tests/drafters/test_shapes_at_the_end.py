@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny import fresh, prompts
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.tiny_models import fresh, prompts
 
 
 @pytest.mark.parametrize("max_tokens", [8, 11, 12, 13])

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
 from slipstream.drafters.suffix.suffix_drafter import prior, prior_beside
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
 
 CPU = torch.device("cpu")
 SIZE = 50

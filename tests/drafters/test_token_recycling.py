@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import prompts, shared
 from torch import Tensor
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
@@ -17,6 +15,8 @@ from slipstream.core.types import Row, Verdict
 from slipstream.drafters import Setup, load, token_recycling
 from slipstream.drafters.token_recycling import TokenRecyclingDrafter
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import prompts, shared
 
 CPU = torch.device("cpu")
 SIZE = 50

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import KINDS, SPECIALS, TEXT, bridge, vocabulary
 
 from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.bridged_session import DraftText
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.models.vocabulary_bridge import VocabularyBridge, unfinished
+from tests.support.vocabularies import KINDS, SPECIALS, TEXT, bridge, vocabulary
 
 PAIRS = [
     ("bytes", "sentencepiece"),

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
-from tiny import VOCAB, fresh, perturbed, shared, tokenizer
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StopStringCriteria, TextStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from vocabularies import speaking
-from vocabularies import tokenizer as tokenizer_of
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
 from slipstream.models.hf.cache_names import cache_name
+from tests.support.hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
+from tests.support.tiny_models import VOCAB, fresh, perturbed, shared, tokenizer
+from tests.support.vocabularies import speaking
+from tests.support.vocabularies import tokenizer as tokenizer_of
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

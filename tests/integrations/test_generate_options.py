@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import chi_square
 import pytest
 import torch
-from fast_part import mostly_slow
-from hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
-from tiny import VOCAB, shared
 from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from slipstream import SamplingParams
@@ -16,6 +12,10 @@ from slipstream.core.types import Row
 from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.integrations.transformers.generate_options import Options, read_prompts
 from slipstream.sampling.sampler import Sampler
+from tests.support import chi_square
+from tests.support.hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

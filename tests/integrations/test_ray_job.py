@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_cases import by_id, chat, requests, toy, write
 
 from slipstream import UsageError
 from slipstream.integrations.ray import RayOptions
+from tests.support.job_cases import by_id, chat, requests, toy, write
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra 'ray')")
 BAD = {"id": "bad", "prompt": "x", "top_p": 7}
@@ -31,8 +31,7 @@ PATIENCE = 120.0
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    support = str(Path(__file__).parents[1] / "support")
-    places = os.pathsep.join([support, *filter(None, sys.path)])
+    places = os.pathsep.join(filter(None, sys.path))
     return os.environ | {"PYTHONPATH": places, "RAY_USAGE_STATS_ENABLED": "0", "SLIPSTREAM_MODELS": "/nonexistent"}
 
 
@@ -123,7 +122,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], why: str) -> None:
 def test_without_ray_the_command_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from command_line import run
+    from tests.support.command_line import run
 
     monkeypatch.setitem(sys.modules, "ray", None)
     source = write(tmp_path / "in.jsonl", LINES[:2])

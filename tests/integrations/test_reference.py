@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference_cases import PROMPTS, WORDS, greedy, pair
-from tiny import VOCAB as LETTERS
-from tiny import perturbed, reference, shared
 
 from slipstream import SlipstreamError, Stats
 from slipstream.integrations.reference import (
@@ -19,6 +16,9 @@ from slipstream.integrations.reference import (
     speculative_generate,
     speculative_generate_batch,
 )
+from tests.support.reference_cases import PROMPTS, WORDS, greedy, pair
+from tests.support.tiny_models import VOCAB as LETTERS
+from tests.support.tiny_models import perturbed, reference, shared
 
 pytestmark = pytest.mark.slow
 

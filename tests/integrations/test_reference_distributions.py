@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chi_square import COUNT, PROMPT, SUSPICIOUS, VOCAB, Array, close, counts, model, p_value
 from torch import Tensor
 
 from slipstream import SamplingParams, Stats
@@ -27,6 +26,7 @@ from slipstream.integrations.reference import (
 )
 from slipstream.integrations.reference import logits_processor as distribution
 from slipstream.sampling.sampler import Sampler
+from tests.support.chi_square import COUNT, PROMPT, SUSPICIOUS, VOCAB, Array, close, counts, model, p_value
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference_cases import PROMPTS, WORDS, greedy, pair
-from tiny import VOCAB as LETTERS
-from tiny import fresh, perturbed, prompts, reference, shared
 from torch import Tensor
 
 from slipstream import UsageError
@@ -29,6 +26,9 @@ from slipstream.integrations.reference import (
     speculative_generate,
     speculative_generate_batch,
 )
+from tests.support.reference_cases import PROMPTS, WORDS, greedy, pair
+from tests.support.tiny_models import VOCAB as LETTERS
+from tests.support.tiny_models import fresh, perturbed, prompts, reference, shared
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from multimodal import CONFIGS, VOCAB, multimodal
-from tiny import fresh
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
+from tests.support.multimodal_models import CONFIGS, VOCAB, multimodal
+from tests.support.tiny_models import fresh
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 COUNT = 16

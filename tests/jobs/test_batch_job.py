@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from job_cases import by_id, chat, counts, read, requests, toy, write
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.jobs import batch_job
 from slipstream.jobs.line_formats import seed_of
+from tests.support.job_cases import by_id, chat, counts, read, requests, toy, write
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_cases import by_id, counts, read, requests, toy, write
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.jobs.job_output import JobOutput
+from tests.support.job_cases import by_id, counts, read, requests, toy, write
 
 LINES = requests(9)
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from job_cases import by_id, chat, requests, toy
+
+from tests.support.job_cases import by_id, chat, requests, toy
 
 pytestmark = pytest.mark.slow
 
 LINES = [*requests(60, most=60), *(chat(f"c{at}", "The heron and", temperature=0.5) for at in range(20))]
 SERVER = """
 import os, sys
-from test_job_kill import go_on
+from tests.jobs.test_job_kill import go_on
 for folder in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -38,7 +39,7 @@ def go_on(folder: str) -> None:
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     rng, kept, kills = random.Random(3), b"", 0
-    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path])
+    places = os.pathsep.join(filter(None, sys.path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": places}
     with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as server:  # type: ignore[call-overload]

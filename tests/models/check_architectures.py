@@ -21,10 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1")  # before torch is imported
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from architecture_checks import Outcome, check
-from architectures import model_types
+from tests.support.architecture_checks import Outcome, check
+from tests.support.architectures import model_types
 
 SECONDS, TOGETHER = 240, 2
 SERVER = get_context("forkserver")  # each model has a process of its own; they share the imports

@@ -5,16 +5,16 @@
 
 import pytest
 import torch
-from architecture_checks import PROMPTS, Checks, Liar, Outcome, check
-from architecture_configs import CONFIGS, NOT_CAUSAL
-from architectures import Unbuilt, model_types, tiny_model
-from fast_part import mostly_slow
 
 from slipstream import SamplingParams
 from slipstream.core.rng import Race
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
+from tests.support.architecture_checks import PROMPTS, Checks, Liar, Outcome, check
+from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL
+from tests.support.architectures import Unbuilt, model_types, tiny_model
+from tests.support.markers import mostly_slow
 
 CPU = torch.device("cpu")
 FAMILIES = {

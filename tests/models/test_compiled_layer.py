@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import fast, fresh
-from tiny import ragged_logits as logits
 from torch import Tensor
 
 from slipstream.core.trees import depths, path_to, segments_of
@@ -26,6 +24,8 @@ from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.tree_attention import TreeRows, tree_rows
+from tests.support.tiny_models import fast, fresh
+from tests.support.tiny_models import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 

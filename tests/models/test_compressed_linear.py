@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import fast, fresh
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
@@ -20,6 +19,7 @@ from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, bui
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
+from tests.support.tiny_models import fast, fresh
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 

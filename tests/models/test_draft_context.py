@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.draft_context.windowed_session import BEGINNING, PartialRow, WindowedSession, num_left_out
 from slipstream.models.hf.backend import HFBackend
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 LIMIT = 128
 NOTHING = torch.empty(1, 0, dtype=torch.int64)

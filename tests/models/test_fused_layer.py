@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import VOCAB, fast, fresh
-from tiny import ragged_logits as logits
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -22,6 +20,8 @@ from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, UnknownLa
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
+from tests.support.tiny_models import VOCAB, fast, fresh
+from tests.support.tiny_models import ragged_logits as logits
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 OTHERS = ("phi3", "olmo2", "gpt2")

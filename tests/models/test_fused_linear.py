@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, fresh
 from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
+from tests.support.tiny_models import ARCHITECTURES, fresh
 
 GROUPS = {
     "llama": 4,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from gguf_files import byte_level, write_model
 
 from slipstream import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
@@ -25,6 +24,7 @@ from slipstream.models.hf.model_files import is_gguf, resolve
 from slipstream.models.hf.vocabulary_info import inspect_vocabulary
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.gguf_files import byte_level, write_model
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

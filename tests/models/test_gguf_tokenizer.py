@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import ALPHABET, byte_level, write_model
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -21,6 +20,7 @@ from slipstream.models.hf.gguf_tokenizer import SPLITS
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.model_files import CONVERSION, embedded_model, is_converted, resolve
 from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
+from tests.support.gguf_files import ALPHABET, byte_level, write_model
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, fresh, prompts, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import TieJudge
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.triton_layer import uses_kernels
+from tests.support.tiny_models import ARCHITECTURES, fresh, prompts, shared, tokenizer
 
 DEVICE = "cuda"
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from graph_cases import MODELS, STARTS, Case
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
 from slipstream.models.cuda.tree_table import TreeTable
+from tests.support.graph_cases import MODELS, STARTS, Case
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_cases import MODELS, PROMPT, STARTS, Case
-from tape import Tape
-from tiny import VOCAB, fresh
 from torch import Tensor
 
 from slipstream.core.acceptance import match
@@ -21,6 +18,9 @@ from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore,
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries, later_logits
+from tests.support.fake_cuda_graph import Tape
+from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
+from tests.support.tiny_models import VOCAB, fresh
 
 pytestmark = pytest.mark.slow
 

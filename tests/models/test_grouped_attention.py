@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import fresh
-from tiny import ragged_logits as logits
 from torch import Tensor
 
 from slipstream import SlipstreamError, SpeculativeDecoder
@@ -17,6 +15,8 @@ from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
 from slipstream.models.hf.grouped_attention import UngroupableError
+from tests.support.tiny_models import fresh
+from tests.support.tiny_models import ragged_logits as logits
 
 FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from graph_cases import Case
-from tiny import VOCAB, fast, fresh, prompts, shared
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -19,6 +16,9 @@ from slipstream.models.cuda.indexed_cache import SPARE
 from slipstream.models.hf import kv_cache
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.kv_cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache
+from tests.support.graph_cases import Case
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, fast, fresh, prompts, shared
 
 END = 3 * FIRST_POSITIONS
 ALL = list(range(VOCAB))  # whatever a text's first token is, it ends with that

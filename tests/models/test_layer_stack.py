@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import fast
-from tiny import ragged_logits as logits
 from torch import Tensor
 
 from slipstream.core.interfaces import RowSegment
@@ -13,6 +11,8 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.layer_stack import LayerStack, Rotations
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits, fuse_layers
+from tests.support.tiny_models import fast
+from tests.support.tiny_models import ragged_logits as logits
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny import fresh, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary_info import inspect_vocabulary
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.tiny_models import fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
 PROMPT = prompts([9])[0]

@@ -14,7 +14,6 @@ import transformers
 from gguf import GGUFWriter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
@@ -22,6 +21,7 @@ from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
 from slipstream.models.hf import gguf_conversion as conversion
 from slipstream.models.hf import model_files as files
 from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+from tests.support.tiny_models import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
 PROMPT = prompts([9])[0]

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import fast, fresh, prompts
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -17,6 +15,8 @@ from slipstream.models.hf.activation import activated
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import fast, fresh, prompts
 
 THREADS = (2, 3, 5, 8, 33)
 over_threads = pytest.mark.parametrize("threads", mostly_slow(THREADS, 3))

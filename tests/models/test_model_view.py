@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import fresh, reference, tokenizer
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -24,6 +23,7 @@ from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.hf.model_view import ModelView
 from slipstream.models.hf.wrapped_model import unwrapped
+from tests.support.tiny_models import fresh, reference, tokenizer
 
 PROMPT, COUNT = [5, 9, 11, 5, 9, 11, 5], 12
 PARAMS = SamplingParams(max_tokens=COUNT)

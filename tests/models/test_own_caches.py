@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
-from architectures import tiny_model
-from fast_part import mostly_slow
-from queued_texts import GREEDY, QueuedTexts
-from tiny import fresh, reference
 from transformers.cache_utils import DynamicLayer
 
 import slipstream
@@ -24,6 +19,11 @@ from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
 from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
+from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
+from tests.support.architectures import tiny_model
+from tests.support.markers import mostly_slow
+from tests.support.queued_texts import GREEDY, QueuedTexts
+from tests.support.tiny_models import fresh, reference
 
 HYBRIDS = ("olmo_hybrid", "kimi_linear", "rwkv", "xlstm", "jamba", "nemotron_h", "zamba2")
 At = Callable[[OwnCaches, int, int], State | None]

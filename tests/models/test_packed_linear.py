@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import fresh
 from torch import nn
 
 from slipstream.models.cpu import packed_linear
 from slipstream.models.cpu.packed_linear import WIDTH, PackedLinear, needs_float32, pack, unsupported
+from tests.support.tiny_models import fresh
 
 
 def layer(dtype: torch.dtype, bias: bool = True) -> nn.Linear:

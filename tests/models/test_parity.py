@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import VOCAB, fresh, over_architectures, perturbed, prompts, reference, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, fresh, over_architectures, perturbed, prompts, reference, shared, tokenizer
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

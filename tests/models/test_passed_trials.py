@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import fresh
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_layer import CompiledOps
@@ -17,6 +16,7 @@ from slipstream.models.hf.weights import load_model
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 from slipstream.models.paused_collection import paused_collection
+from tests.support.tiny_models import fresh
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 

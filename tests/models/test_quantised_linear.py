@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import fresh, prompts, reference, shared
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
@@ -24,6 +22,8 @@ from slipstream.models.cpu.quantised_linear import (
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import fresh, prompts, reference, shared
 
 PROMPT = prompts([9])[0]
 WIDER = {"hidden_size": 64, "intermediate_size": 96}

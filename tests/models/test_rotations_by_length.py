@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import VOCAB, Oracle, fresh, prompts, reference
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.session import Session
@@ -16,6 +15,7 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.rotations_by_length import RotationsByLength
+from tests.support.tiny_models import VOCAB, Oracle, fresh, prompts, reference
 
 SWITCH = 64  # tokens of the longest text that is short
 COUNT = 30

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.errors import SlipstreamError
+from tests.support.tiny_models import fresh
 
 pytestmark = pytest.mark.slow
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]

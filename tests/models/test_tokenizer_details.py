@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import tiny
-
 from slipstream import SpeculativeDecoder
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
+from tests.support import tiny_models
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}{{ m.get('reasoning_content') }}{% if 'prefix' in m %}!{% endif %}"
@@ -17,18 +16,18 @@ TEMPLATE = (
 
 
 def test_what_a_template_reads_is_known() -> None:
-    ours = HFTokenizer(tiny.tokenizer(template=TEMPLATE))
+    ours = HFTokenizer(tiny_models.tokenizer(template=TEMPLATE))
     assert {"tools", "thinking", "messages"} <= ours.template_variables()
     assert not {"eos_token", "reasoning_effort"} & ours.template_variables()
     assert {"role", "content", "reasoning_content", "prefix"} <= ours.template_fields()
     assert "tool_calls" not in ours.template_fields()
-    several = tiny.tokenizer()
+    several = tiny_models.tokenizer()
     several.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert {"messages", "tools"} <= HFTokenizer(several).template_variables()
 
 
 def test_special_tokens_are_known() -> None:
-    ours = HFTokenizer(tiny.tokenizer())
+    ours = HFTokenizer(tiny_models.tokenizer())
     assert (
         ours.special_ids() >= {*ours.bare("<eos>"), *ours.bare("<pad>")}
         and not set(ours.bare("hi")) & ours.special_ids()
@@ -36,10 +35,10 @@ def test_special_tokens_are_known() -> None:
 
 
 def test_the_fingerprint_covers_all_that_turns_a_request_into_tokens() -> None:
-    model = tiny.shared("llama")
+    model = tiny_models.shared("llama")
 
     def fingerprint(**changes: object) -> str:
-        inner = tiny.tokenizer()
+        inner = tiny_models.tokenizer()
         for name, value in changes.items():
             setattr(inner, name, value)
         decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="none")
@@ -49,10 +48,10 @@ def test_the_fingerprint_covers_all_that_turns_a_request_into_tokens() -> None:
     assert plain == fingerprint()
     for changes in ({"chat_template": TEMPLATE}, {"response_template": {"fields": {}}}, {"bos_token": "<eos>"}):
         assert fingerprint(**changes) != plain, changes
-    padded, other = tiny.tokenizer(), tiny.tokenizer(["§"])
+    padded, other = tiny_models.tokenizer(), tiny_models.tokenizer(["§"])
     padded(["a", "abc"], padding=True)  # leaves a mark in the tokenizer that no text depends on
-    assert HFTokenizer(padded).digest() == HFTokenizer(tiny.tokenizer()).digest() != HFTokenizer(other).digest()
+    assert HFTokenizer(padded).digest() == HFTokenizer(tiny_models.tokenizer()).digest() != HFTokenizer(other).digest()
     ends = copy.deepcopy(model)
     ends.generation_config.eos_token_id = [5]
-    changed = SpeculativeDecoder(ends, tokenizer=tiny.tokenizer(), drafter="none")
+    changed = SpeculativeDecoder(ends, tokenizer=tiny_models.tokenizer(), drafter="none")
     assert changed.target.end_ids == (5,) and fingerprint_of(changed.target, changed.shapes) != plain

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, fresh
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
@@ -26,6 +25,7 @@ from slipstream.models.cuda.triton_layer import has_kernels, uses_kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits
 from slipstream.models.hf.fused_linear import fuse
+from tests.support.tiny_models import VOCAB, fresh
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny import LETTERS, VOCAB, fresh, tokenizer
 from tokenizers import Tokenizer, models
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
@@ -19,6 +18,7 @@ from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabul
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
 from slipstream.wiring.vocabulary_report import PROBES, Finding, VocabularyReport, compare_vocabularies
+from tests.support.tiny_models import LETTERS, VOCAB, fresh, tokenizer
 
 
 def loaded(vocab: int = VOCAB, made: Any = None, **changes: Any) -> Loaded:

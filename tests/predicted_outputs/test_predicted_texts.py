@@ -6,14 +6,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fast_part import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import perturbed, prompts, shared
 
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST, Yield
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import perturbed, prompts, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from house import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
+
+from tests.support.import_graph import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
 
 CORE = {name for name in FILES if name.startswith("slipstream.core")}
 EVERYTHING = {name.split(".")[1] for name in FILES if name.count(".")}

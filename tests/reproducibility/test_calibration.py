@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounding import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
-from tiny import VOCAB, fresh, shared
 from torch import Tensor
 
 from slipstream.core.interfaces import set_attended_lengths
@@ -25,6 +23,8 @@ from slipstream.reproducibility.shape_trials import (
     first_of_each,
     trial_backend,
 )
+from tests.support.rounding_backends import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
+from tests.support.tiny_models import VOCAB, fresh, shared
 
 
 def test_all_shapes_of_a_backend_without_rounding_agree() -> None:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from rounding import BATCH, ReadsLess, RoundingBackend, without
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.interfaces import Backend
@@ -22,6 +21,7 @@ from slipstream.reproducibility import calibration_cache
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import remembered
 from slipstream.reproducibility.shape_trials import ATTENDED_UNITS, WIDTHS
+from tests.support.rounding_backends import BATCH, ReadsLess, RoundingBackend, without
 
 
 def _loaded(backend: Backend, fingerprint: str = "one") -> Loaded:

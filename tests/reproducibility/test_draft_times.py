@@ -10,13 +10,13 @@ from time import sleep
 
 import pytest
 import torch
-from tiny import perturbed, prompts, shared
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.reproducibility.timing import SHORT, STEPS, TEXT, TURNS, DraftTimes, time_drafts
+from tests.support.tiny_models import perturbed, prompts, shared
 
 TIMES = "slipstream.wiring.model_pair.remembered_draft_times"
 MEASURE = "slipstream.wiring.model_pair.time_drafts"

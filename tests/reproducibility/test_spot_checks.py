@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from rounding import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
-from tiny import VOCAB, fast, fresh
 from torch import Tensor, nn
 
 from slipstream.core.interfaces import RowSegment
@@ -25,6 +22,9 @@ from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.shape_independence import is_shape_independent
 from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS
+from tests.support.markers import mostly_slow
+from tests.support.rounding_backends import BATCH, BIT, Deviates, ReadsLess, RoundingBackend, found, never, without
+from tests.support.tiny_models import VOCAB, fast, fresh
 
 ALL_WIDTHS = tuple(sorted(WIDTHS + FURTHER_WIDTHS))
 Convert = Callable[[nn.Linear], nn.Module]

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
-from fast_part import mostly_slow
-from tiny import VOCAB, perturbed, prompts, shared, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from tests.support.markers import mostly_slow
+from tests.support.tiny_models import VOCAB, perturbed, prompts, shared, tokenizer
 
 PROMPTS = prompts([6, 11, 17])
 PARAMS = SamplingParams(max_tokens=24, logprobs=3)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import fresh, perturbed, prompts, shared
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.sampling.warpers import Options, Warp
+from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 PROMPTS = prompts([9, 14])
 PARAMS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from architectures import Unbuilt, tiny_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
@@ -18,6 +17,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.architectures import Unbuilt, tiny_model
 
 Verdict = Literal["works", "refused", "differs", "crashes", "unbuilt"]
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.architecture_configs import CONFIGS, NOT_CAUSAL, ORIGINAL, POSITIONS, SCALES, SIZES
 
 MOST_PARAMETERS = 3_000_000
 SCALE = 3.0  # of the initial weights: greedy texts of models as they are initialised repeat one token

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tiny import WINDOW, fresh
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -28,6 +27,7 @@ from transformers import (
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round
+from tests.support.tiny_models import WINDOW, fresh
 
 VOCAB = 7
 COUNT = 5  # the first is the prompt's own and never drafted

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 import torch
-from tiny import fresh
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from tests.support.tiny_models import fresh
 
 ALPHABET = sorted(ByteLevel.alphabet(), key=ord)  # the characters that stand for bytes
 BY_NAME = {block.name: block for block in FORMATS}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tape import Tape
-from tiny import VOCAB, shared
 from torch import Tensor
 
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
+from tests.support.fake_cuda_graph import Tape
+from tests.support.tiny_models import VOCAB, shared
 
 MODELS = ("llama", "qwen2", "gpt2", "gemma3")
 PROMPT = 24

@@ -4,9 +4,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny import perturbed, prompts, shared
 
 from slipstream.integrations.transformers.custom_generate import custom_generate
+from tests.support.tiny_models import perturbed, prompts, shared
 
 COUNT = 16
 ENDS = [5, 7, 11, 30]

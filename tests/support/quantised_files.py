@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy
 import torch
-from gguf_files import SHAPE
 from safetensors.torch import save_file
-from tiny import fresh
 from torch import Tensor
+
+from tests.support.gguf_files import SHAPE
+from tests.support.tiny_models import fresh
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from architecture_checks import PROMPTS, QUEUE, Liar
-
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.architecture_checks import PROMPTS, QUEUE, Liar
 
 COUNT, LENGTHS = 16, (6, 16, 9, 14, 11)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

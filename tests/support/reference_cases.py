@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tiny import perturbed, prompts, shared, tokenizer
-
 from slipstream.integrations.reference import speculative_generate
+from tests.support.tiny_models import perturbed, prompts, shared, tokenizer
 
 WORDS = tokenizer()
 PROMPTS = prompts([5, 17, 9, 30])

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
-from enumeration import (
+
+from tests.support.enumeration import (
     VOCAB,
     WIDTH,
     Array,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from raw_client import RawClient
+
+from tests.support.raw_client import RawClient
 
 PROMPTS = ("A heron", "The sparrow was", "Then the wind", "zz", "a fish, a stone, a fish", "You are fast")
 MALFORMED: tuple[tuple[str, bytes], ...] = (

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import fresh
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE, ToyBackend, load_toy
 from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.wiring import model_pair
+from tests.support.tiny_models import fresh
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 TEXT = [

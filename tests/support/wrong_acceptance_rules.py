@@ -10,7 +10,18 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from enumeration import (
+
+from slipstream.certificate.wrong_rules import (
+    bonus_from_raw_logits,
+    distribution_of_next_position,
+    first_mismatch_kept,
+    greedy_by_softmax,
+    options_twice,
+    recovered_from_p,
+    residual_of_one_token,
+)
+from slipstream.core.acceptance import load_rule, rejection
+from tests.support.enumeration import (
     VOCAB,
     Array,
     Case,
@@ -25,17 +36,6 @@ from enumeration import (
     rule_names,
     sharpened,
 )
-
-from slipstream.certificate.wrong_rules import (
-    bonus_from_raw_logits,
-    distribution_of_next_position,
-    first_mismatch_kept,
-    greedy_by_softmax,
-    options_twice,
-    recovered_from_p,
-    residual_of_one_token,
-)
-from slipstream.core.acceptance import load_rule, rejection
 
 UNLIKELY = 0.35
 SEEDS = range(20)

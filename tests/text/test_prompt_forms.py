@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import prompts, shared, tokenizer
 from transformers import BatchEncoding
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.text.requests import read_prompts
+from tests.support.tiny_models import prompts, shared, tokenizer
 
 IDS, OTHER = [5, 6, 7, 8], [9, 10]
 ONE: dict[str, Any] = {

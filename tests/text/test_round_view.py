@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tiny import fresh
 
 from slipstream import Result, SamplingParams, SpeculativeDecoder
 from slipstream.text.round_view import legend, round_line, round_lines, to_html, views
+from tests.support.tiny_models import fresh
 
 
 @pytest.fixture(scope="module")

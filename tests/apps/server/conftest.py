@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from page_browser import CHROMIUM, OPTIONS, Opened
+
+from tests.support.page_browser import CHROMIUM, OPTIONS, Opened
 
 
 @pytest.fixture(scope="module")  # while it runs, no other test of the process can run an event loop

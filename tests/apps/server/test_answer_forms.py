@@ -9,10 +9,10 @@ from typing import Any
 
 import openai
 import pytest
-import tiny
-from served import Served, served
 
 from slipstream import SpeculativeDecoder
+from tests.support import tiny_models
+from tests.support.running_server import RunningServer, running_server
 
 TEMPLATE = (
     "{% for t in tools or [] %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}"
@@ -43,16 +43,18 @@ FORMS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    inner = tiny.tokenizer(EXTRA, TEMPLATE)
-    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+def server() -> Iterator[RunningServer]:
+    inner = tiny_models.tokenizer(EXTRA, TEMPLATE)
+    model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     settings: dict[str, Any] = {"drafter": "suffix", "num_draft_tokens": 4, "acceptance": "match"}
-    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, **settings), served_model_name="tiny") as one:
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, **settings), served_model_name="tiny"
+    ) as one:
         yield one
 
 
 @pytest.fixture
-def ask(server: Served) -> Iterator[Any]:
+def ask(server: RunningServer) -> Iterator[Any]:
     with server.openai() as client:
         yield partial(client.chat.completions.create, model="tiny", messages=ASKED, max_tokens=200)
 
@@ -98,7 +100,7 @@ def test_a_named_tool_is_the_one_that_is_called(ask: Any) -> None:
     assert call.function.name == "stop_now" and json.loads(call.function.arguments) == {}
 
 
-def test_forced_tokens_are_told_and_are_no_drafters(server: Served) -> None:
+def test_forced_tokens_are_told_and_are_no_drafters(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 200, "temperature": 0, "slipstream": {"rounds": True}} | FORMS[6]
     told = [chunk["slipstream"] for chunk in server.chunks("/v1/chat/completions", body) if "slipstream" in chunk]
     tokens = [token for one in told for token in one["tokens"]]
@@ -111,7 +113,7 @@ def test_forced_tokens_are_told_and_are_no_drafters(server: Served) -> None:
     assert server.http.post("/v1/slipstream/replay", json=again).json()["identical"]
 
 
-def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: Served) -> None:
+def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0.8, "seed": 6, "max_tokens": 60, "logit_bias": VISIBLE}
     free = ask(**options)
     text = free.choices[0].message.content
@@ -129,7 +131,7 @@ def test_a_prediction_is_counted_and_changes_nothing(ask: Any, server: Served) -
     assert 'slipstream:accepted_by_source_total{engine="0",model_name="tiny",source="prediction"}' in page
 
 
-def test_a_prediction_goes_with_completions_choices_and_forms(ask: Any, server: Served) -> None:
+def test_a_prediction_goes_with_completions_choices_and_forms(ask: Any, server: RunningServer) -> None:
     options = {"temperature": 0, "max_tokens": 40, "logit_bias": VISIBLE}
     text = server.text("the cat", **options)
     answer = server.complete("the cat", **options, prediction={"type": "content", "content": text})
@@ -195,7 +197,7 @@ def test_what_cannot_be_read_is_refused_by_name(ask: Any, fields: dict[str, Any]
     assert str(caught.value.param).startswith(named) and named in caught.value.body["message"]  # type: ignore[index]
 
 
-def test_halves_of_characters_are_refused(server: Served) -> None:
+def test_halves_of_characters_are_refused(server: RunningServer) -> None:
     for fields in (
         {"structured_outputs": {"regex": "\ud800"}},
         {"structured_outputs": {"choice": ["\ud800"]}},
@@ -214,7 +216,7 @@ def test_a_tool_may_be_called_where_a_form_is_demanded_of_answers(ask: Any) -> N
 
 
 def test_calls_need_a_chat_template() -> None:
-    with served() as server:
+    with running_server() as server:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
         answer = server.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"

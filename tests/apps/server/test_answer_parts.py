@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vocabularies import vocabulary
 
 from slipstream.apps.server.answer_state import ChoiceState, ModelFacts, usage
 from slipstream.apps.server.live_request import Committed, Job, LiveRequest
@@ -16,6 +15,7 @@ from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.results import Stats
+from tests.support.vocabularies import vocabulary
 
 ROUND = Round(0, 0, 1, 3, (7, 8, 9), (7, 8, 5), 2, True, num_prediction_tokens=3)
 

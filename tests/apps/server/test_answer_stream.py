@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from served import PATIENCE, served
 
 from slipstream.apps.server import answers
 from slipstream.apps.server.answers import DONE, KEEP_ALIVE
@@ -19,6 +18,7 @@ from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, 
 from slipstream.apps.server.streaming import MOST_JOINED, AnswerStream, first_step
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
+from tests.support.running_server import PATIENCE, running_server
 
 
 class Times:
@@ -267,7 +267,7 @@ def test_the_rest_of_a_first_step_goes_on_where_it_waited() -> None:
 def test_a_client_that_stops_reading_gets_the_whole_text_later() -> None:
     body = {"prompt": "A heron", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "logprobs": 20}
     asked = json.dumps(body | {"stream": True, "num_draft_tokens": 0}).encode()
-    with served() as server:
+    with running_server() as server:
         for listener in server.server.servers[0].sockets:  # what is accepted has its small buffer, too
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         host, _, port = server.url.rpartition("/")[2].rpartition(":")

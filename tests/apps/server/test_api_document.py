@@ -7,19 +7,20 @@ from typing import Any
 
 import jsonschema
 import pytest
-from served import Served, served
+
+from tests.support.running_server import RunningServer, running_server
 
 REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def document(server: Served) -> Any:
+def document(server: RunningServer) -> Any:
     return server.http.get("/openapi.json").json()
 
 
@@ -55,7 +56,7 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
     ],
 )
 def test_answers_and_refusals_are_as_announced(
-    server: Served, document: Any, method: str, path: str, body: dict[str, Any] | None
+    server: RunningServer, document: Any, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     answer = server.http.request(method, path, json=body)
     jsonschema.validate(answer.json(), told(document, path, method))
@@ -73,7 +74,7 @@ def test_streams_are_announced_beside_whole_answers(document: Any) -> None:
 
 
 def test_a_method_that_an_address_does_not_take_is_refused_with_all_that_it_takes(
-    server: Served, document: Any
+    server: RunningServer, document: Any
 ) -> None:
     for path, told_methods in document["paths"].items():
         answer = server.http.request("TRACE", path.replace("{", "").replace("}", ""))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from job_cases import by_id, chat, toy, write
+
+from tests.support.job_cases import by_id, chat, toy, write
 
 pytestmark = pytest.mark.slow
 LINES = [chat(f"c{at}", "The heron and the", temperature=0.4, max_tokens=30 + at) for at in range(40)]
@@ -20,7 +21,7 @@ SERVE = """
 import sys
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
-from served import toy
+from tests.support.running_server import toy
 serve(ServerSettings(port=0, batch_folder=sys.argv[1]), toy, lambda server: print(server.url, flush=True))
 """
 
@@ -50,8 +51,7 @@ def test_kill_9_loses_no_line_of_a_batch(tmp_path: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    support = str(Path(__file__).parents[2] / "support")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([support, *filter(None, sys.path)])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def followed(client: httpx.Client, batch: str, enough: int) -> dict[str, object]:

@@ -7,11 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from job_cases import chat, write
-from served import toy
-
 from slipstream.apps.server.batch_runner import BatchRunner
 from slipstream.apps.server.batch_store import BatchStore
+from tests.support.job_cases import chat, write
+from tests.support.running_server import toy
 
 
 def test_a_batch_cancelled_right_after_a_restart_keeps_what_was_answered_before(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import openai
 import pytest
-from job_cases import by_id, chat, write
-from job_cases import toy as job_toy
-from served import Gate, Served, served, toy
 
 from slipstream.apps.server.batch_store import MOST_UPLOADS, BatchStore
 from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
+from tests.support.job_cases import by_id, chat, write
+from tests.support.job_cases import toy as job_toy
+from tests.support.running_server import Gate, RunningServer, running_server, toy
 
 LINES = [
     chat(f"c{at}", text, **({"temperature": 0.9} if at % 2 else {"temperature": 0}))
@@ -28,8 +28,8 @@ KEYS = "ann:key-of-ann\nbob:key-of-bob\n"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(batch_folder=str(tmp_path_factory.mktemp("batches"))) as one:
         yield one
 
 
@@ -42,12 +42,12 @@ def begun(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/chat/com
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
 
 
-def ended(server: Served, client: openai.OpenAI, batch: Any) -> Any:
+def ended(server: RunningServer, client: openai.OpenAI, batch: Any) -> Any:
     server.wait_until(lambda: not server.service.batches.store.batches[batch.id].unfinished)
     return client.batches.retrieve(batch.id)
 
 
-def test_a_batch_gives_the_lines_of_the_command(server: Served, tmp_path: Path) -> None:
+def test_a_batch_gives_the_lines_of_the_command(server: RunningServer, tmp_path: Path) -> None:
     with server.openai() as client:
         batch = ended(server, client, begun(client, LINES, metadata={"run": "1"}))
         assert batch.status == "completed" and batch.metadata == {"run": "1"} and batch.error_file_id is None
@@ -61,7 +61,7 @@ def test_a_batch_gives_the_lines_of_the_command(server: Served, tmp_path: Path) 
     assert by_id(tmp_path / "served.jsonl") == by_id(tmp_path / "job.jsonl")
 
 
-def test_lines_that_cannot_be_answered_are_in_the_error_file(server: Served) -> None:
+def test_lines_that_cannot_be_answered_are_in_the_error_file(server: RunningServer) -> None:
     lines = [
         LINES[0],
         chat("m", "x", model="gpt-9"),
@@ -77,7 +77,7 @@ def test_lines_that_cannot_be_answered_are_in_the_error_file(server: Served) -> 
     assert found["l"] == (4, 400, "context_length_exceeded")
 
 
-def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: Served) -> None:
+def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: RunningServer) -> None:
     def counted() -> list[float]:
         page = server.http.get("/metrics").text
         names = "prompt_tokens_total", "prefix_cache_queries_total", "time_to_first_token_seconds_count"
@@ -90,7 +90,9 @@ def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: Served) ->
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [8, 8, 0]
 
 
-def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups, shown = set[str](), server.service.room.event
 
     def note(live: LiveRequest, event: Event) -> None:
@@ -116,14 +118,16 @@ def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(server: Served, mon
         ([LINES[0], {"id": "a", "prompt": "x"}], "url=None; allowed: '/v1/chat/completions', and a custom_id"),
     ],
 )
-def test_a_file_that_is_no_batch_fails_before_anything_is_run(server: Served, lines: list[Any], why: str) -> None:
+def test_a_file_that_is_no_batch_fails_before_anything_is_run(
+    server: RunningServer, lines: list[Any], why: str
+) -> None:
     with server.openai() as client:
         batch = ended(server, client, begun(client, lines))
     assert batch.status == "failed" and batch.output_file_id is None and batch.request_counts.completed == 0
     assert batch.errors.data[0].line == 2 and batch.errors.data[0].message.startswith(why)
 
 
-def test_files_are_listed_in_the_order_that_is_asked_for(server: Served) -> None:
+def test_files_are_listed_in_the_order_that_is_asked_for(server: RunningServer) -> None:
     with server.openai() as client:
         for at in range(3):
             client.files.create(file=(f"{at}.jsonl", jsonl(LINES)), purpose="batch")
@@ -132,7 +136,7 @@ def test_files_are_listed_in_the_order_that_is_asked_for(server: Served) -> None
         assert [one.id for one in client.files.list(order="asc", limit=1)] == oldest  # page by page
 
 
-def test_files_are_listed_read_and_deleted(server: Served) -> None:
+def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
     data = jsonl(LINES) + "ü\r\n--x--\n".encode()
     with server.openai() as client:
         file = client.files.create(file=("../../x\n.jsonl", data), purpose="batch")
@@ -173,7 +177,9 @@ def test_files_are_listed_read_and_deleted(server: Served) -> None:
         ("POST", "/v1/files", {"file": "x"}, 400, "the request body; allowed: a form (multipart/form-data) with"),
     ],
 )
-def test_wrong_calls_are_refused(server: Served, method: str, path: str, body: Any, status: int, why: str) -> None:
+def test_wrong_calls_are_refused(
+    server: RunningServer, method: str, path: str, body: Any, status: int, why: str
+) -> None:
     answer = server.http.request(method, path, json=body)
     assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
 
@@ -193,7 +199,7 @@ def test_wrong_calls_are_refused(server: Served, method: str, path: str, body: A
         ({"content": b"x" * 9000, "headers": {"content-type": "multipart/form-data; boundary=a"}}, "ends before"),
     ],
 )  # fmt: skip
-def test_wrong_forms_are_refused_and_leave_nothing(server: Served, form: dict[str, Any], why: str) -> None:
+def test_wrong_forms_are_refused_and_leave_nothing(server: RunningServer, form: dict[str, Any], why: str) -> None:
     answer = server.http.post("/v1/files", **form)
     assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
     assert not list((server.service.batches.store.folder / "uploads").iterdir())
@@ -221,7 +227,7 @@ def test_a_form_may_arrive_in_any_pieces(size: int, tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_refused_by_its_own_limit(tmp_path: Path) -> None:
-    with served(batch_folder=str(tmp_path), max_file_bytes=20_000, max_body_bytes=5_000) as server:
+    with running_server(batch_folder=str(tmp_path), max_file_bytes=20_000, max_body_bytes=5_000) as server:
         form = {"data": {"purpose": "batch"}}
         assert server.http.post("/v1/files", files={"file": b"x" * 12_000}, **form).status_code == 200  # type: ignore[arg-type]
         assert server.http.post("/v1/files", files={"file": b"x" * 21_000}, **form).status_code == 413  # type: ignore[arg-type]
@@ -229,14 +235,14 @@ def test_a_large_file_is_refused_by_its_own_limit(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_the_endpoints_are_closed() -> None:
-    with served() as server:
+    with running_server() as server:
         answer = server.http.get("/v1/files")
         assert answer.status_code == 404 and "start it with --batch-folder FOLDER" in answer.text
 
 
 def test_a_key_sees_its_own_files_and_batches_only(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEYS)
-    with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
+    with running_server(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
         with server.openai("key-of-ann") as ann, server.openai("key-of-bob") as bob:
             batch = begun(ann, LINES[:1])
             for call in (lambda: bob.batches.retrieve(batch.id), lambda: bob.files.content(batch.input_file_id)):
@@ -249,7 +255,7 @@ def test_a_key_sees_its_own_files_and_batches_only(tmp_path: Path) -> None:
 
 def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
     gate = Gate()
-    with served(lambda: gate.load(max_batch_size=1), batch_folder=str(tmp_path)) as server:
+    with running_server(lambda: gate.load(max_batch_size=1), batch_folder=str(tmp_path)) as server:
         order, shown = list[bool](), server.service.room.event
 
         def note(live: LiveRequest, event: Event) -> None:
@@ -260,7 +266,7 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
         with server.openai() as client:
             begun(client, LINES)
             assert gate.reached.wait(60)  # one row of the batch is under way, the place is taken
-            from served import in_thread
+            from tests.support.running_server import in_thread
 
             with in_thread(lambda: server.text("A heron", max_tokens=4)):
                 server.wait_until(lambda: len(server.service.live) == 1 and not server.service._preparing)
@@ -271,7 +277,7 @@ def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
 
 def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
     texts = ["The heron", "A sparrow " * 9, "It", "The river does " * 4]
-    with served(lambda: toy(max_batch_size=1), batch_folder=str(tmp_path)) as server, server.openai() as client:
+    with running_server(lambda: toy(max_batch_size=1), batch_folder=str(tmp_path)) as server, server.openai() as client:
         lines = [chat(f"c{at}", text, max_tokens=4) for at, text in enumerate(texts)]
         found = client.files.content(ended(server, client, begun(client, lines)).output_file_id)
     assert [json.loads(line)["custom_id"] for line in found.text.splitlines()] == ["c1", "c3", "c0", "c2"]
@@ -279,7 +285,7 @@ def test_the_longest_lines_of_a_batch_begin_first(tmp_path: Path) -> None:
 
 def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
     gate = Gate()
-    with served(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
+    with running_server(lambda: gate.load(max_batch_size=4), batch_folder=str(tmp_path)) as server:
         with server.openai() as client:
             begun(client, LINES)
             assert gate.reached.wait(60)
@@ -289,7 +295,7 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
 
 def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
     gate = Gate()
-    with served(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
+    with running_server(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = begun(client, LINES)
         assert gate.reached.wait(60)
         assert client.batches.cancel(batch.id).status == "cancelling"
@@ -303,19 +309,19 @@ def test_a_cancelled_batch_keeps_what_is_answered(tmp_path: Path) -> None:
 
 def test_a_batch_that_takes_too_long_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.apps.server.batch_store.WINDOW_S", 0)
-    with served(batch_folder=str(tmp_path)) as server, server.openai() as client:
+    with running_server(batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = ended(server, client, begun(client, LINES))
         assert batch.status == "expired" and batch.expired_at and batch.output_file_id is None
 
 
 def test_a_server_that_shuts_down_leaves_its_batches_to_the_next(tmp_path: Path) -> None:
     gate = Gate()
-    with served(lambda: gate.load(), batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
+    with running_server(lambda: gate.load(), batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
         batch = begun(client, LINES)
         assert gate.reached.wait(60)
         server.call(server.server.begin_shutdown)
         gate.opened.set()
-    with served(batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
+    with running_server(batch_folder=str(tmp_path / "b")) as server, server.openai() as client:
         again = ended(server, client, batch)
         assert again.status == "completed" and again.request_counts.completed == len(LINES)
         output = write(tmp_path / "o.jsonl", client.files.content(again.output_file_id).text.splitlines())
@@ -327,7 +333,7 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
     from slipstream.jobs.job_output import JobOutput
 
     gate = Gate()
-    with served(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
+    with running_server(lambda: gate.load(), batch_folder=str(tmp_path)) as server, server.openai() as client:
         batch = begun(client, LINES)
         assert gate.reached.wait(60)
         server.call(server.server.begin_shutdown)
@@ -336,7 +342,10 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
     with JobOutput(tmp_path / "files" / f"{json.loads(record.read_text())['output']}.jsonl") as output:
         line = {"id": "batch_req_x", "custom_id": "c0", "response": {"body": {"system_fingerprint": "slip-0"}}}
         output.append([line] if "c0" not in output.answered else [])
-    with served(lambda: SpeculativeDecoder("toy:2"), batch_folder=str(tmp_path)) as server, server.openai() as client:
+    with (
+        running_server(lambda: SpeculativeDecoder("toy:2"), batch_folder=str(tmp_path)) as server,
+        server.openai() as client,
+    ):
         failed = ended(server, client, batch)
         assert failed.status == "failed" and "begun by a model with fingerprint slip-" in failed.errors.data[0].message
         assert server.text("A heron", max_tokens=4)
@@ -344,7 +353,7 @@ def test_a_batch_of_another_model_fails_when_the_server_goes_on(tmp_path: Path) 
 
 @pytest.mark.parametrize("where", ["run", "_prepared"])
 def test_a_batch_ends_with_an_error_that_nobody_expected(
-    where: str, server: Served, monkeypatch: pytest.MonkeyPatch
+    where: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*given: Any) -> None:
         raise RuntimeError("a secret")
@@ -357,7 +366,9 @@ def test_a_batch_ends_with_an_error_that_nobody_expected(
     assert server.text("A heron", max_tokens=4)
 
 
-def test_files_become_known_on_the_thread_that_lists_them(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_become_known_on_the_thread_that_lists_them(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[int] = []
     register = BatchStore.register
 
@@ -375,7 +386,7 @@ def test_files_become_known_on_the_thread_that_lists_them(server: Served, monkey
 def test_two_servers_cannot_share_a_folder(tmp_path: Path) -> None:
     from slipstream import SlipstreamError
 
-    with served(batch_folder=str(tmp_path)), pytest.raises(SlipstreamError, match="is used by another server"):
+    with running_server(batch_folder=str(tmp_path)), pytest.raises(SlipstreamError, match="is used by another server"):
         BatchStore(tmp_path, 1 << 30)
     BatchStore(tmp_path, 1 << 30).close()
     assert toy().target.name == "toy"
@@ -391,7 +402,7 @@ def test_a_folder_that_cannot_be_used_ends_the_command_with_one_line(tmp_path: P
         serve(ServerSettings(port=0, batch_folder=str(tmp_path / "file")), toy, lambda server: None)
 
 
-def uploaded(server: Served, disposition: str) -> Any:
+def uploaded(server: RunningServer, disposition: str) -> Any:
     body = (
         f'--B\r\ncontent-disposition: form-data; name="file"; {disposition}\r\n\r\n{{}}\n\r\n'
         '--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--B--\r\n'
@@ -418,7 +429,7 @@ def uploaded(server: Served, disposition: str) -> Any:
         ("filename*=''%e2%82%ac", "€"),
     ],
 )
-def test_a_name_of_a_file_never_breaks_the_list(server: Served, disposition: str, name: str | None) -> None:
+def test_a_name_of_a_file_never_breaks_the_list(server: RunningServer, disposition: str, name: str | None) -> None:
     answer = uploaded(server, disposition)
     if name is None:
         assert answer.status_code == 400 and "allowed: utf-8" in answer.json()["error"]["message"]
@@ -429,11 +440,11 @@ def test_a_name_of_a_file_never_breaks_the_list(server: Served, disposition: str
 
 def test_a_name_that_was_stored_broken_is_listed_all_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "b"
-    with served(batch_folder=str(folder)) as server:
+    with running_server(batch_folder=str(folder)) as server:
         id = uploaded(server, "filename=x").json()["id"]
     record = json.loads((folder / "files" / f"{id}.json").read_text())
     (folder / "files" / f"{id}.json").write_text(json.dumps(record | {"filename": "\ud800.jsonl"}))
-    with served(batch_folder=str(folder)) as server:
+    with running_server(batch_folder=str(folder)) as server:
         assert [one["filename"] for one in server.http.get("/v1/files").json()["data"]] == ["\ufffd.jsonl"]
         assert server.http.delete(f"/v1/files/{id}").status_code == 200
 
@@ -441,7 +452,7 @@ def test_a_name_that_was_stored_broken_is_listed_all_the_same(tmp_path: Path) ->
 def test_files_stay_with_their_key_when_another_is_revoked(tmp_path: Path) -> None:
     def files(keys: str, key: str, upload: bool = False) -> list[Any]:
         (tmp_path / "keys").write_text(keys)
-        with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
+        with running_server(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys")) as server:
             server.http.headers["authorization"] = f"Bearer {key}"
             if upload:
                 assert uploaded(server, "filename=x").status_code == 200
@@ -456,7 +467,9 @@ def test_files_stay_with_their_key_when_another_is_revoked(tmp_path: Path) -> No
 def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text(KEYS)
     monkeypatch.setattr("slipstream.apps.server.batch_store.MOST", 2)
-    with served(batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys"), max_file_bytes=1024) as server:
+    with running_server(
+        batch_folder=str(tmp_path / "b"), api_key_file=str(tmp_path / "keys"), max_file_bytes=1024
+    ) as server:
         for key, statuses in (("key-of-ann", [200, 200, 400]), ("key-of-bob", [200])):
             server.http.headers["authorization"] = f"Bearer {key}"
             assert [uploaded(server, "filename=x").status_code for _ in statuses] == statuses

@@ -9,30 +9,30 @@ from typing import Any
 
 import openai
 import pytest
-import tiny
-from served import Served, served
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support import tiny_models
+from tests.support.running_server import RunningServer, running_server
 
 ASKED = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
 
 
 @pytest.fixture(scope="module")
 def decoder() -> SpeculativeDecoder:
-    tokenizer = tiny.tokenizer()
+    tokenizer = tiny_models.tokenizer()
     return SpeculativeDecoder(
-        tiny.fresh("llama"), tokenizer=tokenizer, drafter="suffix", num_draft_tokens=4, acceptance="match"
+        tiny_models.fresh("llama"), tokenizer=tokenizer, drafter="suffix", num_draft_tokens=4, acceptance="match"
     )
 
 
 @pytest.fixture(scope="module")
-def server(decoder: SpeculativeDecoder) -> Iterator[Served]:
-    with served(lambda: decoder.using(), served_model_name="tiny") as one:
+def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
+    with running_server(lambda: decoder.using(), served_model_name="tiny") as one:
         yield one
 
 
 @pytest.fixture
-def ask(server: Served) -> Iterator[Any]:
+def ask(server: RunningServer) -> Iterator[Any]:
     with server.openai() as client:
         yield partial(client.chat.completions.create, model="tiny", messages=ASKED)
 
@@ -62,7 +62,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_usage(ask: Any, decoder
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_round_is_a_chunk(server: Served) -> None:
+def test_a_round_is_a_chunk(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
     chunks = server.chunks("/v1/chat/completions", body)[1:]
     steps = chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"]
@@ -70,7 +70,7 @@ def test_a_round_is_a_chunk(server: Served) -> None:
     assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 40
 
 
-def test_usage_comes_with_every_chunk_on_demand(server: Served) -> None:
+def test_usage_comes_with_every_chunk_on_demand(server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": ASKED, "max_tokens": 9, "stream_options": options}
     counts = [chunk["usage"]["completion_tokens"] for chunk in server.chunks("/v1/chat/completions", body)]
@@ -107,7 +107,7 @@ def test_messages_come_in_parts_and_in_every_role(ask: Any, decoder: Speculative
     assert answer.choices[0].message.content == expected(decoder, plain, max_tokens=answer.usage.completion_tokens)
 
 
-def test_a_last_message_is_continued(server: Served) -> None:
+def test_a_last_message_is_continued(server: RunningServer) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "well"}]
     told = server.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "return_token_ids": True}
@@ -115,7 +115,7 @@ def test_a_last_message_is_continued(server: Served) -> None:
     assert answer["choices"][0]["prompt_token_ids"] == told["tokens"][:-3]  # without what the template puts behind
 
 
-def test_a_template_writes_its_own_special_tokens(server: Served) -> None:
+def test_a_template_writes_its_own_special_tokens(server: RunningServer) -> None:
     messages = {"messages": ASKED}
     told = [server.http.post("/tokenize", json=messages | {"add_special_tokens": wanted}) for wanted in (None, False)]
     assert told[0].json() == told[1].json()
@@ -160,7 +160,7 @@ def test_a_long_prompt_names_the_context(ask: Any) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_another_model_is_not_found(ask: Any, server: Served) -> None:
+def test_another_model_is_not_found(ask: Any, server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(model="gpt-5")
     assert caught.value.code == "model_not_found"
@@ -170,7 +170,7 @@ def test_another_model_is_not_found(ask: Any, server: Served) -> None:
             client.models.retrieve("other/model")
 
 
-def test_fields_without_effect_are_counted(ask: Any, server: Served) -> None:
+def test_fields_without_effect_are_counted(ask: Any, server: RunningServer) -> None:
     def count() -> float:
         lines = server.http.get("/metrics").text.splitlines()
         (line,) = [line for line in lines if line.startswith("slipstream:unknown_fields_total{")]
@@ -181,7 +181,7 @@ def test_fields_without_effect_are_counted(ask: Any, server: Served) -> None:
     assert count() == before + 4
 
 
-def test_rounds_and_receipt_are_told_on_demand(server: Served, decoder: SpeculativeDecoder) -> None:
+def test_rounds_and_receipt_are_told_on_demand(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "seed": 5, "temperature": 0, "slipstream": {"rounds": True}}
     chunks = [c for c in server.chunks("/v1/chat/completions", body) if "slipstream" in c]
     tokens = [token for chunk in chunks for token in chunk["slipstream"]["tokens"]]
@@ -198,7 +198,7 @@ def test_rounds_and_receipt_are_told_on_demand(server: Served, decoder: Speculat
     assert whole["slipstream"]["receipt"]["token_ids"] == receipt["token_ids"]
 
 
-def test_a_replay_without_drafting_gives_the_same_text(server: Served) -> None:
+def test_a_replay_without_drafting_gives_the_same_text(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0.9, "slipstream": {"rounds": True}}
     receipt = server.http.post("/v1/chat/completions", json=body).json()["slipstream"]["receipt"]
     again = {"request": body, "token_ids": receipt["token_ids"], "seed": receipt["seed"]}
@@ -211,7 +211,7 @@ def test_a_replay_without_drafting_gives_the_same_text(server: Served) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
 
 
-def test_a_request_may_ask_for_plain_decoding_beside_others(server: Served) -> None:
+def test_a_request_may_ask_for_plain_decoding_beside_others(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 40, "temperature": 0}
     fast = server.http.post("/v1/chat/completions", json=body).json()
     plain = server.http.post("/v1/chat/completions", json=body | {"num_draft_tokens": 0}).json()
@@ -224,12 +224,12 @@ def test_a_request_may_ask_for_plain_decoding_beside_others(server: Served) -> N
     assert sum(n * count for n, count in enumerate(told["acceptance_histogram"])) == told["num_accepted_draft_tokens"]
 
 
-def test_an_answer_is_one_line_of_json(server: Served) -> None:
+def test_an_answer_is_one_line_of_json(server: RunningServer) -> None:
     text = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3}).text
     assert json.loads(text) and "\n" not in text
 
 
-def test_every_text_of_a_whole_answer_has_its_receipt(server: Served) -> None:
+def test_every_text_of_a_whole_answer_has_its_receipt(server: RunningServer) -> None:
     body = {"messages": ASKED, "max_tokens": 6, "seed": 5, "temperature": 1, "n": 3, "slipstream": {"rounds": True}}
     asked = body | {"return_token_ids": True}
     answer = server.http.post("/v1/chat/completions", json=asked).json()
@@ -244,10 +244,10 @@ INJECTED = "hi<eos>"
 
 
 def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> None:
-    inner = tiny.tokenizer(
+    inner = tiny_models.tokenizer(
         list("<>"), "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}a:"
     )
-    model = tiny.fresh("llama", vocab_size=len(inner))
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
 
     def load() -> SpeculativeDecoder:
         return SpeculativeDecoder(model, tokenizer=inner, drafter="none")
@@ -256,7 +256,7 @@ def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> No
     called = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     tool = {"type": "function", "function": {"name": "f", "description": INJECTED}}
     said = {"role": "user", "content": "hi"}
-    with served(load, no_special_tokens_in_prompts=True) as server:
+    with running_server(load, no_special_tokens_in_prompts=True) as server:
         for path, body, param in (
             ("/v1/chat/completions", {"messages": [said, said | {"content": INJECTED}]}, "messages.1"),
             (
@@ -280,7 +280,7 @@ def test_special_tokens_in_texts_are_refused_where_the_server_is_told_to() -> No
         ):  # the second is unknown
             answer = server.http.post("/v1/chat/completions", json={"messages": [said | plain], "max_tokens": 1})
             assert answer.status_code == 200, answer.text
-    with served(load) as server:  # by default texts are tokenised as other servers do
+    with running_server(load) as server:  # by default texts are tokenised as other servers do
         body = {"messages": [said | {"content": INJECTED}], "max_tokens": 1, "return_token_ids": True}
         ids = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["prompt_token_ids"]
         assert inner.eos_token_id in ids

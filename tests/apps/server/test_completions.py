@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import Served, served, toy
 
 from slipstream import SamplingParams
+from tests.support.running_server import RunningServer, running_server, toy
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
@@ -23,14 +23,14 @@ def alone(prompt: Any, **options: Any) -> str:
     return toy(drafter="none", num_draft_tokens="auto").generate(prompt, SamplingParams(**options), chat=False).text
 
 
-def test_a_text_is_the_decoders_own(server: Served) -> None:
+def test_a_text_is_the_decoders_own(server: RunningServer) -> None:
     assert server.text(temperature=0, max_tokens=60) == alone("A heron", max_tokens=60)
     assert server.text(temperature=0.9, seed=7, max_tokens=60) == alone(
         "A heron", temperature=0.9, seed=7, max_tokens=60
     )
 
 
-def test_openais_defaults_are_sampling_and_sixteen_tokens(server: Served) -> None:
+def test_openais_defaults_are_sampling_and_sixteen_tokens(server: RunningServer) -> None:
     answer = server.complete(seed=3).json()
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["text"] == alone("A heron", temperature=1.0, seed=3, max_tokens=16)
@@ -45,13 +45,13 @@ def test_openais_defaults_are_sampling_and_sixteen_tokens(server: Served) -> Non
         ([[*b"The wind"], [*b"A fish"]], ["The wind", "A fish"]),
     ],
 )
-def test_prompts_in_every_form(server: Served, prompt: Any, texts: list[str]) -> None:
+def test_prompts_in_every_form(server: RunningServer, prompt: Any, texts: list[str]) -> None:
     answer = server.complete(prompt, temperature=0, max_tokens=12).json()
     assert [choice["text"] for choice in answer["choices"]] == [alone(text, max_tokens=12) for text in texts]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 
-def test_choices_are_numbered_prompt_by_prompt(server: Served) -> None:
+def test_choices_are_numbered_prompt_by_prompt(server: RunningServer) -> None:
     answer = server.complete(["The wind", "A fish"], n=2, seed=5, max_tokens=9).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     texts = [choice["text"] for choice in answer["choices"]]
@@ -61,7 +61,7 @@ def test_choices_are_numbered_prompt_by_prompt(server: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len("The wind") + len("A fish")
 
 
-def test_cached_tokens_are_those_of_all_prompts(server: Served) -> None:
+def test_cached_tokens_are_those_of_all_prompts(server: RunningServer) -> None:
     prompts = ["first " * 9, "second " * 9]
     one, other = (server.complete([prompt], max_tokens=2).json()["usage"] for prompt in prompts)
     again = server.complete(prompts, max_tokens=2, n=2).json()["usage"]
@@ -69,7 +69,7 @@ def test_cached_tokens_are_those_of_all_prompts(server: Served) -> None:
     assert again["prompt_tokens_details"]["cached_tokens"] > one["prompt_tokens"]
 
 
-def test_an_echo_is_of_the_prompt_that_was_read(server: Served) -> None:
+def test_an_echo_is_of_the_prompt_that_was_read(server: RunningServer) -> None:
     for prompt in ("A heron", [*b"A heron"]):
         cut = {"truncate_prompt_tokens": 5, "echo": True, "logprobs": 1, "max_tokens": 0}
         choice = server.complete(prompt, **cut).json()["choices"][0]
@@ -77,22 +77,22 @@ def test_an_echo_is_of_the_prompt_that_was_read(server: Served) -> None:
     assert server.text(truncate_prompt_tokens=99, echo=True, max_tokens=0) == "A heron"
 
 
-def test_greedy_choices_are_equal(server: Served) -> None:
+def test_greedy_choices_are_equal(server: RunningServer) -> None:
     texts = [c["text"] for c in server.complete(n=3, temperature=0).json()["choices"]]
     assert len(texts) == 3 and len(set(texts)) == 1
 
 
-def test_stop_strings_cut_the_text(server: Served) -> None:
+def test_stop_strings_cut_the_text(server: RunningServer) -> None:
     answer = server.complete(temperature=0, max_tokens=80, stop=["sparrow", "zzz"]).json()["choices"][0]
     assert answer["finish_reason"] == "stop"
     assert answer["text"] == alone("A heron", max_tokens=80).partition("sparrow")[0]
 
 
-def test_many_stop_strings_are_taken(server: Served) -> None:
+def test_many_stop_strings_are_taken(server: RunningServer) -> None:
     assert server.complete(stop=[f"no {n}" for n in range(32)]).status_code == 200
 
 
-def test_options_of_vllm_stand_at_the_top_level(server: Served) -> None:
+def test_options_of_vllm_stand_at_the_top_level(server: RunningServer) -> None:
     options = {"top_k": 3, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 4, "bad_words": ["sparrow"]}
     fields = {"temperature": 1.0, "seed": 2, "max_tokens": 40}
     expected = alone("A heron", **fields, **options)
@@ -100,16 +100,16 @@ def test_options_of_vllm_stand_at_the_top_level(server: Served) -> None:
     assert server.text(**fields) != expected
 
 
-def test_only_allowed_tokens_are_chosen(server: Served) -> None:
+def test_only_allowed_tokens_are_chosen(server: RunningServer) -> None:
     text = server.text(allowed_token_ids=[*b"abc"], max_tokens=30, seed=1)
     assert len(text) == 30 and set(text) <= set("abc")
 
 
-def test_a_bias_is_by_token_ids_as_text(server: Served) -> None:
+def test_a_bias_is_by_token_ids_as_text(server: RunningServer) -> None:
     assert server.text(logit_bias={str(ord("z")): 100}, max_tokens=5) == "zzzzz"
 
 
-def test_token_ids_are_returned_on_demand(server: Served) -> None:
+def test_token_ids_are_returned_on_demand(server: RunningServer) -> None:
     choice = server.complete(return_token_ids=True, temperature=0).json()["choices"][0]
     assert bytes(choice["token_ids"]).decode() == choice["text"] and choice["prompt_token_ids"] == [*b"A heron"]
 
@@ -124,7 +124,7 @@ def harness(choice: dict[str, Any], context: int) -> tuple[float, bool]:
     return sum(logprobs), greedy
 
 
-def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: Served) -> None:
+def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: RunningServer) -> None:
     prompt = [*b"A heron and a sparrow"]
     likeliest = alone("A heron and a sparrow", max_tokens=12).encode()
     good, bad = [*prompt, *likeliest], [*prompt, *likeliest[:3], ord("#"), *likeliest[4:]]
@@ -139,7 +139,7 @@ def test_echoed_prompts_are_scored_as_evaluation_harnesses_read_them(server: Ser
     assert greedy and not other and likely > unlikely + 5
 
 
-def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server: Served) -> None:
+def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server: RunningServer) -> None:
     for _ in range(2):  # the second time everything is cached, and must not be left out
         told = server.complete(temperature=1.0, seed=4, max_tokens=90, logprobs=3, return_token_ids=True).json()
         choice = told["choices"][0]
@@ -151,19 +151,19 @@ def test_an_echo_has_the_numbers_that_the_text_had_when_it_was_generated(server:
         assert again["top_logprobs"][7:] == choice["logprobs"]["top_logprobs"]
 
 
-def test_a_chosen_token_is_always_among_those_reported(server: Served) -> None:
+def test_a_chosen_token_is_always_among_those_reported(server: RunningServer) -> None:
     for count in (0, 1, 2):
         told = server.complete(seed=8, temperature=1.5, max_tokens=60, logprobs=count).json()["choices"][0]["logprobs"]
         entries = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
         assert all(top[token] == logprob for token, logprob, top in entries)
 
 
-def test_tokens_are_told_by_number_on_demand(server: Served) -> None:
+def test_tokens_are_told_by_number_on_demand(server: RunningServer) -> None:
     answer = server.complete(temperature=0, max_tokens=2, logprobs=1, return_tokens_as_token_ids=True).json()
     assert all(name.startswith("token_id:") for name in answer["choices"][0]["logprobs"]["tokens"])
 
 
-def test_a_stream_gives_the_whole_text(server: Served) -> None:
+def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
     fields = {"prompt": "A heron", "temperature": 0, "max_tokens": 70, "echo": True, "logprobs": 1}
     whole = server.complete(**fields).json()["choices"][0]
     chunks = server.chunks("/v1/completions", fields | {"stream_options": {"include_usage": True}})
@@ -216,7 +216,9 @@ def test_a_stream_gives_the_whole_text(server: Served) -> None:
         ({"allowed_token_ids": [300]}, "allowed_token_ids"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str, Any], param: str | None) -> None:
+def test_what_cannot_be_done_is_refused_by_name(
+    server: RunningServer, fields: dict[str, Any], param: str | None
+) -> None:
     body = json.dumps({"prompt": "x"} | fields)
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -225,7 +227,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, fields: dict[str
     assert "\n" not in error["message"] and len(error["message"]) < 400
 
 
-def test_a_row_without_a_token_to_choose_fails_alone(server: Served) -> None:
+def test_a_row_without_a_token_to_choose_fails_alone(server: RunningServer) -> None:
     bias = {str(n): -10000.0 for n in range(256)}
     assert server.complete(logit_bias=bias, temperature=0).status_code == 200  # -10000 is small, not impossible
     words = {"allowed_token_ids": [97], "bad_words": ["a"]}

@@ -8,11 +8,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-import tiny
-from served import served
 
 from slipstream import SpeculativeDecoder
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from tests.support import tiny_models
+from tests.support.running_server import running_server
 
 EXTRA = ["\n", *'<>_{}"/[]-0123456789']
 CHAT = "{%% for m in messages %%}{{ m['role'][0] }}:{{ m['content'] }}.%s{%% endfor %%}a:"
@@ -39,7 +39,7 @@ def reads(**calls: Any) -> dict[str, Any]:
 
 
 def tokenizer(rendered: str, template: dict[str, Any]) -> Any:
-    made = tiny.tokenizer(EXTRA, CHAT % (CALLS % rendered))
+    made = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
     made.response_template = template
     return made
 
@@ -77,9 +77,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_required_call_is_written_in_the_models_own_form_and_read_back(name: str) -> None:
     inner = tokenizer(*FORMS[name])
-    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     decoder = SpeculativeDecoder(model, tokenizer=inner, drafter="suffix", num_draft_tokens=4, acceptance="match")
-    with served(lambda: decoder, served_model_name="tiny") as server, server.openai() as client:
+    with running_server(lambda: decoder, served_model_name="tiny") as server, server.openai() as client:
         for seed in range(3):
             options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 200}
             options |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0, "seed": seed}
@@ -121,14 +121,16 @@ def test_calls_that_are_not_json_are_told_where_they_are_whole() -> None:
 
 def test_a_forced_call_with_a_mark_in_its_arguments_is_told_as_a_call() -> None:
     rendered = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
-    inner = tiny.tokenizer(EXTRA, CHAT % (CALLS % rendered))
-    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    inner = tiny_models.tokenizer(EXTRA, CHAT % (CALLS % rendered))
+    model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     value = {"type": "object", "properties": {"a": {"enum": ["</tool_call>"]}}, "required": ["a"]}
     tools: Any = [
         {"type": "function", "function": {"name": "x", "parameters": value | {"additionalProperties": False}}}
     ]
     with (
-        served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server,
+        running_server(
+            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+        ) as server,
         server.openai() as client,
     ):
         options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required"}
@@ -152,9 +154,11 @@ def test_other_forms_are_not_forced(name: str) -> None:
 
 def test_what_cannot_be_forced_is_refused_by_name() -> None:
     inner = tokenizer(*OTHERS["arguments that are not JSON"])
-    model = tiny.fresh("llama", vocab_size=len(inner), eos_token_id=1)
+    model = tiny_models.fresh("llama", vocab_size=len(inner), eos_token_id=1)
     with (
-        served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server,
+        running_server(
+            lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+        ) as server,
         server.openai() as client,
         pytest.raises(openai.BadRequestError, match="form of calls is not known, or not JSON") as caught,
     ):

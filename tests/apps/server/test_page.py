@@ -9,11 +9,11 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from page_browser import Opened, ask, browsers, canned
-from served import PATIENCE, Gate, Served, served
 
 from slipstream.apps.server.answer_state import ModelFacts, Piece, shown_round
 from slipstream.core.rounds import Round
+from tests.support.page_browser import Opened, ask, browsers, canned
+from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 MOST_BYTES = 60 * 1024
 FILES = ("app.js", "index.html", "style.css")
@@ -26,13 +26,13 @@ def source(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
 @pytest.mark.parametrize(("path", "name"), [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)])
-def test_files_are_served_as_they_are_and_under_a_policy(server: Served, path: str, name: str) -> None:
+def test_files_are_served_as_they_are_and_under_a_policy(server: RunningServer, path: str, name: str) -> None:
     answer = server.http.get(path)
     assert answer.status_code == 200 and answer.text == source(name)
     policy = answer.headers["content-security-policy"]
@@ -68,7 +68,7 @@ def test_a_round_tells_what_its_prediction_gave_it() -> None:
     assert shown(None) == [("accepted", "suffix"), ("accepted", "suffix"), ("recovered", None)]
 
 
-def test_an_installation_without_the_files_says_so(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_without_the_files_says_so(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.apps.server.page_routes._file", lambda name: None)
     answer = server.http.get("/")
     assert answer.status_code == 200
@@ -76,7 +76,7 @@ def test_an_installation_without_the_files_says_so(server: Served, monkeypatch: 
 
 
 @browsers
-def test_hostile_text_stays_text(server: Served, opened: Opened) -> None:
+def test_hostile_text_stays_text(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url, canned([HOSTILE] * 3))
     ask(page, HOSTILE, prediction=HOSTILE)
     page.wait_for_selector(".diff")
@@ -90,7 +90,7 @@ def test_hostile_text_stays_text(server: Served, opened: Opened) -> None:
 
 
 @browsers
-def test_a_race_of_equal_texts_is_sealed(server: Served, opened: Opened) -> None:
+def test_a_race_of_equal_texts_is_sealed(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", reduced_motion="no-preference")
     page.wait_for_selector("#served[data-up]")
     page.fill("#max_tokens", "24")
@@ -105,7 +105,7 @@ def test_a_race_of_equal_texts_is_sealed(server: Served, opened: Opened) -> None
 
 
 @browsers
-def test_a_race_of_other_texts_shows_the_first_difference(server: Served, opened: Opened) -> None:
+def test_a_race_of_other_texts_shows_the_first_difference(server: RunningServer, opened: Opened) -> None:
     page = opened(f"{server.url}/#race", canned(["a heron stands", "a heron waits"]))
     page.wait_for_selector("#served[data-up]")
     page.click("#race-go")
@@ -116,7 +116,7 @@ def test_a_race_of_other_texts_shows_the_first_difference(server: Served, opened
 @browsers
 def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
     gate = Gate()
-    with served(gate.load, max_queued_requests=5) as server:
+    with running_server(gate.load, max_queued_requests=5) as server:
         page = opened(server.url)
         try:
             ask(page, max_tokens=9)
@@ -131,7 +131,7 @@ def test_the_engine_room_shows_rows_under_way(opened: Opened) -> None:
 
 @browsers
 @pytest.mark.parametrize(("width", "theme"), [(320, "dark"), (1280, "light")])
-def test_every_view_fits_and_has_no_barriers(server: Served, opened: Opened, width: int, theme: str) -> None:
+def test_every_view_fits_and_has_no_barriers(server: RunningServer, opened: Opened, width: int, theme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     page = opened(server.url, color_scheme=theme)
     ask(page, "W" * 200, max_tokens=60)
@@ -148,7 +148,7 @@ def test_every_view_fits_and_has_no_barriers(server: Served, opened: Opened, wid
 
 
 @browsers
-def test_the_theme_can_be_switched_and_is_remembered(server: Served, opened: Opened) -> None:
+def test_the_theme_can_be_switched_and_is_remembered(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url, color_scheme="light")
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)

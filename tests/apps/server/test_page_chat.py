@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_browser import Opened, ask, browsers, canned
-from served import PATIENCE, Gate, Served, served
+
+from tests.support.page_browser import Opened, ask, browsers, canned
+from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
 @browsers
-def test_an_answer_is_shown_token_by_token_with_its_origins(server: Served, opened: Opened) -> None:
+def test_an_answer_is_shown_token_by_token_with_its_origins(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=40, seed=3)
     page.wait_for_selector(".receipt")
@@ -37,7 +38,7 @@ def test_an_answer_is_shown_token_by_token_with_its_origins(server: Served, open
 
 
 @browsers
-def test_tokens_that_are_parts_of_characters_are_shown_together(server: Served, opened: Opened) -> None:
+def test_tokens_that_are_parts_of_characters_are_shown_together(server: RunningServer, opened: Opened) -> None:
     tokens = ["\ufffd", "\ufffd", " b", "token_id:0", "{"]
     page = opened(server.url, canned(["\u00e9 b{"], lambda text: tokens, origin="forced"))
     ask(page)
@@ -48,7 +49,7 @@ def test_tokens_that_are_parts_of_characters_are_shown_together(server: Served, 
 @browsers
 def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
     gate = Gate()
-    with served(gate.load) as server:
+    with running_server(gate.load) as server:
         page = opened(server.url)
         try:
             ask(page, max_tokens=9)
@@ -74,7 +75,7 @@ def test_an_answer_can_be_stopped_and_asked_for_again(opened: Opened) -> None:
 
 
 @browsers
-def test_refusals_are_told_in_the_servers_words(server: Served, opened: Opened) -> None:
+def test_refusals_are_told_in_the_servers_words(server: RunningServer, opened: Opened) -> None:
     page = opened(server.url)
     ask(page, max_tokens=5000)
     assert "4096" in page.wait_for_selector(".message .problem").text_content()
@@ -86,7 +87,7 @@ def test_refusals_are_told_in_the_servers_words(server: Served, opened: Opened) 
 
 
 @browsers
-def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: Served, opened: Opened) -> None:
+def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server: RunningServer, opened: Opened) -> None:
     sent: list[Any] = []
     page = opened(server.url, canned(["one\ntwo\nfour"], origin="accepted", source="prediction"))
     page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
@@ -105,7 +106,7 @@ def test_schemas_and_predictions_are_sent_and_answers_compared_with_them(server:
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Opened, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("reader:correct-horse\n")
-    with served(api_key_file=str(keys)) as server:
+    with running_server(api_key_file=str(keys)) as server:
         page = opened(server.url)
         page.fill("#key", "wrong-horse")
         page.keyboard.press("Enter")

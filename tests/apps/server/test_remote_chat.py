@@ -11,22 +11,22 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from served import PATIENCE, Served, served
-from talk import Recorder
 
 from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
 from slipstream.apps.chat.remote_chat import RemoteChat
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
+from tests.support.chat_fakes import Recorder
+from tests.support.running_server import PATIENCE, RunningServer, running_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
-def test_answers_come_from_the_server_and_stay_in_the_conversation(server: Served) -> None:
+def test_answers_come_from_the_server_and_stay_in_the_conversation(server: RunningServer) -> None:
     face = Recorder()
     chat = RemoteChat(server.url, face, SamplingParams(max_tokens=20), "Be brief.")
     chat.handle("A heron")
@@ -41,7 +41,7 @@ def test_answers_come_from_the_server_and_stay_in_the_conversation(server: Serve
     assert chat.turns == [] and chat.closed and not face.errors
 
 
-def test_what_goes_wrong_is_one_line(server: Served) -> None:
+def test_what_goes_wrong_is_one_line(server: RunningServer) -> None:
     face = Recorder()
     chat = RemoteChat(f"{server.url}/v1/", face, SamplingParams(max_tokens=5000))
     chat.handle("x")
@@ -63,13 +63,13 @@ FORMS = (
 
 
 @pytest.mark.parametrize(("constraint", "told"), FORMS)
-def test_the_form_of_an_answer_is_the_servers_to_keep(server: Served, constraint: Constraint, told: str) -> None:
+def test_the_form_of_an_answer_is_the_servers_to_keep(server: RunningServer, constraint: Constraint, told: str) -> None:
     face = Recorder()
     RemoteChat(server.url, face, SamplingParams(constraint=constraint)).handle("A heron")
     assert not face.errors and re.fullmatch(told, "".join(face.pieces).strip())
 
 
-def test_a_prediction_is_sent_and_changes_no_answer(server: Served) -> None:
+def test_a_prediction_is_sent_and_changes_no_answer(server: RunningServer) -> None:
     texts = []
     for prediction in (None, "The heron was slow."):
         face = Recorder()
@@ -105,7 +105,7 @@ def test_models_that_cannot_be_loaded_end_the_command_with_one_line() -> None:
     assert done.returncode == 2 and lines[-1].startswith("error: model 'toy:99'") and "Traceback" not in done.stderr
 
 
-def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: Served) -> None:
+def test_an_address_that_is_taken_is_told_before_anything_is_loaded(server: RunningServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(SlipstreamError, match=f"cannot listen on 127.0.0.1:{port}"):
         serve(ServerSettings(port=port), lambda: pytest.fail("loaded"), lambda server: None)

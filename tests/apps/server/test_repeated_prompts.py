@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served import PATIENCE, in_thread, served, toy
 
 from slipstream import SamplingParams
 from slipstream.apps.server import engine_thread
 from slipstream.apps.server.live_request import LiveRequest
+from tests.support.running_server import PATIENCE, in_thread, running_server, toy
 
 ASKED = [f"{'The wren sings. ' * n}{name}" for n, name in enumerate(("One", "Two", "Six"), 3)]
 
@@ -19,7 +19,7 @@ def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
     spare: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "SPARE_SLOTS", spare)
-    with served(lambda: toy(max_batch_size=3)) as server:
+    with running_server(lambda: toy(max_batch_size=3)) as server:
         answers: list[Any] = [server.complete(prompt, max_tokens=3, seed=1).json() for prompt in ASKED * 3]
     texts = [one["choices"][0]["text"] for one in answers]
     params = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
@@ -32,7 +32,7 @@ def test_conversations_that_take_turns_are_read_once_where_there_are_slots(
 
 def test_the_first_request_waits_a_moment_for_those_that_come_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "GATHERING", PATIENCE)
-    with served() as server:
+    with running_server() as server:
         service, late = server.service, LiveRequest("/v1/completions")
         server.call(lambda: service._preparing.add(late))
         with in_thread(lambda: server.text("A heron", max_tokens=4)) as found:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from served import Served, served
 
 from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from tests.support.running_server import RunningServer, running_server
 
 WRONG = [None] * 20_000
 HI = [{"role": "user", "content": "hi"}]
@@ -20,12 +20,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
-def ask(server: Served, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     body = {CHAT: {"messages": HI, "max_tokens": 3}, TEXT: {"prompt": "A heron", "max_tokens": 3}}.get(path, {})
     answer = server.http.post(path, json={name: one for name, one in (body | fields).items() if one is not None})
     return answer.status_code, answer.json()
@@ -154,7 +154,7 @@ NO_TEXT = "a text, or parts of one"
     ],
 )
 def test_a_refusal_names_the_field_and_the_reason(
-    server: Served, path: str, fields: dict[str, Any], param: str, why: str
+    server: RunningServer, path: str, fields: dict[str, Any], param: str, why: str
 ) -> None:
     status, answer = ask(server, path, fields)
     assert status == (404 if param == "model" else 400), answer
@@ -162,7 +162,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 
 @pytest.mark.parametrize("nothing", [None, False, "", []])
-def test_what_says_nothing_is_not_refused(server: Served, nothing: Any) -> None:
+def test_what_says_nothing_is_not_refused(server: RunningServer, nothing: Any) -> None:
     body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
     sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}
     for path, fields in ((TEXT, body), (CHAT, sent | {"suffix": nothing, "guided_json": nothing})):
@@ -171,7 +171,7 @@ def test_what_says_nothing_is_not_refused(server: Served, nothing: Any) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def count(server: Served) -> float:
+def count(server: RunningServer) -> float:
     (line,) = [
         line
         for line in server.http.get("/metrics").text.splitlines()
@@ -181,7 +181,7 @@ def count(server: Served) -> float:
 
 
 def test_unknown_fields_at_every_depth_are_counted_and_named_once(
-    server: Served, caplog: pytest.LogCaptureFixture
+    server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "slipstream.server")
     messages = [
@@ -205,7 +205,7 @@ def test_unknown_fields_at_every_depth_are_counted_and_named_once(
 
 
 def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
-    server: Served, caplog: pytest.LogCaptureFixture
+    server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "slipstream.server")
     before = count(server)
@@ -217,5 +217,5 @@ def test_fields_of_a_refused_request_are_not_said_to_have_no_effect(
     assert count(server) == before and not caplog.records
 
 
-def test_the_list_of_models_is_there_with_a_slash_behind_too(server: Served) -> None:
+def test_the_list_of_models_is_there_with_a_slash_behind_too(server: RunningServer) -> None:
     assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, served
 from starlette.routing import Route
 
 from slipstream import UsageError
 from slipstream.apps.server import access
 from slipstream.apps.server.access import OPEN, PAGE, ApiKeys
 from slipstream.apps.server.server_settings import ServerSettings
+from tests.support.running_server import RunningServer, running_server
 
 KEY, OTHER = "correct-horse-battery", "another-long-key"
 
@@ -29,14 +29,14 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(key_file: str) -> Iterator[Served]:
-    with served(api_key_file=key_file) as one:
+def server(key_file: str) -> Iterator[RunningServer]:
+    with running_server(api_key_file=key_file) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def unlocked() -> Iterator[Served]:
-    with served(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as one:
+def unlocked() -> Iterator[RunningServer]:
+    with running_server(allowed_host=("box.lan",), allowed_origin=("https://pages.example",)) as one:
         yield one
 
 
@@ -44,7 +44,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def raw(server: Served, request: bytes) -> bytes:
+def raw(server: RunningServer, request: bytes) -> bytes:
     """The status line of the answer to bytes as they are."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
@@ -61,7 +61,7 @@ def walk(routes: Any) -> Iterator[Any]:
             yield from walk(route.original_router.routes)
 
 
-def test_every_route_needs_a_key_but_for_the_listed(server: Served) -> None:
+def test_every_route_needs_a_key_but_for_the_listed(server: RunningServer) -> None:
     routes = list(walk(server.server.config.app.routes))  # type: ignore[union-attr]
     assert len(routes) > 14
     for route in routes:
@@ -74,7 +74,7 @@ def test_every_route_needs_a_key_but_for_the_listed(server: Served) -> None:
                 assert answer.json()["error"]["type"] == "authentication_error"
 
 
-def test_what_is_open_tells_nothing_of_the_model(server: Served) -> None:
+def test_what_is_open_tells_nothing_of_the_model(server: RunningServer) -> None:
     for path in OPEN:
         answer = server.http.get(path)
         assert answer.status_code == 200 and "toy" not in answer.text
@@ -83,7 +83,7 @@ def test_what_is_open_tells_nothing_of_the_model(server: Served) -> None:
 @pytest.mark.parametrize(
     "path", ["/nowhere", "/v1", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/page"]
 )
-def test_addresses_that_are_not_listed_are_closed(server: Served, path: str) -> None:
+def test_addresses_that_are_not_listed_are_closed(server: RunningServer, path: str) -> None:
     assert raw(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).split()[1] == b"401"
 
 
@@ -102,28 +102,28 @@ def test_addresses_that_are_not_listed_are_closed(server: Served, path: str) -> 
         ("http://localhost/v1/models", "localhost"),
     ],
 )
-def test_no_spelling_of_an_address_or_a_host_gets_past_the_key(server: Served, path: str, host: str) -> None:
+def test_no_spelling_of_an_address_or_a_host_gets_past_the_key(server: RunningServer, path: str, host: str) -> None:
     status = raw(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1]
     assert status in (b"400", b"401", b"403", b"404")
 
 
-def test_the_raw_requests_would_get_in_with_a_key(server: Served) -> None:
+def test_the_raw_requests_would_get_in_with_a_key(server: RunningServer) -> None:
     request = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n"
     assert raw(server, request.encode()).split()[1] == b"200"
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
-def test_every_key_of_the_file_opens(server: Served, key: str) -> None:
+def test_every_key_of_the_file_opens(server: RunningServer, key: str) -> None:
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
 @pytest.mark.parametrize("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
-def test_no_other_key_opens(server: Served, given: str) -> None:
+def test_no_other_key_opens(server: RunningServer, given: str) -> None:
     headers = {"authorization": f"Bearer {given}".encode("latin-1")}
     assert server.http.get("/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
 
 
-def test_a_key_is_sent_once_and_as_a_bearers(server: Served) -> None:
+def test_a_key_is_sent_once_and_as_a_bearers(server: RunningServer) -> None:
     twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
     assert server.http.get("/v1/models", headers=twice).status_code == 401
     assert server.http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}).status_code == 401
@@ -140,23 +140,23 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
-def test_other_names_of_this_machine_are_refused(unlocked: Served, host: str) -> None:
+def test_other_names_of_this_machine_are_refused(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] in (b"403", b"400")
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8000", "192.168.0.7", "box.lan"])
-def test_addresses_and_listed_names_are_served(unlocked: Served, host: str) -> None:
+def test_addresses_and_listed_names_are_served(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
-def test_pages_of_other_sites_cannot_call(unlocked: Served, method: str, origin: str) -> None:
+def test_pages_of_other_sites_cannot_call(unlocked: RunningServer, method: str, origin: str) -> None:
     answer = unlocked.http.request(method, "/v1/models", headers={"origin": origin})
     assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
 
 
-def test_the_page_itself_and_listed_sites_can(unlocked: Served) -> None:
+def test_the_page_itself_and_listed_sites_can(unlocked: RunningServer) -> None:
     assert unlocked.http.get("/v1/models", headers={"origin": unlocked.url}).status_code == 200
     listed = unlocked.http.get("/v1/models", headers={"origin": "https://pages.example"})
     assert listed.headers["access-control-allow-origin"] == "https://pages.example"
@@ -181,7 +181,7 @@ def test_a_file_of_keys_that_cannot_protect_is_refused(tmp_path: Path, text: str
         ApiKeys.read(str(tmp_path / "nothing"))
 
 
-def test_a_huge_header_and_a_huge_body_are_refused(unlocked: Served) -> None:
+def test_a_huge_header_and_a_huge_body_are_refused(unlocked: RunningServer) -> None:
     big = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20)
     with suppress(ConnectionError):  # it does not wait for the end
         assert raw(unlocked, big).split()[1] in (b"400", b"431")
@@ -195,7 +195,7 @@ def test_a_huge_header_and_a_huge_body_are_refused(unlocked: Served) -> None:
     assert unlocked.complete().status_code == 200
 
 
-def test_the_first_page_is_protected_and_cached(unlocked: Served) -> None:
+def test_the_first_page_is_protected_and_cached(unlocked: RunningServer) -> None:
     answer = unlocked.http.get("/")
     assert "<title>Slipstream</title>" in answer.text
     policy = answer.headers["content-security-policy"]
@@ -209,7 +209,7 @@ def test_the_first_page_is_protected_and_cached(unlocked: Served) -> None:
 
 def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    with served(api_key_file=key_file, allowed_origin=("https://pages.example",)) as one:
+    with running_server(api_key_file=key_file, allowed_origin=("https://pages.example",)) as one:
         for origin, status in (("https://pages.example", 200), ("https://evil.example", 403)):
             answer = one.http.options("/v1/completions", headers=asking | {"origin": origin})
             assert answer.status_code == status
@@ -309,7 +309,7 @@ DIGITS = b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_what_is_wrong_with_a_body_is_said(unlocked: Served, path: str, body: bytes, message: str) -> None:
+def test_what_is_wrong_with_a_body_is_said(unlocked: RunningServer, path: str, body: bytes, message: str) -> None:
     answer = unlocked.http.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code < 500 and "bad request" not in answer.text
     if message:
@@ -317,7 +317,7 @@ def test_what_is_wrong_with_a_body_is_said(unlocked: Served, path: str, body: by
         assert re.search(message, answer.json()["error"]["message"]), answer.text
 
 
-def test_a_compressed_body_is_refused_by_name(unlocked: Served) -> None:
+def test_a_compressed_body_is_refused_by_name(unlocked: RunningServer) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     answer = unlocked.http.post("/v1/completions", content=b"\x1f\x8b\x08\x00", headers=headers)
     assert answer.status_code == 400

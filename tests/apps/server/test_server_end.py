@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +17,7 @@ from slipstream.apps.server import launch
 from slipstream.apps.server.launch import serve
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.models.toy import ToyTokenizer
-from served import toy
+from tests.support.running_server import toy
 
 class Stuck(ToyTokenizer):
     def encode(self, text):
@@ -60,8 +59,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("engine", "lock"
 
 @pytest.mark.parametrize("stuck", ["texts", *SLOW])
 def test_a_signal_ends_the_process_whatever_its_threads_do(stuck: str) -> None:
-    support = str(Path(__file__).parents[2] / "support")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([support, *filter(None, sys.path)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
         [sys.executable, "-c", SERVE, stuck], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:

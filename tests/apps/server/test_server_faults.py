@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_cases import by_id, chat
-from served import PATIENCE, Served, served, toy
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.core.types import Row
+from tests.support.job_cases import by_id, chat
+from tests.support.running_server import PATIENCE, RunningServer, running_server, toy
 
 MARK = "!!!"  # a prompt with it fails
 GOOD = ["A heron", "The sparrow was", "Then the wind"]
@@ -49,14 +49,14 @@ def alone(prompt: str) -> str:
     return toy().generate(prompt, SamplingParams(max_tokens=40), chat=False).text
 
 
-def ask(server: Served, prompts: Sequence[str]) -> list[Any]:
+def ask(server: RunningServer, prompts: Sequence[str]) -> list[Any]:
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(lambda prompt: server.complete(prompt, max_tokens=40, temperature=0), prompts))
 
 
 @pytest.mark.parametrize("places", [1, 4])
 def test_a_request_that_fails_ends_alone(places: int) -> None:
-    with served(lambda: faulty(max_batch_size=places)) as server:
+    with running_server(lambda: faulty(max_batch_size=places)) as server:
         for _ in range(3):  # the same request again does no more harm
             answers = ask(server, [*GOOD, f"bad {MARK}"])
             assert [one.json()["choices"][0]["text"] for one in answers[:3]] == [alone(prompt) for prompt in GOOD]
@@ -66,7 +66,7 @@ def test_a_request_that_fails_ends_alone(places: int) -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_event_and_its_neighbour_goes_on() -> None:
-    with served(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
+    with running_server(lambda: faulty(max_batch_size=4)) as server, ThreadPoolExecutor(1) as thread:
         beside = thread.submit(server.text, GOOD[0], max_tokens=40, temperature=0)
         body = {"prompt": f"bad {MARK}", "max_tokens": 40, "temperature": 0}
         chunks = server.chunks("/v1/completions", body)
@@ -87,7 +87,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone() -> None:
         decoder.score_prompt = failing
         return decoder
 
-    with served(load) as server:
+    with running_server(load) as server:
         assert server.complete(MARK, echo=True, logprobs=1, max_tokens=0).status_code == 500
         assert server.complete("A heron", echo=True, logprobs=1, max_tokens=0).status_code == 200
 
@@ -106,7 +106,7 @@ def test_a_request_for_which_there_is_no_memory_ends_alone() -> None:
         session.reserve = failing
         return decoder
 
-    with served(load) as server, ThreadPoolExecutor(1) as thread:
+    with running_server(load) as server, ThreadPoolExecutor(1) as thread:
         beside = thread.submit(server.text, GOOD[0], max_tokens=900, temperature=0)
         assert server.complete("x", max_tokens=1500).status_code == 500
         assert len(beside.result()) > 0
@@ -161,7 +161,7 @@ def fatal(**settings: Any) -> SpeculativeDecoder:
 
 def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
     """A server over a folder, which begins a batch or goes on: whether it lived, and what it says of the batch."""
-    with served(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
+    with running_server(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
         store = server.service.batches.store
         if lines is not None:
             data = "".join(json.dumps(line) + "\n" for line in lines).encode()

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import PATIENCE, Gate, Served, served
 
 from slipstream.apps.server.server_metrics import HISTOGRAMS
+from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as one:
+def server() -> Iterator[RunningServer]:
+    with running_server() as one:
         yield one
 
 
-def samples(server: Served) -> dict[str, float]:
+def samples(server: RunningServer) -> dict[str, float]:
     """Every sample, its labels added up."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
@@ -31,7 +31,7 @@ def samples(server: Served) -> dict[str, float]:
     return found
 
 
-def test_metrics_have_the_names_of_vllm_and_add_up(server: Served) -> None:
+def test_metrics_have_the_names_of_vllm_and_add_up(server: RunningServer) -> None:
     before = samples(server)
     answers = [server.complete(temperature=0, max_tokens=50, seed=i).json() for i in range(3)]
     now = samples(server)
@@ -56,7 +56,7 @@ def test_metrics_have_the_names_of_vllm_and_add_up(server: Served) -> None:
     assert 'model_name="toy"' in server.http.get("/metrics").text
 
 
-def test_timings_are_those_of_llama_cpp(server: Served) -> None:
+def test_timings_are_those_of_llama_cpp(server: RunningServer) -> None:
     answer = server.complete("never seen before", max_tokens=9).json()
     told = answer["timings"]
     assert told["prompt_n"] + answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 17
@@ -65,7 +65,7 @@ def test_timings_are_those_of_llama_cpp(server: Served) -> None:
 
 def test_the_state_shows_rows_under_way() -> None:
     gate = Gate()
-    with served(lambda: gate.load(max_batch_size=1)) as server:
+    with running_server(lambda: gate.load(max_batch_size=1)) as server:
         body = {"prompt": "A heron", "max_tokens": 9, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             assert gate.reached.wait(PATIENCE)
@@ -81,14 +81,14 @@ def test_the_state_shows_rows_under_way() -> None:
         assert state["cache"]["prompt_tokens"] == 7
 
 
-def test_the_state_comes_as_events(server: Served) -> None:
+def test_the_state_comes_as_events(server: RunningServer) -> None:
     with server.http.stream("GET", "/v1/slipstream/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         line = next(line for line in answer.iter_lines() if line.startswith("data: "))
     assert json.loads(line[6:]).keys() == server.http.get("/v1/slipstream/state").json().keys()
 
 
-def test_tokens_of_a_text_and_back(server: Served) -> None:
+def test_tokens_of_a_text_and_back(server: RunningServer) -> None:
     told = server.http.post("/tokenize", json={"prompt": "héron", "add_special_tokens": False}).json()
     assert told == {"tokens": [*"héron".encode()], "count": 6, "max_model_len": 4096}
     assert server.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "héron"}
@@ -107,7 +107,7 @@ def test_tokens_of_a_text_and_back(server: Served) -> None:
     assert info["eos_token"] == "<end>" and info["eos_token_id"] == 256
 
 
-def test_the_small_endpoints_answer(server: Served) -> None:
+def test_the_small_endpoints_answer(server: RunningServer) -> None:
     assert server.http.get("/health").json() == {"status": "ready"} == server.http.get("/live").json()
     assert set(server.http.get("/version").json()) == {"version"}
     card = server.http.get("/v1/models/toy").json()
@@ -127,12 +127,12 @@ def test_the_small_endpoints_answer(server: Served) -> None:
         ("POST", "/health", 405),
     ],
 )
-def test_what_is_not_there_is_an_error_object_too(server: Served, method: str, path: str, status: int) -> None:
+def test_what_is_not_there_is_an_error_object_too(server: RunningServer, method: str, path: str, status: int) -> None:
     answer = server.http.request(method, path)
     assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_log_has_numbers_and_no_texts(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_numbers_and_no_texts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "slipstream.server"):
         server.complete("my secret prompt\n\x1b[31m", max_tokens=5)
         server.complete("x", **{"evil\nfield\x1b": 1})
@@ -141,7 +141,7 @@ def test_the_log_has_numbers_and_no_texts(server: Served, caplog: pytest.LogCapt
     assert not any("secret" in line or "\x1b" in line or "\n" in line for line in lines)
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(server: Served) -> None:
+def test_the_dashboard_asks_for_metrics_that_there_are(server: RunningServer) -> None:
     text = (resources.files("slipstream") / "data" / "grafana_dashboard.json").read_text()
     board: dict[str, Any] = json.loads(text)
     page = server.http.get("/metrics").text
@@ -158,7 +158,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(server: Served) -> None:
 
 
 def test_the_log_has_the_traceback_of_what_fails_outside_of_answers(
-    server: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(totals: Any) -> Any:
         raise KeyError("lane")

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from served import PATIENCE, Gate, Served, in_thread, served, toy
 
 from slipstream.apps.server import launch
 from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
@@ -28,6 +27,7 @@ from slipstream.apps.server.schemas import CompletionFields
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.sampling.params import SamplingParams
+from tests.support.running_server import PATIENCE, Gate, RunningServer, in_thread, running_server, toy
 
 LONG = {"prompt": "A heron", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
@@ -40,7 +40,7 @@ def gate() -> Iterator[Gate]:
 
 
 def one_at_a_time(gate: Gate, **settings: Any) -> Any:
-    return served(lambda: gate.load(max_batch_size=1), **settings)
+    return running_server(lambda: gate.load(max_batch_size=1), **settings)
 
 
 def opened(client: httpx.Client, body: dict[str, Any]) -> Any:
@@ -156,7 +156,7 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised() -> None:
 def test_prompts_are_tokenised_under_the_deadline_of_their_request() -> None:
     tokenizer, decoder = SlowTokenizer(), toy()
     decoder.target = replace(decoder.target, tokenizer=tokenizer)
-    with served(lambda: decoder, request_timeout=0.2) as server:
+    with running_server(lambda: decoder, request_timeout=0.2) as server:
         assert server.complete().status_code == 408
         assert tokenizer.texts == 1 and not server.call(lambda: server.service.live)
         tokenizer.opened.set()
@@ -293,7 +293,7 @@ def test_a_dead_engine_fails_every_request_and_ends_the_server(gate: Gate) -> No
         backend.forward = breaking
         return decoder
 
-    with served(load) as server:
+    with running_server(load) as server:
         with in_thread(lambda: server.complete()) as first, in_thread(lambda: server.complete()) as second:
             assert gate.reached.wait(PATIENCE)
             server.wait_until(lambda: len(server.service.live) == 2)
@@ -393,15 +393,15 @@ def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
 def test_keys_share_no_cached_prompts_unless_they_are_to(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("ann:key-of-ann\nbob:key-of-bob\n")
 
-    def cached(server: Served, key: str, **more: Any) -> int:
+    def cached(server: RunningServer, key: str, **more: Any) -> int:
         with server.openai(key) as client:
             answer = client.completions.create(model="toy", prompt="A heron " * 9, max_tokens=3, extra_body=more)
         return int(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
 
-    with served(api_key_file=str(tmp_path / "keys")) as server:
+    with running_server(api_key_file=str(tmp_path / "keys")) as server:
         assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-ann", "key-of-bob")] == [False, True, False]
         assert cached(server, "key-of-bob") and not cached(server, "key-of-bob", cache_salt="x")
-    with served(api_key_file=str(tmp_path / "keys"), share_learning=True) as server:
+    with running_server(api_key_file=str(tmp_path / "keys"), share_learning=True) as server:
         assert [cached(server, key) > 0 for key in ("key-of-ann", "key-of-bob")] == [False, True]
 
 
@@ -418,7 +418,7 @@ def test_requests_of_a_caller_take_turns_whatever_their_rows() -> None:
 
 def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> None:
     many = LONG | {"prompt": ["A heron"] * 4, "n": 4, "stream": False}
-    with served(lambda: gate.load(max_batch_size=3)) as server:
+    with running_server(lambda: gate.load(max_batch_size=3)) as server:
 
         def running() -> int:
             return int(server.service.room.num_running)
@@ -434,7 +434,7 @@ def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> Non
 
 def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
     with (
-        served(lambda: gate.load(max_batch_size=3)) as server,
+        running_server(lambda: gate.load(max_batch_size=3)) as server,
         in_thread(lambda: server.complete(["A heron"] * 3, max_tokens=9)) as answers,
     ):
         assert gate.reached.wait(PATIENCE)
@@ -499,7 +499,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
     [b"", b"GET /hea", HEAD, HEAD + b"content-length: 100\r\n\r\n{", HEAD + b"transfer-encoding: chunked\r\n\r\n"],
 )
 def test_sockets_without_a_whole_request_shut_nobody_out(data: bytes) -> None:
-    with served(request_timeout=50.0) as server:
+    with running_server(request_timeout=50.0) as server:
 
         async def crowd() -> list[socket.socket]:
             return await opened_sockets(server.url, launch.MOST_CONNECTIONS + 30, data)
@@ -518,12 +518,12 @@ def test_a_socket_whose_request_does_not_come_is_closed(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         ConnectionLimits, "protocol", lambda self: partial(BoundedConnection, replace(self, arrival=0.3))
     )
-    with served() as server, connected(server) as one:
+    with running_server() as server, connected(server) as one:
         one.sendall(data)
         assert closed(one, dribbled=b"x: y\r\n" if data == HEAD else b"")
 
 
-def connected(server: Served) -> socket.socket:
+def connected(server: RunningServer) -> socket.socket:
     place = urlsplit(server.url)
     return socket.create_connection((place.hostname or "", place.port or 0), PATIENCE)
 
@@ -545,7 +545,7 @@ def closed(one: socket.socket, dribbled: bytes) -> bool:
 
 @pytest.mark.parametrize("framing", [b"content-length: 1000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"])
 def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) -> None:
-    with served(request_timeout=0.3) as server:
+    with running_server(request_timeout=0.3) as server:
         with connected(server) as one:
             one.sendall(HEAD + framing)
             answer = one.makefile("rb").read()
@@ -554,7 +554,7 @@ def test_a_body_that_does_not_end_is_given_up_at_the_deadline(framing: bytes) ->
 
 
 def test_a_client_that_never_reads_is_given_up() -> None:
-    with served(request_timeout=1.0) as server:
+    with running_server(request_timeout=1.0) as server:
         place = urlsplit(server.url)
         body = json.dumps(LONG | {"stream": True, "logprobs": 5, "max_tokens": 4000}).encode()
         with socket.socket() as one:

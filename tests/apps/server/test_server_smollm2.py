@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from served import Served, served
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from tests.support.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.smollm2
 QUESTIONS = ("Name three birds.", "Repeat after me: the ferry leaves from pier five at nine.", "What is a heron?")
@@ -21,12 +21,12 @@ def decoder() -> SpeculativeDecoder:
 
 
 @pytest.fixture(scope="module")
-def server(decoder: SpeculativeDecoder) -> Iterator[Served]:
-    with served(lambda: decoder.using()) as one:
+def server(decoder: SpeculativeDecoder) -> Iterator[RunningServer]:
+    with running_server(lambda: decoder.using()) as one:
         yield one
 
 
-def test_answers_are_the_same_alone_together_and_plain(server: Served, decoder: SpeculativeDecoder) -> None:
+def test_answers_are_the_same_alone_together_and_plain(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "temperature": t, "seed": 3}
         for text in QUESTIONS
@@ -40,7 +40,7 @@ def test_answers_are_the_same_alone_together_and_plain(server: Served, decoder: 
         assert answer["choices"][0]["message"]["content"] == plain.generate(body["messages"], params).text
 
 
-def test_an_echo_has_the_bits_of_the_generation(server: Served, decoder: SpeculativeDecoder) -> None:
+def test_an_echo_has_the_bits_of_the_generation(server: RunningServer, decoder: SpeculativeDecoder) -> None:
     if not decoder.reproducible:
         pytest.skip("forward shapes do not agree on this machine")
     fields = {"temperature": 0, "max_tokens": 20, "logprobs": 2, "return_token_ids": True}

@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from served import served, toy
 from uvicorn.lifespan.on import LifespanOn
 
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
+from tests.support.running_server import running_server, toy
 
 
 @pytest.mark.parametrize(("host", "url"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("127.0.0.1", "127.0.0.1")])
@@ -30,5 +30,5 @@ def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypa
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(LifespanOn, "startup", after_the_models)
-    with served() as server:
+    with running_server() as server:
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200

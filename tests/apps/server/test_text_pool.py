@@ -6,12 +6,12 @@ import asyncio
 import threading
 
 import pytest
-from served import PATIENCE, Gate, served
 
 from slipstream.apps.server import service
 from slipstream.apps.server.request_rows import compiles_slowly
 from slipstream.apps.server.schemas import ChatFields
 from slipstream.apps.server.service import MOST_THREADS, THREADS, TextPool
+from tests.support.running_server import PATIENCE, Gate, running_server
 
 
 def test_callers_take_turns() -> None:
@@ -61,7 +61,7 @@ def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.Monke
 
 def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    with served(gate.load) as server:
+    with running_server(gate.load) as server:
         assert server.http.get("/health").json() == {"status": "ready"}
         with server.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 3, "stream": True}

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-from served import Served, served, toy
-from server_storm import HOSTILE, KINDS, Storm, weak
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.server.live_request import LiveRequest
 from slipstream.core.rng import Race
+from tests.support import tiny_models
+from tests.support.running_server import RunningServer, running_server, toy
+from tests.support.server_storm import HOSTILE, KINDS, Storm, weak
 
 
 def alone(decoder: SpeculativeDecoder, body: dict[str, Any]) -> str:
@@ -31,8 +31,8 @@ def wrong_texts(storm: Storm, decoder: SpeculativeDecoder) -> int:
     return sum(texts != {alone(plain, json.loads(body))} for body, texts in storm.texts.items())
 
 
-def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tuple[Storm, Served]:
-    with served(load, max_queued_requests=9) as server:
+def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tuple[Storm, RunningServer]:
+    with running_server(load, max_queued_requests=9) as server:
         storm = Storm(server.url, requests, seed=1, longest=120).run()
         server.wait_until(lambda: not server.service.live)
         assert server.complete(max_tokens=2).status_code == 200
@@ -51,9 +51,9 @@ def test_texts_do_not_depend_on_what_runs_beside_them() -> None:
 def test_those_of_a_transformer_do_not_either() -> None:
     def load() -> SpeculativeDecoder:
         return SpeculativeDecoder(
-            tiny.fresh("llama"),
-            tiny.perturbed("llama"),
-            tokenizer=tiny.tokenizer(),
+            tiny_models.fresh("llama"),
+            tiny_models.perturbed("llama"),
+            tokenizer=tiny_models.tokenizer(),
             acceptance="match",
             max_batch_size=3,
         )
@@ -72,7 +72,7 @@ def test_a_sampler_that_minds_the_batch_would_be_noticed(monkeypatch: pytest.Mon
 
 def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_queued_requests": 9, "batch_folder": str(tmp_path)}
-    with served(lambda: weak(toy(max_batch_size=3)), **settings) as server:
+    with running_server(lambda: weak(toy(max_batch_size=3)), **settings) as server:
         threads = threading.active_count()
         storm = Storm(server.url, 110, seed=2, longest=120, kinds=KINDS | HOSTILE).run()
         service = server.service

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
-from served import Served, served
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.server.answer_state import ModelFacts
@@ -22,6 +20,8 @@ from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import ToyTokenizer
+from tests.support import tiny_models
+from tests.support.running_server import RunningServer, running_server
 
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}{% endif %}"
@@ -34,14 +34,14 @@ CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
 
 
 def tokenizer() -> Any:
-    return tiny.tokenizer(list(EXTRA), TEMPLATE)
+    return tiny_models.tokenizer(list(EXTRA), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[RunningServer]:
     inner = tokenizer()
-    model = tiny.fresh("llama", vocab_size=len(inner))
-    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")) as one:
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
+    with running_server(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none", acceptance="match")) as one:
         yield one
 
 
@@ -104,7 +104,7 @@ def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
     ],
 )
 def test_what_no_client_could_read_as_a_call_stays_text(call: str) -> None:
-    ours = HFTokenizer(tiny.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
+    ours = HFTokenizer(tiny_models.tokenizer([*EXTRA, *"\\0589-.NSaTU"], TEMPLATE))
     assert ours.decode(ours.bare(call)) == call
     answer = [*ours.bare(f"<tool_call>{call}</tool_call>"), 1]
     assert ours.parse_answer(ours.bare("u:hi.a:"), answer, TOOLS) is None
@@ -117,7 +117,7 @@ def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
-def test_earlier_calls_have_arguments_that_are_objects(server: Served, arguments: Any) -> None:
+def test_earlier_calls_have_arguments_that_are_objects(server: RunningServer, arguments: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answer = server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
@@ -127,11 +127,11 @@ def test_earlier_calls_have_arguments_that_are_objects(server: Served, arguments
 
 
 def test_models_without_a_known_form_of_calls_say_so() -> None:
-    assert HFTokenizer(tiny.tokenizer()).call_opening() is None
-    assert HFTokenizer(tiny.tokenizer()).parse_answer([3], [4], TOOLS) is None
+    assert HFTokenizer(tiny_models.tokenizer()).call_opening() is None
+    assert HFTokenizer(tiny_models.tokenizer()).parse_answer([3], [4], TOOLS) is None
 
 
-def test_tools_reach_the_template_unless_they_are_not_to_be_called(server: Served) -> None:
+def test_tools_reach_the_template_unless_they_are_not_to_be_called(server: RunningServer) -> None:
     def prompt(**fields: Any) -> list[int]:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "return_token_ids": True} | fields
         answer = server.http.post("/v1/chat/completions", json=body)
@@ -143,7 +143,7 @@ def test_tools_reach_the_template_unless_they_are_not_to_be_called(server: Serve
     assert prompt(tools=TOOLS, tool_choice="none") == bare
 
 
-def test_calls_of_earlier_turns_are_shown_to_the_template_as_objects(server: Served) -> None:
+def test_calls_of_earlier_turns_are_shown_to_the_template_as_objects(server: RunningServer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "content": "2", "tool_call_id": "c"})
@@ -303,10 +303,10 @@ ANSWERED: Any = {"role": "assistant", "content": "ho"}
 def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], param: str) -> None:
     asked = ChatFields.model_validate({"messages": [HI]} | fields)
     with pytest.raises(ApiError, match="this chat template does not read it") as found:
-        rendered_chat(asked, HFTokenizer(tiny.tokenizer()))
+        rendered_chat(asked, HFTokenizer(tiny_models.tokenizer()))
     assert found.value.status == 400 and found.value.param == param
     for shown in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "required"}, {}):
-        rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny.tokenizer()))
+        rendered_chat(ChatFields.model_validate({"messages": [HI]} | shown), HFTokenizer(tiny_models.tokenizer()))
 
 
 READING = (
@@ -316,9 +316,11 @@ READING = (
 
 
 def test_what_a_template_reads_reaches_it(caplog: pytest.LogCaptureFixture) -> None:
-    inner = tiny.tokenizer(list("0123456789"), READING)
-    model = tiny.fresh("llama", vocab_size=len(inner))
-    with served(lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny") as server:
+    inner = tiny_models.tokenizer(list("0123456789"), READING)
+    model = tiny_models.fresh("llama", vocab_size=len(inner))
+    with running_server(
+        lambda: SpeculativeDecoder(model, tokenizer=inner, drafter="none"), served_model_name="tiny"
+    ) as server:
 
         def prompt(**fields: Any) -> list[int]:
             body = {"messages": [HI, ANSWERED, HI], "max_tokens": 1, "return_token_ids": True} | fields

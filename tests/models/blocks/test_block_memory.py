@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import write_model
-from tiny import fresh, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.cpu.block_kernels import block_kernels
@@ -18,6 +16,8 @@ from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_loading import described
 from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.loaded import Releasing
+from tests.support.gguf_files import write_model
+from tests.support.tiny_models import fresh, tokenizer
 
 
 def test_parts_are_aligned_zero_and_their_own() -> None:

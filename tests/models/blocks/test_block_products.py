@@ -7,7 +7,6 @@ import shutil
 import numpy
 import pytest
 import torch
-from gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,6 +18,7 @@ from slipstream.models.cpu.block_structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, 
 from slipstream.models.cpu.c_structs import check_layout
 from slipstream.models.cpu.instruction_sets import FORCED_ONLY, NEEDED, NoKernelsError, isa_of
 from slipstream.models.cpu.processor import Processor, processor
+from tests.support.gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
 
 pytest.importorskip("gguf")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]

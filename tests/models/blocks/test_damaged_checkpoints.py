@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_files import Made, write_checkpoint
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import NEEDED
@@ -19,6 +18,7 @@ from slipstream.models.cpu.processor import processor
 from slipstream.models.hf.quantisation_schemes import scheme_of
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"

@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from gguf_files import TOKENS, write_model
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -31,6 +30,7 @@ from slipstream.models.hf.gguf_rope import scale_positions
 from slipstream.models.hf.weights import load_model
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
+from tests.support.gguf_files import TOKENS, write_model
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import part_of, random_blocks, write_model
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import block_kernels
@@ -21,6 +20,7 @@ from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.gguf_files import part_of, random_blocks, write_model
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_files import Made, write_checkpoint
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
@@ -20,6 +19,7 @@ from slipstream.models.hf import block_model
 from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load
+from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"

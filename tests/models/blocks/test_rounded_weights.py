@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_files import SHAPE, write_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
@@ -23,6 +21,8 @@ from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.rounded_weights import rounded
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
+from tests.support.quantised_files import SHAPE, write_checkpoint
+from tests.support.tiny_models import fresh
 
 kernels = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"

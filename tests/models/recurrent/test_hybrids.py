@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_checks import PROMPTS, Liar
-from architectures import tiny_model
-from fast_part import mostly_slow
-from queued_texts import GREEDY, QueuedTexts
 from stateful import make_model
 
 from slipstream import SpeculativeDecoder, custom_generate
@@ -20,6 +16,10 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.recurrent.recurrence import Segment
 from slipstream.models.hf.recurrent.states import RecurrentStates
+from tests.support.architecture_checks import PROMPTS, Liar
+from tests.support.architectures import tiny_model
+from tests.support.markers import mostly_slow
+from tests.support.queued_texts import GREEDY, QueuedTexts
 
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "bamba", "granitemoehybrid")
 HALF = "in bfloat16, with kernels"

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from recurrences import KINDS, feed, make_inputs, make_recurrence, make_states, read
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_recurrence import CompiledRecurrence, agrees, unsupported
 from slipstream.models.hf.recurrent.recurrence import Recurrence
 from slipstream.models.hf.recurrent.states import Advance
+from tests.support.recurrent_layers import KINDS, feed, make_inputs, make_recurrence, make_states, read
 
 LENGTH = 40
 DTYPES = (torch.float32, torch.bfloat16)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import tiny
 from rich.text import Text
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.slash_commands import handle
+from tests.support import tiny_models
 
 LETTERS_ONLY = {0: -1e9, 1: -1e9, 2: -1e9}  # special tokens have no text, so they would not come back with the history
 
@@ -68,5 +68,7 @@ def refused(chat: Chat, line: str) -> str:
 
 
 def letters(reproducible: bool) -> Chat:
-    decoder = SpeculativeDecoder(tiny.shared("llama"), tokenizer=tiny.tokenizer(), reproducible=reproducible)
+    decoder = SpeculativeDecoder(
+        tiny_models.shared("llama"), tokenizer=tiny_models.tokenizer(), reproducible=reproducible
+    )
     return Chat(decoder, Recorder(), SamplingParams(max_tokens=20, logit_bias=LETTERS_ONLY))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fast_part import mostly_slow
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
 from slipstream.models.hf.fused_linear import fuse
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import mostly_slow
 
 SPECIALS = ("<pad>", "<eos>", "<unk>")
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?"

@@ -26,7 +26,7 @@ def toy(**settings: Any) -> SpeculativeDecoder:
 
 
 @dataclass
-class Served:
+class RunningServer:
     """A running server and clients of it."""
 
     server: Server
@@ -81,7 +81,7 @@ class Served:
 
 
 @contextmanager
-def served(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[Served]:
+def running_server(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Iterator[RunningServer]:
     """A server of the toy, or of what `load` returns; it is shut down in the end."""
     ready = threading.Event()
     server = Server(ServerSettings(**{"port": 0} | settings), load, lambda server: ready.set())
@@ -94,7 +94,7 @@ def served(load: Callable[[], SpeculativeDecoder] = toy, **settings: Any) -> Ite
                 break
             time.sleep(0.005)
         with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client:
-            yield Served(server, server.url, client)
+            yield RunningServer(server, server.url, client)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(PATIENCE)
