@@ -11,7 +11,6 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate import parity
 from slipstream.certificate.parity import TieJudge, count_differences, verdict
-from slipstream.text.round_view import verdict
 from tests.support.tiny_models import perturbed, shared, tokenizer
 
 PROMPT = [5, 6, 7, 5, 6]
