@@ -19,3 +19,8 @@ def first_line(error: BaseException) -> str:
 def did_you_mean(name: str, *known: str) -> str:
     """The end of a message: the known name that a wrong one is nearest to; nothing if none is near."""
     return "".join(f"; did you mean {near!r}?" for near in get_close_matches(name, known, 1, 0.7) if near != name)
+
+
+def one_line(error: Exception) -> str:
+    """The whole message of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

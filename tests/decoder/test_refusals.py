@@ -12,7 +12,7 @@ from tiny import fresh, reference, tokenizer
 from tokenizers import Tokenizer, models
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.models.hf.vocabulary import differing_tokens
+from slipstream.text.vocabulary import differing_tokens
 
 CONTEXT = 32
 WORDS = {"<unk>": 0, "the": 1, "heron": 2, "sparrow": 3, "waits": 4}

@@ -16,10 +16,10 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import load_toy
-from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.sampling.sampler import Sampler
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary_bridge import VocabularyBridge
 
 PROMPTS = ["The heron was slow", "It flew ahead of the heron and", '"I am fast," said the']
 GREEDY = [SamplingParams(max_tokens=40)] * 3

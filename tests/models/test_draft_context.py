@@ -11,7 +11,7 @@ from tiny import fresh, perturbed, prompts, shared
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.draft_context.windowed_session import BEGINNING, PartialRow, WindowedSession, num_left_out
+from slipstream.drafters.model.windowed_session import BEGINNING, PartialRow, WindowedSession, num_left_out
 from slipstream.models.hf.backend import HFBackend
 
 LIMIT = 128

@@ -20,8 +20,8 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries, later_starts, tolerance
 from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
 from slipstream.models.hf.fused_linear import fuse
-from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.pretrained import wrap_model
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 OTHERS = ("phi3", "olmo2", "gpt2")

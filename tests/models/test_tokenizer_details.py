@@ -7,7 +7,7 @@ import copy
 import tiny
 
 from slipstream import SpeculativeDecoder
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from slipstream.text.hf_tokenizer import HFTokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
 TEMPLATE = (

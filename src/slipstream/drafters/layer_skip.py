@@ -24,8 +24,8 @@ from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.model import ModelDrafter, stop_for
 from slipstream.errors import UsageError
+from slipstream.models.backend_capabilities import check_layers, identity, layer_subset, num_layers
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.layer_subset import check_layers, identity, layer_subset, num_layers
 
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")

@@ -11,7 +11,7 @@ from slipstream.errors import UsageError
 from slipstream.text.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
+    from slipstream.models.draft_vocabulary import RestrictedHead
 
 
 PLAN = "tp_plan"  # of load options: tensor parallelism, see `slipstream.models.hf.tensor_parallel`

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 import slipstream
-from slipstream.models.layer_subset import LayerSubsets
+from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.text.tokenizer import TokenizerDetails
 from slipstream.wiring.model_holder import ModelHolder
 

@@ -12,7 +12,7 @@ import tiny
 from served import served
 
 from slipstream import SpeculativeDecoder
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
+from slipstream.text.hf_tokenizer import HFTokenizer
 
 EXTRA = ["\n", *'<>_{}"/[]-0123456789']
 CHAT = "{%% for m in messages %%}{{ m['role'][0] }}:{{ m['content'] }}.%s{%% endfor %%}a:"

@@ -20,8 +20,8 @@ from slipstream.apps.server.request_reading import rendered_chat
 from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import ToyTokenizer
+from slipstream.text.hf_tokenizer import HFTokenizer
 
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}tool:{{ t['function']['name'] }} <tool_call>.{% endfor %}{% endif %}"
