@@ -20,9 +20,9 @@ from slipstream.models.cpu.compressed_linear import KernelLinear
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 
-COMMON = 40_960  # first tokens that "auto" always scores; the output layers of smaller vocabularies stay whole
-FEWER = 2  # "auto" restricts a vocabulary of at least so many times as many tokens,
-SHARE = 0.1  # where that leaves out this share of the weights that a draft step reads
+COMMON = 40_960  # "auto" scores this many first tokens,
+FEWER = 2  # of vocabularies that are at least this many times larger,
+SHARE = 0.1  # where that saves at least this share of the weights that a draft step reads
 UNIT = 32  # outputs of a layer come in multiples of this
 
 
@@ -40,22 +40,22 @@ class ChosenRows:
 class RestrictedHead(nn.Module):
     """An output layer that gives the logits of all tokens or, within `only`, of the first ones and of chosen others.
 
-    The specification of a part is the whole: the same logits, but for rounding where the whole is quantised.
+    A part's logits are those of the whole, but for rounding where the whole is quantised.
     """
 
-    def __init__(self, whole: Any, first: nn.Module, num_first: int, rows: Rows) -> None:
+    def __init__(self, complete: Any, first: nn.Module, num_first: int, rows: Rows) -> None:
         """first: the layer of tokens 0 to num_first - 1; rows: the weights [N, in] of tokens [N]."""
         super().__init__()
-        self.whole, self.first, self.num_first, self._rows = whole, first, num_first, rows
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.bias = whole.bias
+        self.complete, self.first, self.num_first, self._rows = complete, first, num_first, rows
+        self.in_features, self.out_features = complete.in_features, complete.out_features
+        self.bias = complete.bias
         self._others: ChosenRows | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features] or, within `only`, [..., num_first + N]."""
         if self._others is None:
-            whole: Tensor = self.whole(x)
-            return whole
+            logits: Tensor = self.complete(x)
+            return logits
         others = multiply(x, self._others.weight, self._others.bias)
         return torch.cat([self.first(x), others], -1)
 
@@ -74,16 +74,17 @@ class RestrictedHead(nn.Module):
 
 
 def restricted_head(
-    whole: Any, linear: Any, num_first: int, convert: Callable[[nn.Linear], nn.Module] | None
+    complete: Any, linear: Any, num_first: int, convert: Callable[[nn.Linear], nn.Module] | None
 ) -> RestrictedHead:
-    """The restricted form of an output layer `linear` and of what took its place, `whole`. convert: what made that.
+    """A layer that scores all tokens or a part of them.
 
-    Weights of the kernels are shared. Elsewhere the first tokens get a layer of their own, and the original weights
-    stay for the others; where they are the embeddings' as well that takes no memory.
+    linear: the original output layer; complete: what has replaced it; convert: what made the replacement. Weights in
+    the kernels' format are shared. Otherwise the first tokens get a layer of their own, and the original weights serve
+    the other tokens; that costs no memory where they are the embeddings' weights, too.
     """
-    few = whole.few if isinstance(whole, QuantisedLinear) else whole
+    few = complete.few if isinstance(complete, QuantisedLinear) else complete
     if isinstance(few, BlockLinear):
-        return RestrictedHead(whole, few.first(num_first), num_first, few.rows)
+        return RestrictedHead(complete, few.first(num_first), num_first, few.rows)
     weight = linear.weight.detach()
     first: nn.Module
     if isinstance(few, KernelLinear):
@@ -95,35 +96,35 @@ def restricted_head(
             part.bias = nn.Parameter(linear.bias.detach()[:num_first], requires_grad=False)
         first = part if convert is None else convert(part)
     if isinstance(few, Int4Linear):
-        return RestrictedHead(whole, first, num_first, few.rows)
-    return RestrictedHead(whole, first, num_first, lambda tokens: weight[tokens])
+        return RestrictedHead(complete, first, num_first, few.rows)
+    return RestrictedHead(complete, first, num_first, lambda tokens: weight[tokens])
 
 
 Convert = Callable[[nn.Linear], nn.Module] | None
 
 
 class Restriction:
-    """What becomes of a draft model's output layer. Made before the model's layers are replaced, applied afterwards.
+    """Decides how many tokens a draft model scores, before its layers are replaced, and restricts it afterwards.
 
-    wanted: see `DecoderConfig.draft_vocabulary`.
+    vocabulary: see `DecoderConfig.draft_vocabulary`.
     """
 
-    def __init__(self, model: Any, wanted: int | str, convert: Convert) -> None:
-        self._model, self._wanted, self._convert = model, wanted, convert
-        self._linear: Any = model.get_output_embeddings() if wanted != "full" else None
+    def __init__(self, model: Any, vocabulary: int | str, convert: Convert) -> None:
+        self._model, self._vocabulary, self._convert = model, vocabulary, convert
+        self._linear: Any = model.get_output_embeddings() if vocabulary != "full" else None
         self._num_first = self._chosen()
 
     def _chosen(self) -> int | None:
         """How many first tokens are scored; None for all."""
-        linear, wanted = self._linear, self._wanted
-        if wanted == "full":
+        linear, vocabulary = self._linear, self._vocabulary
+        if vocabulary == "full":
             return None
         is_block = isinstance(linear, BlockLinear)
         if type(linear) is not nn.Linear and not is_block:
             self._refuse(f"its output layer is a {type(linear).__name__}")
             return None
-        if wanted != "auto":
-            size = -(-int(wanted) // UNIT) * UNIT
+        if vocabulary != "auto":
+            size = -(-int(vocabulary) // UNIT) * UNIT
             return size if size < linear.out_features else None
         converted = is_block or (self._convert is not None and linear.weight.device.type == "cpu")
         if not converted or linear.out_features < FEWER * COMMON:
@@ -133,11 +134,11 @@ class Restriction:
         return COMMON if (linear.out_features - COMMON) * linear.in_features >= SHARE * read else None
 
     def _refuse(self, reason: str) -> None:
-        """Say why what was asked for in numbers cannot be had; "auto" asks for nothing."""
-        if self._wanted != "auto":
+        """Raise `UsageError` where the user asked for a number of tokens; "auto" accepts any outcome."""
+        if self._vocabulary != "auto":
             raise UsageError(
-                f"draft_vocabulary={self._wanted!r}, but {type(self._model).__name__} cannot be restricted: {reason}; "
-                "allowed: 'auto' or 'full'"
+                f"draft_vocabulary={self._vocabulary!r}, but {type(self._model).__name__} cannot be restricted: "
+                f"{reason}; allowed: 'auto' or 'full'"
             )
 
     def apply(self, *, by_position: bool) -> RestrictedHead | None:
@@ -150,16 +151,18 @@ class Restriction:
         if not by_position:
             self._refuse("its forwards are captured, or run on caches of its own")
             return None
-        whole = self._model.get_output_embeddings()
-        if self._wanted == "auto" and not self._takes_no_memory(whole):
+        complete = self._model.get_output_embeddings()
+        if self._vocabulary == "auto" and not self._takes_no_memory(complete):
             return None  # the original weights would have to be kept
-        head = restricted_head(whole, self._linear, self._num_first, self._convert)
+        head = restricted_head(complete, self._linear, self._num_first, self._convert)
         self._model.set_output_embeddings(head)
         return head
 
-    def _takes_no_memory(self, whole: Any) -> bool:
-        """Whether the weights of all tokens are there anyway."""
-        if isinstance(whole, BlockLinear) or (isinstance(whole, QuantisedLinear) and isinstance(whole.few, Int4Linear)):
+    def _takes_no_memory(self, complete: Any) -> bool:
+        """Whether the weights of all tokens are in memory anyway."""
+        if isinstance(complete, BlockLinear) or (
+            isinstance(complete, QuantisedLinear) and isinstance(complete.few, Int4Linear)
+        ):
             return True
         tied: bool = self._linear.weight.data_ptr() == self._model.get_input_embeddings().weight.data_ptr()
         return tied

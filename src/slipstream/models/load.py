@@ -1,4 +1,4 @@
-"""How a name becomes a model."""
+"""From a name, a path or a model in memory to a `Loaded` model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
             from slipstream.models.quantised_models import load_in_blocks
 
             # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
-            found = None if PLAN in options.extra else load_in_blocks(str(source), options)
+            quantised = None if PLAN in options.extra else load_in_blocks(str(source), options)
             from slipstream.models.pretrained import load_pretrained
 
-            return load_pretrained(str(source), options, tokenizer, found)
+            return load_pretrained(str(source), options, tokenizer, quantised)
     swapped = " (a tokenizer goes into tokenizer=)" if hasattr(source, "decode") else ""
     shown = f"{source!r}".splitlines()[0][:60]  # some objects print themselves over many lines
     raise UsageError(

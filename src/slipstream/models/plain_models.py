@@ -1,4 +1,4 @@
-"""Models in floating point: as transformers reads them or, of quantised files, what their weights mean."""
+"""Models in floating point: read by transformers, or unpacked from quantised files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.models.weights.transformers_reader import (
 
 
 def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
-    """The folder or hub id to take the tokenizer from, and the loaded model."""
+    """Load a model with transformers; return the folder or hub id of its tokenizer, and the model."""
     if PLAN in options.extra:
         raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
     if is_gguf(source) and options.dtype == "float32" and not options.extra:
@@ -49,7 +49,7 @@ def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
 
 
 def _dequantised(source: str, device: str) -> tuple[str, Any]:
-    """The numbers of a GGUF file in float32: all of them as the file means them, which bfloat16 would round."""
+    """A GGUF file in float32, which holds its numbers exactly; bfloat16, the cached conversion, would round them."""
     from slipstream.models.weights.gguf_configuration import described
     from slipstream.models.weights.gguf_conversion import dequantised
     from slipstream.models.weights.gguf_file import read_header
@@ -60,7 +60,7 @@ def _dequantised(source: str, device: str) -> tuple[str, Any]:
 
 
 def _read_ahead(folder: Path) -> None:
-    """Have the system read the weights from the disk while Python imports what loads them."""
+    """Ask the system to read the weights from disk while Python imports transformers."""
     if not hasattr(os, "posix_fadvise"):
         return
     for file in folder.glob("*.safetensors"):
@@ -69,10 +69,10 @@ def _read_ahead(folder: Path) -> None:
 
 
 def load_unpacked(source: str, options: LoadOptions) -> Any:
-    """A model in floating point, on the weights as transformers loads them or, of quantised ones, what they mean.
+    """A model in floating point: transformers' own weights, or the numbers that quantised ones stand for.
 
-    options: of them dtype, device, extra and rounding count.
+    options: only dtype, device, extra and rounding are used.
     """
-    wanted = LoadOptions(options.dtype, options.device, False, options.extra, rounding=options.rounding)
-    found = load_in_blocks(source, wanted)
-    return (load_model(source, wanted)[1] if found is None else found.model).eval()
+    plain_options = LoadOptions(options.dtype, options.device, False, options.extra, rounding=options.rounding)
+    quantised = load_in_blocks(source, plain_options)
+    return (load_model(source, plain_options)[1] if quantised is None else quantised.model).eval()

@@ -1,4 +1,4 @@
-"""Hugging Face models from wherever they come, ready for use: loaded, wrapped, packed where that is faster."""
+"""Hugging Face models made ready for use: loaded or wrapped, packed or captured where that is faster, and tried."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backe
 from slipstream.models.hf.supported_models import not_by_position, without_weights
 from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
-from slipstream.models.quantised_models import FromBlocks
+from slipstream.models.quantised_models import QuantisedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.text.hf_tokenizer import HFTokenizer
 
@@ -55,10 +55,10 @@ AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
 
 
 def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
-    """A loaded `PreTrainedModel` as a backend; its tokenizer is needed for text prompts only.
+    """A `PreTrainedModel` of the caller's as a `Loaded`. tokenizer: needed for text prompts only.
 
-    The model stays as it is: all that is changed are the modules of a view. Its own weights stay in memory beside
-    packed ones, so they are packed only if fast=True asks for it.
+    The model itself does not change, only the modules of a view of it. Its weights stay in memory beside packed ones,
+    so they are packed only if fast=True asks for it.
     """
     owned = unwrapped(model)
     if (reason := without_weights(owned)) is not None:
@@ -79,15 +79,15 @@ def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     restriction = Restriction(model, options.vocabulary, convert)
     backend = _backend(model, options.fast is True, convert, owned=owned)
     name, packed = model.config._name_or_path or type(model).__name__, convert is not None
-    ends, made_of = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
+    ends, fingerprint = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     replaced = isinstance(backend, GraphedBackend) and options.fast is True
     view.copies_weights = packed or replaced or head is not None or bool(recurrent_layers(model))
-    return Loaded(backend, name, ends, wrapped, owned, packed, made_of, head, view=view)
+    return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view)
 
 
 def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
-    """A loaded model as its owner has changed it since."""
+    """Wrap a model anew after its owner has changed it."""
     _TRIED.discard(loaded.model)
     return replace(wrap_model(loaded.model, None, options), tokenizer=loaded.tokenizer)
 
@@ -95,11 +95,12 @@ def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
 def _backend(
     model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None, owned: Any = None
 ) -> AnyBackend:
-    """A model ready to run. convert: makes what takes the place of its linear layers; a file's blocks did already.
-    owned: whose view it is.
+    """The backend that runs a model.
 
-    On CUDA its forwards are captured as graphs unless `fast` is False; True also replaces its layers. A model whose
-    state cannot be written by position runs on caches of its own.
+    convert: makes the replacements of its linear layers; None for plain layers, and where a file's blocks have replaced
+    them already. owned: the caller's model that this is a view of. On CUDA its forwards are captured as graphs unless
+    `fast` is False; True also replaces its layers. A model whose state cannot be written by position runs on caches of
+    its own.
     """
     captured = _is_captured(model, fast)
     reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
@@ -116,17 +117,19 @@ def _backend(
             if graphed is not None and fast is True:
                 make_graphs_faster(graphed, OwnLogits(backend))
             return graphed or backend
-        own = OwnLogits(backend, passed)
+        own_logits = OwnLogits(backend, passed)
         name = "slots of a cache"
-        reason = why_not_on_slots(model, lambda: name in own.passed or not differ(model, own.logits, own.later))
+        reason = why_not_on_slots(
+            model, lambda: name in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
+        )
         if reason is None:
-            own.passed.add(name)
+            own_logits.passed.add(name)
             if owned is not None:
                 _TRIED.add(owned)
             if graphed is not None and fast is True:
-                make_graphs_faster(graphed, own)
+                make_graphs_faster(graphed, own_logits)
             elif faster:
-                make_faster(backend, own)
+                make_faster(backend, own_logits)
             return graphed or backend
     if captured and fast is True:
         raise _cannot_be_captured(model, reason)
@@ -135,7 +138,7 @@ def _backend(
 
 
 def _is_captured(model: Any, fast: bool | str) -> bool:
-    """Whether forwards are to be captured as graphs; refused, with the reason, where that is asked and cannot be."""
+    """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True asks for the impossible."""
     if fast is False or model.device.type != "cuda":
         return False
     reason = not_by_position(model) or not_captured(model)
@@ -165,38 +168,38 @@ def _packed(model: Any, fast: bool | str) -> Convert | None:
 
 
 def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
-    """Quantise as asked, or say why that cannot be and what is `allowed`; "auto" packs where that is no gain."""
-    bits, asked = options.quantise, options.quantise in BITS
-    if not asked and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
+    """What quantises the layers, or raise `UsageError`; "auto" packs them where quantising them is no gain."""
+    bits, is_required = options.quantise, options.quantise in BITS
+    if not is_required and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
         return _packed(model, options.fast)
     reason = unsupported(model)
     if reason is None and num_weights(model) == 0:
         reason = "no linear layer has a shape that the kernels take"
     if reason is not None:
-        if asked:
+        if is_required:
             raise UsageError(
                 f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
             )
         return _packed(model, options.fast)
-    return partial(rounded, bits=str(bits) if asked else BITS[0], memory=HugePages())
+    return partial(rounded, bits=str(bits) if is_required else BITS[0], memory=HugePages())
 
 
 def _convert(model: Any, convert: Convert) -> None:
-    """Replace the linear layers that run by what `convert` makes of them, those of one input together."""
+    """Replace the linear layers that are called by what `convert` makes of them; those of one input become one."""
     calls = linear_calls(model)
     leave = called_by_none(model, calls)
     fuse(model, convert, calls)
     pack(model, convert, leave)
 
 
-def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: FromBlocks | None) -> Loaded:
-    """Load a folder, a .gguf file, the embedded model or a hub id. found: what `load_in_blocks` says of it."""
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:
+    """Load a folder, a .gguf file, the default model or a hub id. quantised: what `load_in_blocks` returned for it."""
     from slipstream.models.plain_models import load_model
 
     if PLAN in options.extra:
         return _load_parallel(source, options, tokenizer)
-    folder, model = load_model(source, options) if found is None else (found.folder, found.model)
-    in_blocks = found is not None and found.in_blocks
+    folder, model = load_model(source, options) if quantised is None else (quantised.folder, quantised.model)
+    in_blocks = quantised is not None and quantised.in_blocks
     if model.device.type == "cpu":
         separate_threads()
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
@@ -204,16 +207,16 @@ def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, found: Fr
     if not in_blocks:
         convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
     restriction = Restriction(model, options.vocabulary, convert)
-    way = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
+    layer_kind = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
     # captured forwards score the whole vocabulary
     fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
-    backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, way))
+    backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, layer_kind))
     ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
-    made_of = _fingerprint(backend, packed)
+    fingerprint = _fingerprint(backend, packed)
     head = restriction.apply(by_position=isinstance(backend, HFBackend))
     name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"
-    made = Loaded(backend, name, ends, wrapped, model, packed, made_of, head, arithmetic_of(model))
-    return replace(made, source=source, rounding=options.rounding)
+    loaded = Loaded(backend, name, ends, wrapped, model, packed, fingerprint, head, arithmetic_of(model))
+    return replace(loaded, source=source, rounding=options.rounding)
 
 
 def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
@@ -228,8 +231,8 @@ def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
     _backend(model, False, None)  # on every rank: is the model one that can be run by position?
     backend = lead_or_follow(model, ranks)
     wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
-    made_of = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
-    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, made_of)
+    fingerprint = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
+    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, fingerprint)
 
 
 def _fingerprint(backend: AnyBackend, packed: bool) -> str:

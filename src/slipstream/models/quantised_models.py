@@ -48,56 +48,56 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
-class FromBlocks:
-    """A loaded model. folder: to take its tokenizer from; in_blocks: whether it is computed with in blocks."""
+class QuantisedModel:
+    """folder: where its tokenizer is; in_blocks: whether it computes with quantised blocks, or was unpacked."""
 
     folder: str
     model: Any
     in_blocks: bool
 
 
-class Quantised(Protocol):
-    """A model whose weights are, or are to be, quantised."""
+class QuantisedSource(Protocol):
+    """Where a model of quantised weights is read from."""
 
     @property
     def name(self) -> str:
-        """How the log calls it."""
+        """The name that messages give it."""
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
-        """The folder of the tokenizer and the model. Raises `NotInBlocksError` where it must be unpacked."""
+        """The tokenizer's folder, and the model. Raises `NotInBlocksError` where the model must be unpacked."""
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any] | None:
-        """The same in floating point; None if `weights.load_model` does that."""
+        """The tokenizer's folder, and the model in floating point; None if `load_model` is to unpack it."""
 
 
-def load_in_blocks(source: str, options: LoadOptions) -> FromBlocks | None:
-    """A model that is quantised, in its blocks or unpacked; None if `weights.load_model` is to load it.
+def load_in_blocks(source: str, options: LoadOptions) -> QuantisedModel | None:
+    """Load a model of quantised weights; None if the model is not quantised, or `load_model` is to unpack it.
 
-    It is unpacked because the options say so, or with a warning because its blocks cannot be computed with. Raises
-    `UsageError` where the options ask for activations of blocks then.
+    It is unpacked if the options say so or, with a warning, if the kernels do not take its blocks. Raises `UsageError`
+    where it is not computed in blocks though the options choose the activations of blocks.
     """
-    asked = options.activations != "auto"
-    found: Quantised | None = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
-    reason = "it is no GGUF file and not quantised" if found is None else _otherwise(options)
-    if found is not None and reason is None:
+    is_required = options.activations != "auto"
+    quantised: QuantisedSource | None = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
+    reason = "it is no GGUF file and not quantised" if quantised is None else _why_not_in_blocks(options)
+    if quantised is not None and reason is None:
         try:
-            return FromBlocks(*found.in_blocks(options.activations if asked else "int8"), True)
+            return QuantisedModel(*quantised.in_blocks(options.activations if is_required else "int8"), True)
         except NotInBlocksError as error:
             reason = str(error)
-            if not asked:
-                log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", found.name, reason)
+            if not is_required:
+                log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", quantised.name, reason)
                 options = replace(options, dtype="bfloat16" if options.dtype == "auto" else options.dtype)
-    if asked:
+    if is_required:
         raise UsageError(
             f"activations={options.activations!r}, but model {source!r} is not computed in its own blocks: {reason}; "
             "allowed: 'auto'"
         )
-    unpacked = None if found is None else found.unpacked(options)
-    return None if unpacked is None else FromBlocks(*unpacked, False)
+    unpacked = None if quantised is None else quantised.unpacked(options)
+    return None if unpacked is None else QuantisedModel(*unpacked, False)
 
 
-def _otherwise(options: LoadOptions) -> str | None:
-    """Why these options ask for something else than blocks."""
+def _why_not_in_blocks(options: LoadOptions) -> str | None:
+    """Why these options need another form than quantised blocks; None if they do not."""
     if options.dtype != "auto":
         return f"dtype={options.dtype!r} unpacks it"
     if options.fast is False:
@@ -146,10 +146,10 @@ class GGUFFile:
         def config() -> Any:
             from transformers import AutoConfig
 
-            made = AutoConfig.from_pretrained(folder)
-            made.tie_word_embeddings = "output.weight" not in header.tensors
-            scale_positions(made, header)
-            return made
+            hf_config = AutoConfig.from_pretrained(folder)
+            hf_config.tie_word_embeddings = "output.weight" not in header.tensors
+            scale_positions(hf_config, header)
+            return hf_config
 
         model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
         tensors = GGUFTensors(header, model, ahead)
@@ -159,9 +159,9 @@ class GGUFFile:
 
 
 def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | RoundedCheckpoint | None:
-    """The checkpoint of a folder or hub id; None where transformers is to load it.
+    """The quantised checkpoint of a folder or hub id; None where transformers is to load it.
 
-    Raises `UsageError` where it is to be quantised and is already.
+    Raises `UsageError` where the options ask to quantise a model that cannot be quantised.
     """
     if options.rounding == "none" and _for_transformers(options):
         return None
@@ -191,19 +191,19 @@ def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | Ro
 
 
 def _for_transformers(options: LoadOptions) -> bool:
-    """Whether transformers' own reader, with the library that made a checkpoint, is asked for or has a GPU to use."""
+    """Whether transformers loads a checkpoint, with the library that made it: its options are used, or a GPU."""
     gpu = options.device == "auto" and torch.cuda.is_available()
     return bool(options.for_reader) or gpu or options.device.startswith("cuda")
 
 
 def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
-    """What config.json says; nothing where it cannot be read, which whoever builds the model will say."""
+    """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built."""
     try:
         file = file_of(folder, CONFIG, options.files)
-        found = {} if file is None else json.loads(file.read_text())
+        config = {} if file is None else json.loads(file.read_text())
     except READER_ERRORS:
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,6 @@ class _Checkpoint:
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
         return self.source
 
     def _config(self) -> Any:
@@ -232,7 +231,7 @@ class _Checkpoint:
         return self._with_generation(model)
 
     def _with_generation(self, model: Any) -> Any:
-        """The model with what the checkpoint says of generation, such as the tokens that end a text."""
+        """Give the model the checkpoint's generation settings, such as the tokens that end a text."""
         from transformers import GenerationConfig
 
         try:
@@ -243,13 +242,13 @@ class _Checkpoint:
         return model
 
     def _leave_out_biases(self, weights: dict[str, Tensor], parameters: set[str]) -> None:
-        """Biases of zeros, which some quantisers add to layers that have none; others are refused."""
+        """Drop biases that the model does not have: some quantisers add zeros. Others are refused."""
         for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
             if f"{name.removesuffix('.bias')}.weight" in parameters and bool(weights.pop(name).any()):
                 raise extra_bias(self.source, name)
 
     def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:
-        """An ordinary model with these weights."""
+        """The model in floating point with these weights."""
         try:
             with quietly():
                 config = self._config()
@@ -272,7 +271,7 @@ class _Checkpoint:
 
 @dataclass(frozen=True)
 class QuantisedCheckpoint(_Checkpoint):
-    """See `block_loading.Quantised`; a checkpoint as it is."""
+    """A checkpoint that was quantised by its maker."""
 
     scheme: Scheme
 
@@ -280,7 +279,6 @@ class QuantisedCheckpoint(_Checkpoint):
         return PackedMatrices(CheckpointFiles(self.source, self.folder, self.files), self.scheme)
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
-        """See `Quantised.in_blocks`."""
         check_kernels()
         matrices = self._matrices()
         model = fill(self._empty(), CheckpointTensors(matrices), activations)
@@ -288,13 +286,12 @@ class QuantisedCheckpoint(_Checkpoint):
         return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        """See `Quantised.unpacked`."""
         return self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
 
 
 @dataclass(frozen=True)
 class RoundedCheckpoint(_Checkpoint):
-    """See `block_loading.Quantised`; an ordinary checkpoint whose weights are quantised at load."""
+    """A checkpoint in floating point whose weights are quantised while they are loaded."""
 
     quantise: str
 
@@ -305,7 +302,6 @@ class RoundedCheckpoint(_Checkpoint):
         return RoundedTensors(files, self.quantise, wide), files
 
     def in_blocks(self, activations: str) -> tuple[str, Any]:
-        """See `Quantised.in_blocks`."""
         check_kernels()
         empty = self._empty()
         tensors, files = self._tensors(empty)
@@ -314,10 +310,9 @@ class RoundedCheckpoint(_Checkpoint):
         return self.folder, model
 
     def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
-        """See `Quantised.unpacked`: what the quantised weights mean."""
         model = self._empty()
         tensors, files = self._tensors(model)
-        found = dict[str, Tensor]()
+        weights = dict[str, Tensor]()
         for name, module in model.named_modules():
             parameter = f"{name}.weight"
             if isinstance(module, nn.Linear | nn.Embedding) and parameter in files:
@@ -327,15 +322,15 @@ class RoundedCheckpoint(_Checkpoint):
                         f"quantize={self.quantise!r}, but tensor {parameter!r} of model {self.source!r} has {inputs} "
                         f"inputs, not a multiple of {INPUTS}; allowed: 'none'"
                     )
-                found[parameter] = tensors.unpacked(parameter, (outputs, inputs)).to(_dtype(options))
+                weights[parameter] = tensors.unpacked(parameter, (outputs, inputs)).to(_dtype(options))
         for name in files.shapes:
-            if name not in found:
-                found[name] = tensors.values(name, files.shapes[name]).to(_dtype(options))
-        return self._plain(found, options)
+            if name not in weights:
+                weights[name] = tensors.values(name, files.shapes[name]).to(_dtype(options))
+        return self._plain(weights, options)
 
 
 def _dtype(options: LoadOptions) -> torch.dtype:
-    wanted = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
-    if not isinstance(wanted, torch.dtype):
+    dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
+    if not isinstance(dtype, torch.dtype):
         raise SlipstreamError(f"dtype={options.dtype!r}; allowed: {', '.join(DTYPES)}")
-    return wanted
+    return dtype

@@ -33,8 +33,8 @@ class Encoding:
 class ByteTokens:
     """A tokenizer's tokens as bytes.
 
-    texts: the bytes of every token that stands for text; special and unknown tokens do not. fallback: those of them
-    that stand for one byte each and are used only where no other token fits. special: name to id.
+    texts: the bytes of every token that stands for text; special and unknown tokens do not. fallback: the tokens of
+    single bytes, which are used only where no other token fits. special: name to id.
     opening: ids that the tokenizer puts in front of every text.
     adds_space: whether the first token of a text begins with a space that is not in the text.
     encode: plain text to ids: no special tokens, none recognised by its name. beginning: at the beginning of a text,
@@ -61,27 +61,23 @@ class ReadableAsBytes(Protocol):
 
 
 class NamedModel(Protocol):
-    """What is read of a loaded model, or of one whose weights are not."""
+    """A model, loaded or not. end_ids: the tokens that end its texts."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
+    def name(self) -> str: ...
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end its texts."""
+    def end_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer."""
+    def tokenizer(self) -> Tokenizer | None: ...
 
 
 class RunningModel(NamedModel, Protocol):
-    """What is read of a loaded model."""
+    """A loaded model. backend: knows the sizes of its vocabulary and its context."""
 
     @property
-    def backend(self) -> Backend:
-        """What computes its logits, and knows the sizes of its vocabulary and its context."""
+    def backend(self) -> Backend: ...
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,10 @@ class ByteVocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The id of each text that is a token; of several the one that is used where text is cut."""
-        known = [(text, number) for number, text in enumerate(self.texts) if text]
-        known.sort(key=lambda pair: (pair[1] not in self.tokens.fallback, -pair[1]))
-        return dict(known)
+        """The id of each text that is a token; of several ids, the one that encoding uses."""
+        pairs = [(text, number) for number, text in enumerate(self.texts) if text]
+        pairs.sort(key=lambda pair: (pair[1] not in self.tokens.fallback, -pair[1]))
+        return dict(pairs)
 
     @cached_property
     def special(self) -> dict[str, int]:
@@ -119,15 +115,15 @@ class ByteVocabulary:
         return self.tokens.encode(text, beginning)
 
     def spelled(self, text: bytes) -> list[int]:
-        """Bytes that need not be whole characters, by the longest token at each place; what has none is left out."""
-        found, at = list[int](), 0
-        while at < len(text):
-            lengths = range(len(text) - at, 0, -1)
-            length = next((n for n in lengths if text[at : at + n] in self.ids), 0)
+        """Bytes, perhaps of incomplete characters, as ids: the longest token at each place, none for others."""
+        ids, place = list[int](), 0
+        while place < len(text):
+            lengths = range(len(text) - place, 0, -1)
+            length = next((n for n in lengths if text[place : place + n] in self.ids), 0)
             if length:
-                found.append(self.ids[text[at : at + length]])
-            at += length or 1
-        return found
+                ids.append(self.ids[text[place : place + length]])
+            place += length or 1
+        return ids
 
 
 def byte_vocabulary(model: NamedModel, head_size: int) -> ByteVocabulary:

@@ -24,7 +24,7 @@ EXACT_DECODERS = {"Fuse", "Strip", "Replace", "ByteFallback", "Metaspace", "Byte
 
 
 class TokenNames:
-    """What the names of a tokenizer's tokens stand for; UsageError says why they cannot be read."""
+    """Reads tokens' bytes off their names. Raises `UsageError` for tokenizers whose names do not tell them."""
 
     def __init__(self, backend: Tokenizer) -> None:
         parts = _parts(backend.decoder)
@@ -69,7 +69,7 @@ def read_byte_tokens(backend: Tokenizer, opening: tuple[int, ...]) -> ByteTokens
 
 
 def _space_signs(model: Any, decoder: Sequence[dict[str, Any]]) -> list[str]:
-    """What stands for a space in the tokens' names; refuses tokens whose names do not tell their text."""
+    """The signs for a space in the tokens' names; refuses tokenizers whose names do not tell their texts."""
     if not isinstance(model, models.BPE | models.Unigram | models.WordLevel):
         raise UsageError(f"its tokens cannot be read as bytes: they are of the kind {type(model).__name__}")
     if isinstance(model, models.BPE) and (sign := model.continuing_subword_prefix or model.end_of_word_suffix):
@@ -129,7 +129,7 @@ def _adds_space(backend: Tokenizer) -> bool:
 
 
 def _plain(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
-    """The encoding without special tokens, neither added nor recognised. inside: nor the space in front of a text."""
+    """An encoding that adds and recognises no special tokens. inside: and adds no space in front of a text."""
     plain = Tokenizer(backend.model)
     normaliser, cut = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if inside:
@@ -142,11 +142,13 @@ def _plain(backend: Tokenizer, *, inside: bool) -> Callable[[str], Encoding]:
     # special tokens are left out, so that their names in a text stay text
     added = {number: token for number, token in sorted(backend.get_added_tokens_decoder().items()) if not token.special}
     plain.add_tokens(list(added.values()))
-    own = {plain.token_to_id(token.content): number for number, token in added.items()}
+    original_ids = {plain.token_to_id(token.content): number for number, token in added.items()}
 
     def encode(text: str) -> Encoding:
-        found = plain.encode(text, add_special_tokens=False)
-        return Encoding([own.get(number, number) for number in found.ids], [start for start, _ in found.offsets])
+        encoded = plain.encode(text, add_special_tokens=False)
+        return Encoding(
+            [original_ids.get(number, number) for number in encoded.ids], [start for start, _ in encoded.offsets]
+        )
 
     return encode
 

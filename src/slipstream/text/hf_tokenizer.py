@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers behind Slipstream's tokenizer protocol, and whether two of them agree."""
+"""Hugging Face tokenizers behind Slipstream's tokenizer protocol."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from slipstream.text.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnsw
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 
 
-def tokenizer_in(given: Any, name: str) -> Any:
-    """A tokenizer that was handed over, or that of a processor. Raises `UsageError` for anything else.
+def tokenizer_in(value: Any, name: str) -> Any:
+    """The tokenizer that a caller passed, itself or in a processor. Raises `UsageError` for anything else.
 
     name: of the argument.
     """
-    for tokenizer in (given, getattr(given, "tokenizer", None)):
+    for tokenizer in (value, getattr(value, "tokenizer", None)):
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             return tokenizer
-    value = f"{given!r:.60}" if isinstance(given, str | int | float) else f"a {type(given).__name__}"
-    raise UsageError(f"{name}={value}; allowed: a Hugging Face tokenizer, such as AutoTokenizer.from_pretrained(...)")
+    shown = f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    raise UsageError(f"{name}={shown}; allowed: a Hugging Face tokenizer, such as AutoTokenizer.from_pretrained(...)")
 
 
 class HFTokenizer:
@@ -43,15 +43,12 @@ class HFTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(self.inner.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, special tokens added."""
         return self._ids(text)
 
     def bare(self, text: str) -> list[int]:
-        """Token ids, no special tokens."""
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, **options: bool) -> list[int]:
@@ -111,7 +108,7 @@ class HFTokenizer:
         return text
 
     def _check_variables(self, form: ChatForm) -> None:
-        """Refuse variables that the template does not read, among which are all that mean something to transformers."""
+        """Refuse variables that the template does not read; those that control transformers itself are among them."""
         read = self.template_variables() - OWN
         for name in form.variables:
             if name not in read:
@@ -123,23 +120,19 @@ class HFTokenizer:
         return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
 
     def template_variables(self) -> frozenset[str]:
-        """See `TokenizerDetails.template_variables`."""
         read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
         return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
 
     def template_fields(self) -> frozenset[str]:
-        """See `TokenizerDetails.template_fields`."""
         return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
 
     def special_ids(self) -> frozenset[int]:
-        """See `TokenizerDetails.special_ids`."""
         added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
-        found = frozenset(self.inner.all_special_ids) | {token for token, one in added.items() if one.special}
+        ids = frozenset(self.inner.all_special_ids) | {token for token, entry in added.items() if entry.special}
         # what stands for unknown characters is no control, unless it ends texts, too
-        return found if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else found - {unknown}
+        return ids if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else ids - {unknown}
 
     def digest(self) -> str:
-        """See `TokenizerDetails.digest`."""
         backend = getattr(self.inner, "backend_tokenizer", None)
         # what a caller has set for padding and truncation stands before the added tokens, and is no part of a text
         rules = (
@@ -156,32 +149,26 @@ class HFTokenizer:
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def call_opening(self) -> str | None:
-        """See `ToolCallParser.call_opening`."""
         return tool_calls.call_opening(tool_calls.response_template(self.inner))
 
     def call_form(self) -> CallForm | None:
-        """See `ToolCallParser.call_form`."""
         return tool_calls.call_form(self.inner)
 
     def parse_answer(
         self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> ParsedAnswer | None:
-        """See `ToolCallParser.parse_answer`."""
         return tool_calls.parse(self.inner, prompt, answer, tools)
 
     def vocabulary(self) -> dict[str, int]:
-        """Token text to id, added tokens included."""
         return dict(self.inner.get_vocab())
 
     def byte_tokens(self) -> ByteTokens:
-        """See `ReadableAsBytes.byte_tokens`."""
         backend = self._telling_backend()
-        whole, bare = self.encode("a"), self.bare("a")
-        opened = bool(bare) and whole[-len(bare) :] == bare
-        return read_byte_tokens(backend, tuple(whole[: -len(bare)]) if opened else ())
+        encoded, bare = self.encode("a"), self.bare("a")
+        opened = bool(bare) and encoded[-len(bare) :] == bare
+        return read_byte_tokens(backend, tuple(encoded[: -len(bare)]) if opened else ())
 
     def bytes_of(self, token: int) -> bytes | None:
-        """See `ReadableAsBytes.bytes_of`."""
         backend = self._telling_backend()
         self._names = self._names or TokenNames(backend)
         name = backend.id_to_token(token)
@@ -194,7 +181,7 @@ class HFTokenizer:
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The same with the texts of its parts as lines of one."""
+    """A message whose content is one text, with the texts of its parts as lines."""
     content = message.get("content")
     joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
     return {**message, "content": joined}
@@ -213,7 +200,7 @@ def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _backend_alone_decodes(kind: Any) -> bool:
-    """Whether `decode` of such tokenizers asks their backend and no more: streams call it twice per token."""
+    """Whether `decode` only calls the backend, which is then called directly: streams decode twice per token."""
     from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
 
     return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode

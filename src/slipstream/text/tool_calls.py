@@ -49,25 +49,25 @@ def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None
     except Exception:  # a template may raise whatever it likes, and then it writes no calls
         return None
     parts = [_around(text, name, opening, closing) for name in NAMES]
-    one, other = parts
-    if one is None or other is None or one[:3] != other[:3] or other[3] < one[4]:
+    first, second = parts
+    if first is None or second is None or first[:3] != second[:3] or second[3] < first[4]:
         return None
-    return CallForm(*one[:3], between_calls=text[one[4] : other[3]])
+    return CallForm(*first[:3], between_calls=text[first[4] : second[3]])
 
 
 def _around(text: str, name: str, opening: str, closing: str) -> tuple[str, str, str, int, int] | None:
     """What stands before a name, behind it and behind the arguments, and where the call begins and ends."""
-    at = text.find(name)
-    begin = text.rfind(opening, 0, at)
-    found = [(text.find(written, at), written) for written in WRITTEN if text.find(written, at) >= 0]
-    if at < 0 or begin < 0 or not found:
+    name_start = text.find(name)
+    begin = text.rfind(opening, 0, name_start)
+    places = [(text.find(written, name_start), written) for written in WRITTEN if text.find(written, name_start) >= 0]
+    if name_start < 0 or begin < 0 or not places:
         return None
-    place, written = min(found)
-    end = text.find(closing, place + len(written))
+    start, written = min(places)
+    end = text.find(closing, start + len(written))
     if end < 0:
         return None
     end += len(closing)
-    return text[begin:at], text[at + len(name) : place], text[place + len(written) : end], begin, end
+    return text[begin:name_start], text[name_start + len(name) : start], text[start + len(written) : end], begin, end
 
 
 def spelled(form: CallForm) -> str:
@@ -77,24 +77,24 @@ def spelled(form: CallForm) -> str:
 
 
 def response_template(tokenizer: Any) -> dict[str, Any] | None:
-    """How this tokenizer's model answers; None if that is not known."""
-    own = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return dict(own)
+    """The template of this tokenizer's answers; None if it is unknown."""
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return dict(template)
     return TAGGED if OPEN in str(tokenizer.chat_template or "") else None
 
 
 def call_opening(template: Mapping[str, Any] | None) -> str | None:
-    """The text that a call begins with: of a pattern the part that is the same for all calls."""
+    """The text that every call begins with: of a pattern, the constant part."""
     calls = _calls_of(template)
-    said = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
-    return said if isinstance(said, str) and said else None
+    opening = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
+    return opening if isinstance(opening, str) and opening else None
 
 
 def call_form(tokenizer: Any) -> CallForm | None:
-    """How calls are written, if the template reads them so; None if it is not known, or arguments are not JSON.
+    """How calls are written; None if that is unknown or not read back the same, or if arguments are not JSON.
 
-    Calls with special tokens are not among them: those are no text, so that no grammar of a text can force them.
+    Also None for calls with special tokens: those are no text, so no grammar of a text can force them.
     """
     template = response_template(tokenizer)
     opening, closing = call_opening(template), _calls_of(template).get("close")
@@ -112,20 +112,20 @@ def call_form(tokenizer: Any) -> CallForm | None:
 
 
 def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    found = {} if template is None else template.get("fields", {}).get("tool_calls", {})
-    return found if isinstance(found, Mapping) else {}
+    calls = {} if template is None else template.get("fields", {}).get("tool_calls", {})
+    return calls if isinstance(calls, Mapping) else {}
 
 
 def _literal_beginning(pattern: str) -> str:
-    """The text before the first part of a regular expression that is not always the same."""
-    text, at = "", 0
-    while at < len(pattern):
-        sign = pattern[at]
-        if sign == "\\" and at + 1 < len(pattern) and not pattern[at + 1].isalnum():
-            sign, at = pattern[at + 1], at + 1
+    """The constant text at the beginning of a regular expression."""
+    text, index = "", 0
+    while index < len(pattern):
+        sign = pattern[index]
+        if sign == "\\" and index + 1 < len(pattern) and not pattern[index + 1].isalnum():
+            sign, index = pattern[index + 1], index + 1
         elif sign in "\\()[].^$*+?{}|":
             return text[:-1] if sign in "*?{|" else text
-        text, at = text + sign, at + 1
+        text, index = text + sign, index + 1
     return text
 
 
@@ -134,7 +134,7 @@ def parse(
 ) -> ParsedAnswer | None:
     """The calls of an answer; None if there are none, or they cannot be read.
 
-    Where the answer was cut off, so may be its last call, which is then left out.
+    An incomplete last call, of an answer that was cut off, is dropped.
     """
     template = response_template(tokenizer)
     if template is None:
@@ -143,58 +143,62 @@ def parse(
     is_over = bool(answer) and answer[-1] in ends and tokenizer.decode([answer[-1]]) not in _marks(template)
     text = tokenizer.decode(list(answer[:-1] if is_over else answer))
     text = _with_hidden_marks(text, template, is_cut=not is_over)
-    whole = _whole_calls(text, template)
+    complete = _whole_calls(text, template)
     # a call that is JSON shows by itself whether it is whole; of others only the mark behind it tells
-    texts = [text] if is_over else [text, whole] if _calls_of(template).get("content") == "json" else [whole]
-    for one in dict.fromkeys(texts):
+    texts = [text] if is_over else [text, complete] if _calls_of(template).get("content") == "json" else [complete]
+    for candidate in dict.fromkeys(texts):
         try:
-            found = tokenizer.parse_response(one, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools))
-            calls = tuple(map(_call, found.get("tool_calls") or ()))
+            response = tokenizer.parse_response(
+                candidate, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools)
+            )
+            calls = tuple(map(_call, response.get("tool_calls") or ()))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a model may write anything
             continue
         if calls:
-            return ParsedAnswer(str(found.get("content") or "").strip(), calls)
+            return ParsedAnswer(str(response.get("content") or "").strip(), calls)
     return None
 
 
 def _marks(template: Mapping[str, Any]) -> set[str]:
     """The texts that parts of an answer begin and end with."""
     fields = [field for field in template.get("fields", {}).values() if isinstance(field, Mapping)]
-    found = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
-    return {mark for one in found for mark in (one if isinstance(one, list) else [one]) if isinstance(mark, str)} - {""}
+    values = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
+    return {
+        mark for value in values for mark in (value if isinstance(value, list) else [value]) if isinstance(mark, str)
+    } - {""}
 
 
 def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) -> str:
-    """The same answer without marks in the texts of its calls' JSON, where they are no marks: one letter is escaped.
+    """Escape a letter of marks inside the JSON texts of calls, so that they are not taken for marks.
 
-    is_cut: the last JSON may break off.
+    is_cut: the last JSON may be incomplete.
     """
     opening = call_opening(template)
     if opening is None or _calls_of(template).get("content") != "json":
         return text
-    decoder, marks, parts, at = json.JSONDecoder(), _marks(template), list[str](), 0
-    while (begin := text.find(opening, at)) >= 0:
+    decoder, marks, parts, position = json.JSONDecoder(), _marks(template), list[str](), 0
+    while (begin := text.find(opening, position)) >= 0:
         start = end = begin + len(opening)
         if (body := JSON_BEGINS.search(text, start)) is not None:
             try:
                 start, end = body.start(), decoder.raw_decode(text, body.start())[1]
             except (ValueError, RecursionError):
                 start, end = (body.start(), len(text)) if is_cut else (start, end)
-        parts += [text[at:start], _escaped(text[start:end], marks)]
-        at = end
-    return "".join([*parts, text[at:]])
+        parts += [text[position:start], _escaped(text[start:end], marks)]
+        position = end
+    return "".join([*parts, text[position:]])
 
 
 def _escaped(text: str, marks: set[str]) -> str:
     for mark in marks:
         # a letter that JSON has in its texts alone, so that the mark can only be in one of them
-        if letter := next((one for one in mark if one not in OUTSIDE_TEXTS), ""):
+        if letter := next((character for character in mark if character not in OUTSIDE_TEXTS), ""):
             text = text.replace(mark, mark.replace(letter, f"\\u{ord(letter):04x}", 1))
     return text
 
 
 def _whole_calls(text: str, template: Mapping[str, Any]) -> str:
-    """An answer up to the end of its last whole call, if another one begins behind it."""
+    """An answer up to the end of its last complete call, if another call begins after it."""
     opening, closing = call_opening(template), _calls_of(template).get("close")
     if opening is None or not isinstance(closing, str) or not closing:
         return text
@@ -202,9 +206,9 @@ def _whole_calls(text: str, template: Mapping[str, Any]) -> str:
     return text[:end] if opening in text[end:] else text
 
 
-def _call(found: Mapping[str, Any]) -> ToolCall:
-    """A call that clients can read: with a name, and a JSON object of arguments. ValueError for another."""
-    function = found["function"]
+def _call(response: Mapping[str, Any]) -> ToolCall:
+    """A call with a name and a JSON object of arguments, which is all that clients can read. ValueError for others."""
+    function = response["function"]
     name, arguments = function["name"], function.get("arguments")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

@@ -23,7 +23,7 @@ class VocabularyInfo:
 
     @staticmethod
     def of(model: RunningModel) -> VocabularyInfo:
-        """That of a loaded model."""
+        """The vocabulary of a loaded model."""
         return VocabularyInfo(model.name, model.backend.vocab_size, model.end_ids, model.tokenizer)
 
     @property
@@ -37,7 +37,7 @@ class VocabularyInfo:
 
 
 def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:
-    """Whether ids mean the same to both; heads padded differently are fine. Refused where nothing tells."""
+    """Whether ids mean the same to both models, heads' padding apart. Raises `UsageError` if nothing tells."""
     a, b = VocabularyInfo.of(target), VocabularyInfo.of(draft)
     differing = differences(a, b)
     if differing is None and a.head_size != b.head_size:

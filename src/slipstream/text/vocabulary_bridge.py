@@ -19,8 +19,8 @@ class VocabularyBridge:
     @cached_property
     def special_to_draft(self) -> dict[int, int]:
         """The target's special tokens as the draft model's: those of one name, and the end for the end."""
-        theirs = self.draft.special
-        named = {number: theirs[name] for name, number in self.target.special.items() if name in theirs}
+        draft_special = self.draft.special
+        named = {number: draft_special[name] for name, number in self.target.special.items() if name in draft_special}
         ends = {end: self.draft.end_ids[0] for end in self.target.end_ids if self.draft.end_ids}
         return ends | named
 
@@ -45,9 +45,9 @@ class VocabularyBridge:
     @cached_property
     def shared(self) -> dict[int, int]:
         """The draft model's token for each of the target's tokens that it has too, ends included."""
-        theirs = self.draft.ids
-        ends = {mine: end for end, mine in reversed(self.end_to_target.items())}
-        return {mine: theirs[text] for text, mine in self.target.ids.items() if text in theirs} | ends
+        draft_ids = self.draft.ids
+        ends = {target_id: end for end, target_id in reversed(self.end_to_target.items())}
+        return {target_id: draft_ids[text] for text, target_id in self.target.ids.items() if text in draft_ids} | ends
 
 
 def bridge_between(target: NamedModel, target_size: int, draft: NamedModel, draft_size: int) -> VocabularyBridge:

@@ -17,10 +17,11 @@ from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
+from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.load import load
-from slipstream.models.loaded import Loaded, LoadOptions, Releasing, View, is_loaded, is_toy, refuse_unused
+from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts

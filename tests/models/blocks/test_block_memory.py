@@ -11,9 +11,9 @@ from gguf_files import write_model
 from tiny import fresh, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
-from slipstream.models.loaded import Releasing
 from slipstream.models.quantised_models import described
 from slipstream.models.weights import gguf_tensors
 from slipstream.models.weights.gguf_file import read_header

@@ -20,29 +20,29 @@ from slipstream.core.interfaces import Backend, DraftScorer
 from slipstream.core.types import Row
 from slipstream.models.draft_vocabulary import ChosenRows, RestrictedHead
 
-STRAYS, WINDOW = 4, 64  # so many new tokens among the last so many of the output, and a row is scored whole
+STRAYS, WINDOW = 4, 64  # a row with this many new tokens among this many of its last ones is scored whole
 
 
 @dataclass
 class _Vocabulary:
-    """One row's tokens beyond the first ones: `known`, in the order of `tokens` [N], and their weights.
+    """One row's tokens beyond the first ones. tokens: [N], in the order of their weights in `chosen`, and `token_set`.
 
-    read: how many of the row's tokens were looked at; strays: places of output tokens that were not known before.
+    num_read: how many of the row's tokens have been looked at; strays: positions of output tokens that were new.
     """
 
     tokens: Tensor
     chosen: ChosenRows
-    known: set[int] = field(default_factory=set)
-    read: int = 0
+    token_set: set[int] = field(default_factory=set)
+    num_read: int = 0
     strays: deque[int] = field(default_factory=lambda: deque(maxlen=STRAYS))
 
-    def is_left(self, length: int) -> bool:
-        """Whether a text of this length has lately gone beyond the vocabulary often."""
+    def needs_all_tokens(self, length: int) -> bool:
+        """Whether the last tokens of a text of this length were outside the vocabulary too often to restrict it."""
         return len(self.strays) == STRAYS and self.strays[0] >= length - WINDOW
 
 
 class RestrictedScorer:
-    """See `DraftScorer`."""
+    """A draft model that scores the frequent tokens and those of each row's own text."""
 
     def __init__(self, session: DraftScorer, head: RestrictedHead) -> None:
         """head: the output layer of the session's model."""
@@ -52,91 +52,93 @@ class RestrictedScorer:
 
     @property
     def backend(self) -> Backend:
-        """The draft model."""
         return self.session.backend
 
     def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
-        """See `Session.score`; float32."""
-        own = [self._vocabulary(row) for row in rows]
-        whole = [one.is_left(len(row.tokens)) for one, row in zip(own, rows, strict=True)]
-        if any(whole):
+        """Float32 logits; -inf for tokens outside a row's vocabulary."""
+        vocabularies = [self._vocabulary(row) for row in rows]
+        is_whole = [
+            vocabulary.needs_all_tokens(len(row.tokens)) for vocabulary, row in zip(vocabularies, rows, strict=True)
+        ]
+        if any(is_whole):
             logits = self.session.score(rows, draft, lengths, keep)
-            return logits.float() if all(whole) else self._left_out(logits, own, whole)
-        with self.head.only(self._together(own)):
+            return logits.float() if all(is_whole) else self._mask_unknown(logits, vocabularies, is_whole)
+        with self.head.only(self._join_rows(vocabularies)):
             logits = self.session.score(rows, draft, lengths, keep)
-        return self._spread(logits, own)
+        return self._spread(logits, vocabularies)
 
     def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
-        """None: every step is scored on its own."""
-        return None
+        return None  # every step is scored on its own
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
-        """See `Session.keep_drafts`."""
         self.session.keep_drafts(lengths)
 
     def _vocabulary(self, row: Row) -> _Vocabulary:
-        """A row's vocabulary, with what it has committed since."""
-        one, first = self._rows.get(row), self.head.num_first
-        if one is None:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.backend.device)
-            one = self._rows[row] = _Vocabulary(nothing, self.head.chosen(nothing))
-            self._add(one, sorted(token for token in row.end_ids if first <= token < self.head.out_features))
+        """A row's vocabulary, brought up to date with its committed tokens."""
+        vocabulary, first = self._rows.get(row), self.head.num_first
+        if vocabulary is None:
+            no_tokens = torch.empty(0, dtype=torch.int64, device=self.backend.device)
+            vocabulary = self._rows[row] = _Vocabulary(no_tokens, self.head.chosen(no_tokens))
+            self._add(vocabulary, sorted(token for token in row.end_ids if first <= token < self.head.out_features))
         new: dict[int, None] = {}
-        for place in range(one.read, len(row.tokens)):
+        for place in range(vocabulary.num_read, len(row.tokens)):
             token = row.tokens[place]
-            if first <= token < self.head.out_features and token not in one.known and token not in new:
+            if first <= token < self.head.out_features and token not in vocabulary.token_set and token not in new:
                 new[token] = None
                 if place >= row.prompt_length:
-                    one.strays.append(place)
-        one.read = len(row.tokens)
-        self._add(one, list(new))
-        return one
+                    vocabulary.strays.append(place)
+        vocabulary.num_read = len(row.tokens)
+        self._add(vocabulary, list(new))
+        return vocabulary
 
-    def _add(self, one: _Vocabulary, tokens: list[int]) -> None:
+    def _add(self, vocabulary: _Vocabulary, tokens: list[int]) -> None:
         if not tokens:
             return
-        one.known.update(tokens)
+        vocabulary.token_set.update(tokens)
         new = torch.tensor(tokens, device=self.backend.device)
         more = self.head.chosen(new)
-        one.tokens, one.chosen = torch.cat([one.tokens, new]), _joined([one.chosen, more])
+        vocabulary.tokens, vocabulary.chosen = (
+            torch.cat([vocabulary.tokens, new]),
+            _concatenated([vocabulary.chosen, more]),
+        )
 
-    def _together(self, own: Sequence[_Vocabulary]) -> ChosenRows:
-        """The rows' vocabularies one after the other."""
-        if len(own) == 1:
-            return own[0].chosen
-        weights = [one.chosen.weight for one in own]
-        if self._joined is None or not _same(self._joined[0], weights):
-            self._joined = weights, _joined([one.chosen for one in own])
+    def _join_rows(self, vocabularies: Sequence[_Vocabulary]) -> ChosenRows:
+        """The output rows of all vocabularies, one vocabulary after the other."""
+        if len(vocabularies) == 1:
+            return vocabularies[0].chosen
+        weights = [vocabulary.chosen.weight for vocabulary in vocabularies]
+        if self._joined is None or not _are_same(self._joined[0], weights):
+            self._joined = weights, _concatenated([vocabulary.chosen for vocabulary in vocabularies])
         return self._joined[1]
 
-    def _spread(self, logits: Tensor, own: Sequence[_Vocabulary]) -> Tensor:
-        """[B, J, V] from the logits of the first tokens and of each row's others, which follow each other."""
-        out = self._nothing(logits)
-        at = first = self.head.num_first
+    def _spread(self, logits: Tensor, vocabularies: Sequence[_Vocabulary]) -> Tensor:
+        """[B, J, V] from the logits of the first tokens and, behind them, of each row's others in turn."""
+        out = self._all_masked(logits)
+        column = first = self.head.num_first
         out[..., :first] = logits[..., :first]
-        for i, one in enumerate(own):
-            out[i].index_copy_(1, one.tokens, logits[i, :, at : at + len(one.tokens)].float())
-            at += len(one.tokens)
+        for i, vocabulary in enumerate(vocabularies):
+            out[i].index_copy_(1, vocabulary.tokens, logits[i, :, column : column + len(vocabulary.tokens)].float())
+            column += len(vocabulary.tokens)
         return out
 
-    def _left_out(self, logits: Tensor, own: Sequence[_Vocabulary], whole: Sequence[bool]) -> Tensor:
-        """Logits of all tokens, without those that are not in a row's vocabulary."""
-        out, first = self._nothing(logits), self.head.num_first
+    def _mask_unknown(self, logits: Tensor, vocabularies: Sequence[_Vocabulary], is_whole: Sequence[bool]) -> Tensor:
+        """Logits of all tokens, with -inf for those outside a row's vocabulary."""
+        out, first = self._all_masked(logits), self.head.num_first
         out[..., :first] = logits[..., :first]
-        for i, (one, left) in enumerate(zip(own, whole, strict=True)):
-            known = slice(None) if left else one.tokens
-            out[i][:, known] = logits[i][:, known].float()
+        for i, (vocabulary, scored_whole) in enumerate(zip(vocabularies, is_whole, strict=True)):
+            kept = slice(None) if scored_whole else vocabulary.tokens
+            out[i][:, kept] = logits[i][:, kept].float()
         return out
 
-    def _nothing(self, logits: Tensor) -> Tensor:
+    def _all_masked(self, logits: Tensor) -> Tensor:
         shape = *logits.shape[:2], self.head.out_features
         return torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
 
 
-def _joined(parts: Sequence[ChosenRows]) -> ChosenRows:
+def _concatenated(parts: Sequence[ChosenRows]) -> ChosenRows:
     biases = [part.bias for part in parts if part.bias is not None]
     return ChosenRows(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))

@@ -45,26 +45,26 @@ LARGE = 1 << 20  # bytes of a header that is read in a process of its own
 
 
 def described(header: GGUFHeader) -> Path:
-    """A folder with the configuration and the tokenizer of a file, made once."""
+    """The folder with the configuration and the tokenizer of a file; written once."""
     check_split(header)
     folder = cache_folder() / "gguf" / f"{header.stem}-{header.digest}"
     if is_converted(folder):
         return folder
     log.info(f"reading the tokenizer of {header.file.name!r} (once) ...")
-    with prepared(header.file.name, folder) as made:
+    with prepared(header.file.name, folder) as partial:
         if header.size < LARGE:
-            describe(header, made)
+            describe(header, partial)
         else:
-            _describe_elsewhere(header.file, made)
+            _describe_elsewhere(header.file, partial)
     return folder
 
 
 def describe(header: GGUFHeader, folder: Path) -> None:
     """Write the configuration and the tokenizer of a file into a folder."""
-    with in_one_file(header, weights=False) as whole:
+    with in_one_file(header, weights=False) as file:
         try:
             with quietly():
-                config, tokenizer = read_text_side(header, whole)
+                config, tokenizer = read_text_side(header, file)
         except READER_ERRORS as error:
             raise unreadable_gguf(header.file, error) from error
     if tokenizer is not None:
@@ -75,36 +75,36 @@ def describe(header: GGUFHeader, folder: Path) -> None:
 def _describe_elsewhere(file: Path, folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", __name__, str(file.absolute()), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SlipstreamError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if run.returncode:
+        raise SlipstreamError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
 
 
 @contextmanager
 def prepared(name: str, folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose files are then moved to `folder`: there they are complete or not at all."""
+    """A folder to write into; its files are moved to `folder` at the end, so that `folder` is complete or absent."""
     with writable(name, folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = tempfile.TemporaryDirectory(dir=folder.parent)
-    with partial as made:
-        yield Path(made)
+    with partial as folder_name:
+        yield Path(folder_name)
         with writable(name, folder.parent):
             folder.mkdir(exist_ok=True)
             (folder / CONVERSION).unlink(missing_ok=True)
-            items = sorted(Path(made).iterdir())
+            items = sorted(Path(folder_name).iterdir())
             for item in items:
                 item.replace(folder / item.name)
             for item in folder.iterdir():  # of an older version
                 if item.is_file() and item.name not in {new.name for new in items}:
                     item.unlink(missing_ok=True)
             # last: its presence marks the folder as complete
-            mark = Path(made) / CONVERSION
+            mark = Path(folder_name) / CONVERSION
             mark.write_text(json.dumps({"version": VERSION}))
             mark.replace(folder / CONVERSION)
 
 
 def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
-    """What to tell the user if reading this GGUF file raised `error`."""
+    """The error to raise where reading this GGUF file raised `error`."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if isinstance(error, ImportError) and absent:
         return SlipstreamError(
@@ -114,7 +114,7 @@ def unreadable_gguf(file: Path, error: Exception) -> SlipstreamError:
 
 
 def scale_positions(config: Any, header: GGUFHeader) -> None:
-    """Write the scaling of a file into the configuration that transformers read from it."""
+    """Write how a file scales positions into the configuration that transformers read from it."""
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
         if _by_metadata(header) or not header.tensors.keys().isdisjoint((FACTORS, *OTHERS)):
@@ -127,22 +127,22 @@ def scale_positions(config: Any, header: GGUFHeader) -> None:
 
 
 def _by_metadata(header: GGUFHeader) -> dict[str, Any]:
-    """Linear and YaRN scaling."""
-    told = header.scaling
-    kind = told.get("type", "linear" if "factor" in told else "none")
-    if kind == "none" or (kind == "linear" and told.get("factor") in (0.0, 1.0)):
+    """The settings of linear and YaRN scaling; empty for none."""
+    scaling = header.scaling
+    kind = scaling.get("type", "linear" if "factor" in scaling else "none")
+    if kind == "none" or (kind == "linear" and scaling.get("factor") in (0.0, 1.0)):
         return {}
-    if kind not in ("linear", "yarn") or not told.keys() <= KNOWN:
-        known = ", ".join(sorted(KNOWN))
-        raise _wrong(header, f"rope.scaling is {dict(told)}", f"types none, linear and yarn, with {known}")
-    found = {"rope_type": kind, "factor": _number(header, told, "factor")}
+    if kind not in ("linear", "yarn") or not scaling.keys() <= KNOWN:
+        keys = ", ".join(sorted(KNOWN))
+        raise _wrong(header, f"rope.scaling is {dict(scaling)}", f"types none, linear and yarn, with {keys}")
+    settings = {"rope_type": kind, "factor": _number(header, scaling, "factor")}
     if kind == "yarn":
-        found["original_max_position_embeddings"] = int(_number(header, told, "original_context_length"))
-    return found
+        settings["original_max_position_embeddings"] = int(_number(header, scaling, "original_context_length"))
+    return settings
 
 
 def _by_factors(header: GGUFHeader, theta: float) -> dict[str, Any]:
-    """The scaling of Llama 3, from what the file divides each frequency by."""
+    """The settings of Llama 3's scaling, recovered from what the file divides each frequency by; empty for none."""
     if other := next((name for name in OTHERS if name in header.tensors), None):
         raise _wrong(header, f"has tensor {other!r}", f"{FACTORS}, as files of Llama 3 have it")
     entry = header.tensors.get(FACTORS)
@@ -164,10 +164,10 @@ def _by_factors(header: GGUFHeader, theta: float) -> dict[str, Any]:
 
 
 def llama3_factors(count: int, theta: float, factor: float) -> Any:
-    """[count] what each frequency is divided by; transformers' `rope_type` "llama3" with `LLAMA3`.
+    """[count] what each frequency is divided by: transformers' `rope_type` "llama3" with `LLAMA3`.
 
-    Frequencies that turn often enough within the original context are left alone, those that hardly turn are divided by
-    `factor`, and those between by something between.
+    High frequencies, which turn often within the original context, are divided by 1, low ones by `factor`, and those
+    between by values between.
     """
     lengths = 2 * pi * theta ** (numpy.arange(count) / count)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -176,8 +176,8 @@ def llama3_factors(count: int, theta: float, factor: float) -> Any:
     return 1 / ((1 - kept) / factor + kept)
 
 
-def _number(header: GGUFHeader, told: Mapping[str, Any], name: str) -> float:
-    value = told.get(name)
+def _number(header: GGUFHeader, scaling: Mapping[str, Any], name: str) -> float:
+    value = scaling.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 1):
         raise _wrong(header, f"rope.scaling.{name} is {value!r}", "a number from 1")
     return float(value)

@@ -28,24 +28,24 @@ def convert_gguf(file: Path) -> Path:
     """Convert a GGUF file to a safetensors folder in the cache, once per content; return the folder."""
     header = read_header(file)
     check_split(header)
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in header.parts:
         with part.open("rb") as stream:
-            whole.update(hashlib.file_digest(stream, "sha256").digest())
-    folder = cache_folder() / f"{header.stem}-{whole.hexdigest()[:16]}"
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    folder = cache_folder() / f"{header.stem}-{digest.hexdigest()[:16]}"
     if not is_converted(folder):
         convert(file, folder)
     return folder
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file into a folder, over what an older version wrote there."""
-    with _bar(file.name) as progress, prepared(file.name, folder) as made:
+    """Write the model of a GGUF file into a folder, replacing what an older version wrote there."""
+    with _bar(file.name) as progress, prepared(file.name, folder) as partial:
         plain, tokenizer = _read(file, progress, torch.bfloat16)
         with writable(file.name, folder.parent):
-            plain.save_pretrained(made)
+            plain.save_pretrained(partial)
             if tokenizer is not None:
-                tokenizer.save_pretrained(made)
+                tokenizer.save_pretrained(partial)
 
 
 def dequantised(file: Path, dtype: torch.dtype) -> Any:
@@ -60,15 +60,15 @@ def _read(file: Path, progress: Progress, dtype: torch.dtype) -> tuple[Any, Any]
 
     header = read_header(file)
     header.check_model()
-    with in_one_file(header, weights=True) as whole:
+    with in_one_file(header, weights=True) as joined:
         try:
-            config, tokenizer = read_text_side(header, whole)
+            config, tokenizer = read_text_side(header, joined)
             scale_positions(config, header)
             _check_size(config, header)
             with _tensors_shown_by(progress):
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    whole.parent,
-                    gguf_file=whole.name,
+                    joined.parent,
+                    gguf_file=joined.name,
                     config=config,
                     dtype=dtype,
                     ignore_mismatched_sizes=True,
@@ -86,32 +86,32 @@ def _check_size(config: Any, header: GGUFHeader) -> None:
 
     with torch.device("meta"):
         weights = AutoModelForCausalLM.from_config(config).parameters()
-    described, most = sum(weight.numel() for weight in weights), header.num_weights
-    if described > 2 * most:  # an output layer that is the embedding may be counted twice
+    described, available = sum(weight.numel() for weight in weights), header.num_weights
+    if described > 2 * available:  # an output layer that is the embedding may be counted twice
         raise SlipstreamError(
             f"model {str(header.file)!r}: its metadata describe {described:,} weights; allowed: up to those of its "
-            f"tensors, {most:,}"
+            f"tensors, {available:,}"
         )
 
 
 @contextmanager
 def _tensors_shown_by(progress: Progress) -> Iterator[None]:
-    """The reader's own progress bar, which it always draws, is replaced by ours inside the block."""
+    """Replace the reader's own progress bar, which it always draws, by `progress`."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     def track(items: Iterable[Any], **_: Any) -> Iterator[Any]:
         return iter(progress.track(items, task_id=progress.task_ids[0]))
 
-    theirs, reader.tqdm = reader.tqdm, track
+    original, reader.tqdm = reader.tqdm, track
     try:
         yield
     finally:
-        reader.tqdm = theirs
+        reader.tqdm = original
 
 
 @contextmanager
 def _bar(name: str) -> Iterator[Progress]:
-    """One bar of the tensors read on a terminal, else a line in the log; none of transformers' own."""
+    """A progress bar of the tensors read if this is a terminal, else a line in the log; none of transformers' own."""
     err = Console(stderr=True)
     if not err.is_terminal:
         log.info(f"converting {name!r} to safetensors (once) ...")

@@ -29,10 +29,10 @@ STRING, ARRAY = 8, 9
 FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
 BLOCKS = {block.number: block for block in FORMATS}
 VERSIONS = (2, 3)
-MOST_DIMENSIONS, MOST_STRING, MOST_NAME, MOST_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
+MAX_DIMENSIONS, MAX_STRING, MAX_NAME, MAX_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
 INSTALL = "pip install 'slipstream-lm[gguf]'"
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]*)?$", re.DOTALL)
-# metadata of the architecture that sizes of tensors follow from, and the least of each
+# metadata of the architecture that determine tensor sizes, with the least allowed value of each
 SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count", "block_count"), 1) | dict.fromkeys(
     (
         *("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count"),
@@ -47,13 +47,13 @@ OTHER_KINDS = {
     "mmproj": "the image or audio part of another model",
     "imatrix": "statistics to quantise another model with",
 }
-ALIGNMENT, PIECE = 32, 1 << 24  # in bytes; the first is what files have that do not say another
+ALIGNMENT, PIECE = 32, 1 << 24  # in bytes; files have this alignment unless they say another
 LEFT_OUT = ("split.", "general.alignment")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor. kind: its type's number; shape: rows first; start: its first byte in its file."""
+    """A tensor. kind: the number of its type; shape: rows first; start: its first byte in its file."""
 
     name: str
     kind: int
@@ -68,7 +68,7 @@ class TensorEntry:
 
     @property
     def kind_name(self) -> str:
-        """The type as people write it."""
+        """The name of its type."""
         return self.block.name if self.block else FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
 
     @property
@@ -80,7 +80,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor, whose type must be one that is known."""
+        """Bytes of the whole tensor, whose type must be a known one."""
         if self.row_bytes is not None:
             return prod(self.shape[:-1]) * self.row_bytes
         _, numbers, num_bytes = _other_types()[self.kind]
@@ -89,7 +89,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """A file's, or all parts' of a model that is split; their layout has been checked.
+    """The header of a file, or of all parts of a split model. The layout of the tensors has been checked.
 
     file: the first part; size: bytes before its tensors' data; digest: of those bytes of all parts. values: the
     metadata, None for arrays; spans: where each value stands in `file`, its name and type included.
@@ -105,7 +105,6 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """As the file has it."""
         return str(self.values.get("general.architecture", ""))
 
     @property
@@ -157,11 +156,11 @@ class GGUFHeader:
         largest = max(max(entry.shape) for entry in self.tensors.values())
         for name, least in SIZES.items():
             value = self.values.get(f"{self.architecture}.{name}")
-            most = len(layers) if name == "block_count" else largest
-            if isinstance(value, int) and not least <= value <= most:
+            largest_allowed = len(layers) if name == "block_count" else largest
+            if isinstance(value, int) and not least <= value <= largest_allowed:
                 raise SlipstreamError(
                     f"model {str(self.file)!r}: {self.architecture}.{name} is {value:,}; "
-                    f"allowed: {least} to {most:,}, by the file's tensors"
+                    f"allowed: {least} to {largest_allowed:,}, by the file's tensors"
                 )
 
 
@@ -188,9 +187,9 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
 
 def _check_type(entry: TensorEntry) -> None:
     if entry.row_bytes is None and entry.kind not in (others := _other_types()):
-        known = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+        names = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
         other = "others that the gguf package names" if others else f"others after {INSTALL}"
-        raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {known}, and {other}")
+        raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {names}, and {other}")
     if entry.block is not None and entry.shape[-1] % entry.block.size:
         has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
         raise _wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
@@ -201,12 +200,12 @@ def _wrong(entry: TensorEntry, what: str) -> SlipstreamError:
 
 
 def ends_within(entry: TensorEntry) -> SlipstreamError:
-    """The error of a file that has become shorter."""
+    """The error of a file that was cut off after its header was read."""
     return SlipstreamError(f"model {str(entry.file)!r} ends within tensor {entry.name!r}")
 
 
 def type_name(number: int) -> str:
-    """What the gguf package calls a tensor's type."""
+    """The gguf package's name of a tensor type."""
     return _other_types().get(number, (f"type {number}", 1, 1))[0]
 
 
@@ -230,25 +229,25 @@ class _Reader:
         self.at += struct.calcsize(f"<{form}")
         return value
 
-    def string(self, most: int = MOST_STRING) -> str:
+    def string(self, max_length: int = MAX_STRING) -> str:
         length = self.number("Q")
-        if length > most or self.at + length > len(self.data):
+        if length > max_length or self.at + length > len(self.data):
             raise EOFError(f"a text of {length} bytes")
         self.at += length
         return self.data[self.at - length : self.at].decode(errors="replace")
 
     def _skip_strings(self, count: int) -> None:
-        """As `string` so often; a vocabulary has hundreds of thousands."""
-        at, end, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        """Read past `count` strings, of which a vocabulary has hundreds of thousands."""
+        offset, end, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
-            (length,) = length_at(self.data, at)
-            at += 8 + length
-            if length > MOST_STRING or at > end:
+            (length,) = length_at(self.data, offset)
+            offset += 8 + length
+            if length > MAX_STRING or offset > end:
                 raise EOFError(f"a text of {length} bytes")
-        self.at = at
+        self.at = offset
 
     def array(self) -> list[Any]:
-        """The items of an array of texts or numbers, which has been read before."""
+        """The items of an array of texts or numbers that `value` has passed before."""
         inner, count = self.number("I"), self.number("Q")
         if inner == STRING:
             return [self.string() for _ in range(count)]
@@ -256,7 +255,7 @@ class _Reader:
         return list(items)
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata; of an array only that it is there."""
+        """A value of the metadata; None for an array, which is passed over."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
@@ -296,11 +295,11 @@ def read_header(file: Path) -> GGUFHeader:
         if twice := tensors.keys() & other.tensors.keys():
             raise _two_tensors(other.file, sorted(twice)[0])
         tensors |= other.tensors
-    wanted = parts[0].values.get("split.tensors.count", len(tensors))
-    if wanted != len(tensors):
+    declared = parts[0].values.get("split.tensors.count", len(tensors))
+    if declared != len(tensors):
         raise SlipstreamError(
             f"model {str(parts[0].file)!r}: its {count} parts have {len(tensors)} tensors; "
-            f"allowed: {wanted}, as split.tensors.count says"
+            f"allowed: {declared}, as split.tensors.count says"
         )
     digest = hashlib.sha256("".join(other.digest for other in parts).encode()).hexdigest()[:16]
     return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files))
@@ -308,9 +307,9 @@ def read_header(file: Path) -> GGUFHeader:
 
 def _part_number(part: GGUFHeader, name: str, least: int) -> int:
     value = part.values.get(name)
-    if not isinstance(value, int) or not least <= value <= MOST_PARTS:
+    if not isinstance(value, int) or not least <= value <= MAX_PARTS:
         raise SlipstreamError(
-            f"model {str(part.file)!r}: {name} is {value!r}; allowed: a whole number from {least} to {MOST_PARTS:,}"
+            f"model {str(part.file)!r}: {name} is {value!r}; allowed: a whole number from {least} to {MAX_PARTS:,}"
         )
     return value
 
@@ -376,13 +375,13 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
     num_tensors, num_values = reader.number("Q"), reader.number("Q")
     values, spans = dict[str, Any](), dict[str, tuple[int, int]]()
     for _ in range(num_values):
-        start, name = reader.at, reader.string(MOST_NAME)
+        start, name = reader.at, reader.string(MAX_NAME)
         values[name] = reader.value(reader.number("I"))
         spans[name] = start, reader.at
     places = dict[str, tuple[int, tuple[int, ...], int]]()
     for _ in range(num_tensors):
-        name, dimensions = reader.string(MOST_NAME), reader.number("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        name, dimensions = reader.string(MAX_NAME), reader.number("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
         shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
         if name in places:
@@ -398,7 +397,7 @@ def _parse(file: Path, reader: _Reader) -> GGUFHeader:
             begins = f"tensor {name!r} begins at byte {offset:,} of the data"
             raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
     data = -(-reader.at // alignment) * alignment
-    with memoryview(reader.data) as whole, whole[: reader.at] as beginning:
+    with memoryview(reader.data) as view, view[: reader.at] as beginning:
         digest = hashlib.sha256(beginning).hexdigest()[:16]
     tensors = {
         name: TensorEntry(name, kind, shape, data + offset, file) for name, (kind, shape, offset) in places.items()
@@ -420,9 +419,9 @@ def _check_version(file: Path, version: int) -> None:
 
 @contextmanager
 def in_one_file(header: GGUFHeader, weights: bool) -> Iterator[Path]:
-    """The file of a model; of a split one, a file of all its tensors that is there inside the block.
+    """The file of a model, for readers that take one only; of a split model, a temporary file of all its tensors.
 
-    weights: whether the tensors' numbers are wanted; else they are holes in that file, which take no space.
+    weights: whether to copy the tensors' numbers; else they are holes in the temporary file, which take no space.
     """
     if len(header.parts) == 1:
         yield header.file
@@ -430,20 +429,20 @@ def in_one_file(header: GGUFHeader, weights: bool) -> Iterator[Path]:
     folder = cache_folder()
     with writable(header.file.name, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(dir=folder)
-    with made as place:
-        whole = Path(place) / f"{header.stem}.gguf"
+        temporary = tempfile.TemporaryDirectory(dir=folder)
+    with temporary as place:
+        joined = Path(place) / f"{header.stem}.gguf"
         with writable(header.file.name, folder):
-            _write(header, whole, weights)
-        yield whole
+            _write(header, joined, weights)
+        yield joined
 
 
-def _write(header: GGUFHeader, whole: Path, weights: bool) -> None:
+def _write(header: GGUFHeader, joined: Path, weights: bool) -> None:
     kept = [span for name, span in header.spans.items() if not name.startswith(LEFT_OUT)]
     offsets, end = dict[str, int](), 0
     for name, entry in header.tensors.items():
         offsets[name], end = end, _aligned(end + entry.num_bytes)
-    with header.file.open("rb") as stream, whole.open("wb") as target:
+    with header.file.open("rb") as stream, joined.open("wb") as target:
         target.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(header.tensors), len(kept)))
         for first, last in kept:
             stream.seek(first)
@@ -460,15 +459,15 @@ def _write(header: GGUFHeader, whole: Path, weights: bool) -> None:
 
 
 def _copy(entry: TensorEntry, target: BinaryIO) -> None:
-    left = entry.num_bytes
+    remaining = entry.num_bytes
     with entry.file.open("rb") as stream:
         stream.seek(entry.start)
-        while left:
-            piece = stream.read(min(left, PIECE))
+        while remaining:
+            piece = stream.read(min(remaining, PIECE))
             if not piece:
                 raise ends_within(entry)
             target.write(piece)
-            left -= len(piece)
+            remaining -= len(piece)
 
 
 def _text(text: str) -> bytes:

@@ -35,11 +35,13 @@ SUPPORTED = ", ".join(block.name for block in FORMATS)
 
 
 class PackedAhead:
-    """Packs, from when it is made. As a context it stops what nobody asked for when it is left."""
+    """Packs a file's matrices in threads that start at once. As a context it stops them at its end."""
 
     def __init__(self, header: GGUFHeader, library: Any) -> None:
-        """header: one whose matrices are all of types that the kernels take."""
-        entries = [] if os.name != "posix" else [one for one in header.tensors.values() if _is_packed(header, one)]
+        """header: all its matrices must be of types that the kernels take."""
+        entries = (
+            [] if os.name != "posix" else [entry for entry in header.tensors.values() if _is_packed(header, entry)]
+        )
         memory = HugePages()
         self._parts: dict[str, BlockPart] = {}
         for entry in entries:
@@ -57,7 +59,7 @@ class PackedAhead:
             pieces.pack(self._library)
 
     def part(self, name: str) -> BlockPart | None:
-        """The matrix of this name, once all are packed; None if it is not among those packed here."""
+        """The matrix of this name, after waiting until all are packed; None if it is not packed here."""
         for thread in self._at_work:
             thread.result()
         return self._parts.pop(name, None)
@@ -95,7 +97,7 @@ class _FilePieces:
         raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
 
     def stop(self) -> None:
-        """Let nobody take another piece."""
+        # no thread finds another piece
         self._next.value = len(self._pieces)
 
 
@@ -105,17 +107,17 @@ def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePi
 
 
 def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
-    whole = len(entry.shape) == 2 and 0 not in entry.shape
-    return whole and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+    is_matrix = len(entry.shape) == 2 and 0 not in entry.shape
+    return is_matrix and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
 
 
 def stays_in_file(header: GGUFHeader, name: str) -> bool:
-    """Whether a tensor is the table of the tokens, and not their output layer too: its rows are read when needed."""
+    """Whether a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
     return name == TABLE and OUTPUT in header.tensors
 
 
 class RowReader:
-    """Reads rows into memory that the next reading overwrites; for one thread."""
+    """Reads rows into memory that the next call overwrites. Not thread-safe."""
 
     def __init__(self) -> None:
         self._space = bytearray()
@@ -146,9 +148,9 @@ class RowReader:
 
 
 class RowsOfFile:
-    """A table that stays in the file, of which each forward needs a few rows; for any thread.
+    """A table that stays in the file, as each forward needs a few rows of it only. Thread-safe.
 
-    The file is open as long as this object lives, so that another one may take its name.
+    The file stays open as long as this object lives, so replacing the file on disk does no harm.
     """
 
     def __init__(self, entry: TensorEntry, library: Any) -> None:
@@ -158,23 +160,22 @@ class RowsOfFile:
         finalize(self, self._stream.close)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`."""
-        block, wanted = self._entry.block, outputs.tolist()
+        block, row_numbers = self._entry.block, outputs.tolist()
         assert block is not None
-        if wanted and not (min(wanted) >= 0 and max(wanted) < self.outputs):
-            raise IndexError(f"rows from {min(wanted)} to {max(wanted)}; allowed: 0 to {self.outputs - 1}")
+        if row_numbers and not (min(row_numbers) >= 0 and max(row_numbers) < self.outputs):
+            raise IndexError(f"rows from {min(row_numbers)} to {max(row_numbers)}; allowed: 0 to {self.outputs - 1}")
         row_bytes = cast(int, self._entry.row_bytes)
-        read = bytearray(len(wanted) * row_bytes)
-        to = memoryview(read)
+        read = bytearray(len(row_numbers) * row_bytes)
+        target = memoryview(read)
         with self._lock:
-            for at, row in enumerate(wanted):
+            for index, row in enumerate(row_numbers):
                 self._stream.seek(self._entry.start + row * row_bytes)
-                if self._stream.readinto(to[at * row_bytes : (at + 1) * row_bytes]) != row_bytes:
+                if self._stream.readinto(target[index * row_bytes : (index + 1) * row_bytes]) != row_bytes:
                     raise ends_within(self._entry)
-        rows = numpy.frombuffer(read, numpy.uint8).reshape(len(wanted), row_bytes)
-        shape = len(wanted), self.inputs
+        rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
+        shape = len(row_numbers), self.inputs
         packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
-        return packed.rows(torch.arange(len(wanted)))
+        return packed.rows(torch.arange(len(row_numbers)))
 
 
 @dataclass(frozen=True)
@@ -186,16 +187,16 @@ class NamedTensor:
 
 
 def check_kind(entry: TensorEntry) -> BlockFormat:
-    """The block type of a matrix. Raises `NotInBlocksError` for one that the kernels do not compute with."""
+    """The block type of a matrix. Raises `NotInBlocksError` for types that the kernels do not compute with."""
     if entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
         raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
     return entry.block
 
 
 class GGUFTensors:
-    """What a model's parameters are in a file.
+    """A model's parameters, by name, from the tensors of a file.
 
-    transformers' readers say which tensor a parameter is and how it differs.
+    transformers' reader says which tensor a parameter is, and how their numbers differ.
     """
 
     def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
@@ -240,9 +241,9 @@ class GGUFTensors:
         return NamedTensor(entry, order)
 
     def _processed(self, entry: TensorEntry, numbers: Any) -> Any:
-        """What transformers makes of a tensor."""
-        given = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
-        result = self._processor.process(weights=numbers, name=entry.name, **given)
+        """A tensor's numbers as transformers changes them when it reads a file."""
+        extra = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
+        result = self._processor.process(weights=numbers, name=entry.name, **extra)
         if result.name != entry.name or result.weights is None:
             raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's; computed with: one each")
         return result.weights
@@ -282,11 +283,11 @@ class GGUFTensors:
 
     def check_unused(self) -> None:
         """Refuse a file with biases that the model would leave out; other tensors are named in the log."""
-        left = sorted(self.header.tensors.keys() - self._used)
-        for name in left:
+        unused = sorted(self.header.tensors.keys() - self._used)
+        for name in unused:
             if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._used:
                 raise extra_bias(str(self.header.file), name)
-        warn_of_unused(str(self.header.file), left)
+        warn_of_unused(str(self.header.file), unused)
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
         """A matrix of the file [shape] for the kernels."""
@@ -312,7 +313,7 @@ class GGUFTensors:
 
 @dataclass(frozen=True)
 class _TopLevel:
-    """What transformers' reader asks of a model, without the parts of its parts: for each it makes all names anew."""
+    """A model as transformers' reader sees it, cut off at a depth: the reader names all parameters anew per level."""
 
     module: Any
     depth: int
@@ -330,8 +331,8 @@ class _TopLevel:
 
 def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
     """The file's tensor for each of the model's parameters that has one."""
-    for given in (_TopLevel(model, 1), model):
-        names = {theirs: ours for ours, theirs in reader.get_gguf_hf_weights_map(given, processor).items()}
+    for view in (_TopLevel(model, 1), model):
+        names = {tensor: parameter for parameter, tensor in reader.get_gguf_hf_weights_map(view, processor).items()}
         if names.keys() >= model.state_dict().keys():
             break
     return names

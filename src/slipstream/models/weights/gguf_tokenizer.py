@@ -25,7 +25,7 @@ from slipstream.text.hf_byte_tokens import byte_alphabet
 log = logging.getLogger("slipstream")
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens
-MOST_SHOWN = 60  # characters of a name in a message
+MAX_SHOWN = 60  # characters of a name in a message
 MARK = "an answer of 7919"  # content of a message in a rendered conversation
 
 # what the patterns are made of
@@ -43,7 +43,7 @@ def _choice(*patterns: str) -> str:
 
 
 def _cased(ending: str, without: str = "") -> str:
-    """Words that end where small letters are followed by a capital one. without: letters that are no part of them."""
+    """A pattern of words that end where a capital letter follows small ones. without: letters that are excluded."""
     upper, lower = (
         rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
         rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
@@ -241,9 +241,9 @@ def check_split(header: GGUFHeader) -> None:
     if header.values.get("tokenizer.ggml.model") != "gpt2" or name in SPLITS:
         return
     if name is not None:
-        near = get_close_matches(str(name)[:MOST_SHOWN], SPLITS, 1)
+        near = get_close_matches(str(name)[:MAX_SHOWN], SPLITS, 1)
         raise SlipstreamError(
-            f"model {str(header.file)!r}: tokenizer.ggml.pre is {str(name)[:MOST_SHOWN]!r}, a way of splitting text "
+            f"model {str(header.file)!r}: tokenizer.ggml.pre is {str(name)[:MAX_SHOWN]!r}, a way of splitting text "
             f"that is not known; {f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(sorted(SPLITS))}"
         )
     log.warning(
@@ -264,8 +264,8 @@ def _byte_level(header: GGUFHeader) -> Any:
     tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(header.array("tokenizer.ggml.tokens"))]
     types = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     merges = [_halves(merge) for merge in header.array("tokenizer.ggml.merges")]
-    whole = {text: kind for text, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)}
-    vocabulary = {_spelled(text, text in whole): number for number, text in enumerate(tokens)}
+    unsplit = {text: kind for text, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)}
+    vocabulary = {_spelled(text, text in unsplit): number for number, text in enumerate(tokens)}
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole_words))
         patterns, by_words = split.patterns, split.patterns[-1] == GPT2  # which the library has built in, and faster
@@ -282,7 +282,7 @@ def _byte_level(header: GGUFHeader) -> Any:
             backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
         for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
-            added = [AddedToken(text, normalized=False, special=special) for text in whole if whole[text] == kind]
+            added = [AddedToken(text, normalized=False, special=special) for text in unsplit if unsplit[text] == kind]
             (backend.add_special_tokens if special else backend.add_tokens)(added)
     except Exception as error:
         if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
@@ -331,13 +331,13 @@ def _wrapped(header: GGUFHeader, backend: Any, names: dict[str, str], begins: bo
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    at = merge.find(" ", 1)
-    return merge[:at], merge[at + 1 :]
+    space = merge.find(" ", 1)
+    return merge[:space], merge[space + 1 :]
 
 
-def _spelled(text: str, whole: bool) -> str:
+def _spelled(text: str, is_unsplit: bool) -> str:
     """A token in the characters that stand for bytes, as most are in the file; those that are matched whole stay."""
-    if whole or byte_alphabet().keys() >= set(text):
+    if is_unsplit or byte_alphabet().keys() >= set(text):
         return text
     return "".join(_byte_letters()[byte] for byte in text.encode())
 

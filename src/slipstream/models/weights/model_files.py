@@ -1,4 +1,4 @@
-"""Where a model's files are: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
+"""What a user may name as a model: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger("slipstream")
 EMBEDDED = "smollm2"  # the default target, which needs no hub
 NO_OPTIONS: Mapping[str, Any] = {}
 MAGIC = b"GGUF"  # the first bytes of such a file
-CONVERSION = "conversion.json"  # which version of the conversion made a folder from a GGUF file; written last
+CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
 VERSION = 2  # 2: texts are split as the file says, generation ends where turns end, positions are scaled
 
 
 def is_gguf(source: str) -> bool:
-    """Whether this names a GGUF file: by its content, or by its ending where it cannot be read."""
+    """Whether this names a GGUF file, by its content or, where that cannot be read, its ending."""
     path = Path(source).expanduser()
     ending = path.suffix.lower() == ".gguf"
     try:
@@ -37,7 +37,7 @@ def is_gguf(source: str) -> bool:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether this is a folder that was made from a GGUF file, whole and by this version."""
+    """Whether this folder was made from a GGUF file, completely and by this version."""
     try:
         return bool(json.loads((folder / CONVERSION).read_text())["version"] == VERSION)
     except (OSError, ValueError, LookupError, TypeError):
@@ -55,21 +55,21 @@ def models_at_hand() -> str:
 
 
 def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
-    """What to tell the user if the reader of a model raised `error`."""
+    """The error to raise where reading a model raised `error`."""
     if (refusal := code_of_its_own(source, error)) is not None:
         return refusal
     reason = one_line(error)
     if Path(folder).exists():
         return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
     nearest = get_close_matches(source, known_names(), 1)
-    known = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
+    hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
     return SlipstreamError(
-        f"model {source!r} is no local folder, and the hub did not give it.{known} The hub: {reason}"
+        f"model {source!r} is no local folder, and the hub did not give it.{hints} The hub: {reason}"
     )
 
 
 def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
-    """What to tell the user if a model was not loaded because it needs code from its repository; None if it was not."""
+    """The error to raise if `error` says that a model needs code from its repository; else None."""
     if "trust_remote_code" not in str(error):
         return None
     return SlipstreamError(
@@ -80,7 +80,7 @@ def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
 
 def list_models() -> list[dict[str, Any]]:
     """The models in the cache: name, architecture, size, folder. Those with a damaged config.json are left out."""
-    found = []
+    models = []
     for config in sorted(cache_folder().glob("*/config.json")):
         try:
             architectures = json.loads(config.read_text())["architectures"]
@@ -90,12 +90,12 @@ def list_models() -> list[dict[str, Any]]:
             log.warning("%s is damaged and skipped: %s: %s", config, type(error).__name__, one_line(error))
             continue
         item = {"name": config.parent.name, "architecture": name, "gigabytes": weights / 1e9}
-        found.append({**item, "folder": str(config.parent)})
-    return found
+        models.append({**item, "folder": str(config.parent)})
+    return models
 
 
 def quiet() -> None:
-    """No progress bars and no advice from transformers in this process; errors still come through as exceptions."""
+    """Silence the progress bars and the advice of transformers in this process; errors still raise."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["HF_HUB_VERBOSITY"] = "critical"  # read when it is imported

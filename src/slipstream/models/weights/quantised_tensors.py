@@ -27,12 +27,10 @@ class CheckpointTensors:
         self._matrices, self._files = matrices, matrices.files
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """See `TensorSource.values`."""
         self._files.used.add(parameter)
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """See `TensorSource.part`."""
         module = parameter.removesuffix(WEIGHT)
         matrix = self._matrices.of(module, shape)
         if matrix is None:
@@ -45,7 +43,6 @@ class CheckpointTensors:
         return BlockPart(block, shape, lambda first, last: rows[first:last], library)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """See `TensorSource.table`."""
         return self.part(parameter, shape, library)
 
     def _numbers(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
@@ -65,15 +62,15 @@ class CheckpointTensors:
 
 def unpacked_weights(matrices: PackedMatrices, dtype: torch.dtype) -> dict[str, Tensor]:
     """All weights of a checkpoint in floating point, by the names of the model's parameters."""
-    files, found = matrices.files, dict[str, Tensor]()
-    taken = set[str]()
+    files, weights = matrices.files, dict[str, Tensor]()
+    packed_names = set[str]()
     for module, shape in matrices.modules().items():
         matrix = matrices.of(module, shape)
         if matrix is None:
             raise SlipstreamError(f"model {files.source!r}: layer {module!r} has no quantised weights")
-        found[f"{module}{WEIGHT}"] = matrix.values().to(dtype)
-        taken.update(matrices.tensors_of(module))
+        weights[f"{module}{WEIGHT}"] = matrix.values().to(dtype)
+        packed_names.update(matrices.tensors_of(module))
     for name in files.shapes:
-        if name not in taken:
-            found[name] = files.tensor(name, None, FLOATS).to(dtype)
-    return found
+        if name not in packed_names:
+            weights[name] = files.tensor(name, None, FLOATS).to(dtype)
+    return weights

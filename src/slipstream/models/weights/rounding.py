@@ -1,4 +1,4 @@
-"""Weights that are quantised while they are loaded: another model than the one in the files.
+"""Weights that are quantised while they are loaded, which makes another model than the one in the files.
 
 int8: 32 inputs share a float16 scale, the largest magnitude over 127 (GGUF's Q8_0). int4: 32 inputs share a float16
 scale and a zero point, the range between their extremes, or the share of it with the least squared error.
@@ -46,8 +46,8 @@ def rounded(weight: Tensor, bits: int) -> GroupedMatrix:
     return _matrix(4, _codes(groups, scales, zeros, 0, 15), scales, zeros)
 
 
-def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, least: int, most: int) -> Tensor:
-    return (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(least, most)
+def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, smallest: int, largest: int) -> Tensor:
+    return (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(smallest, largest)
 
 
 def _error(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -70,16 +70,14 @@ class RoundedTensors:
     """The tensors of an ordinary checkpoint for `block_model.fill`, its matrices quantised."""
 
     def __init__(self, files: CheckpointFiles, quantise: str, wide: set[str]) -> None:
-        """quantise: of `QUANTISED`; wide: parameters that get 8 bits in any case."""
+        """quantise: of `QUANTISED`; wide: parameters that always get 8 bits."""
         self._files, self._quantise, self._wide = files, quantise, wide
 
     def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
-        """See `TensorSource.values`."""
         self._files.used.add(parameter)
         return self._files.tensor(parameter, shape, FLOATS).float()
 
     def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """See `TensorSource.part`."""
         self._files.used.add(parameter)
         block, bits = self._block(parameter)
         if shape[1] % INPUTS:
@@ -92,11 +90,10 @@ class RoundedTensors:
         return BlockPart(block, shape, rows, library)
 
     def table(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
-        """See `TensorSource.table`."""
         return self.part(parameter, shape, library)
 
     def unpacked(self, parameter: str, shape: tuple[int, int]) -> Tensor:
-        """[outputs, inputs] float32: what a quantised matrix means."""
+        """[outputs, inputs] float32: the numbers that a quantised matrix stands for."""
         pieces = self._rounded(parameter, shape, self._block(parameter)[1], 0, shape[0])
         return torch.cat([piece.values() for piece in pieces])
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a model: which tensor is where, read one at a time. Nothing of them is trusted."""
+"""The safetensors files of a model: which tensor is where, read one at a time. Nothing in them is trusted."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.model_files import NO_OPTIONS
 from slipstream.models.weights.transformers_reader import READER_ERRORS, extra_bias, warn_of_unused
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-MOST_HEADER = 100_000_000  # bytes, as the safetensors package has it
+MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
 def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
     """A file of a local folder or a hub id; None if it has none. options: see `LoadOptions.files`."""
     from transformers.utils import cached_file
 
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **located(options))
-    return None if found is None else Path(found)
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **located(options))
+    return None if path is None else Path(path)
 
 
 def located(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `LoadOptions.files` that say where files are; the others are about code."""
+    """The entries of `LoadOptions.files` that say where files are; the others are about code."""
     return {name: value for name, value in files.items() if not name.endswith(("_code", "code_revision"))}
 
 
 class CheckpointFiles:
-    """The tensors of a model's safetensors files. metadata: of all files; shapes: by tensor; used: names, as noted."""
+    """The tensors of a model's safetensors files. shapes: by name; used: names that callers have marked as read."""
 
     def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
         """source: as the user named the model; folder: it resolved, a folder or hub id; options: see `file_of`."""
@@ -74,34 +74,33 @@ class CheckpointFiles:
         if shape is not None and self.shapes[name] != shape:
             raise self.wrong(name, f"is {list(self.shapes[name])}", f"{list(shape)}, by config.json")
         if not self.shapes[name]:
-            found: Tensor = self._files[name].get_tensor(name)
+            tensor: Tensor = self._files[name].get_tensor(name)
         else:
-            found = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
-        if found.dtype not in kinds:
-            raise self.wrong(name, f"is of type {_called(found.dtype)}", ", ".join(map(_called, kinds)))
-        if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+            tensor = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
+        if tensor.dtype not in kinds:
+            raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, kinds)))
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
-        return found
+        return tensor
 
     def check_unused(self) -> None:
-        """Refuse biases that the model would leave out; biases of zeros, which some quantisers add, are nothing."""
-        left = [name for name in self.shapes if name not in self.used]
-        for name in [name for name in left if name.endswith(".bias")]:
+        """Refuse unused biases, except those of zeros, which some quantisers add; warn of other unused tensors."""
+        unused = [name for name in self.shapes if name not in self.used]
+        for name in [name for name in unused if name.endswith(".bias")]:
             if bool(self.tensor(name, None, FLOATS).any()):
                 raise extra_bias(self.source, name)
-            left.remove(name)
-        warn_of_unused(self.source, left)
+            unused.remove(name)
+        warn_of_unused(self.source, unused)
 
-    def wrong(self, name: str, found: str, allowed: str) -> SlipstreamError:
-        """What to raise about a tensor."""
-        return SlipstreamError(f"model {self.source!r}: tensor {name!r} {found}; allowed: {allowed}")
+    def wrong(self, name: str, problem: str, allowed: str) -> SlipstreamError:
+        return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
 
     def _header(self, file: Path) -> dict[str, Any]:
-        """What a file says of its tensors, once all of them are known to be there whole."""
+        """A file's header, after checking that the file holds all its tensors."""
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            raw = stream.read(length) if length <= min(size, MOST_HEADER) else b""
+            raw = stream.read(length) if length <= min(size, MAX_HEADER) else b""
         try:
             header: dict[str, Any] = json.loads(raw)
             for name, entry in header.items():
@@ -114,21 +113,21 @@ class CheckpointFiles:
         return header
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _paths(source: str, folder: str, options: Mapping[str, Any]) -> list[Path]:
     try:
-        if (whole := file_of(folder, WHOLE, options)) is not None:
-            return [whole]
+        if (single := file_of(folder, SINGLE, options)) is not None:
+            return [single]
         index = file_of(folder, INDEX, options)
         names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
-        found = [file_of(folder, name, options) for name in sorted(names)]
+        paths = [file_of(folder, name, options) for name in sorted(names)]
     except READER_ERRORS as error:
         raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {error}") from error
-    if missing := [name for name, path in zip(sorted(names), found, strict=True) if path is None]:
+    if missing := [name for name, path in zip(sorted(names), paths, strict=True) if path is None]:
         raise SlipstreamError(f"model {source!r} has no file {missing[0]}, which its {INDEX} names")
-    if not found:
-        raise SlipstreamError(f"model {source!r} has no {WHOLE}; allowed: weights in safetensors files")
-    return [path for path in found if path is not None]
+    if not paths:
+        raise SlipstreamError(f"model {source!r} has no {SINGLE}; allowed: weights in safetensors files")
+    return [path for path in paths if path is not None]

@@ -16,8 +16,6 @@ from slipstream.text.hf_tokenizer import HFTokenizer
 from slipstream.text.vocabulary import VocabularyInfo
 
 PLAIN = LoadOptions()
-
-
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -41,9 +39,9 @@ def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HF
 
 
 def inspect_vocabulary(source: str) -> VocabularyInfo:
-    """The vocabulary of "toy", the embedded model, a folder, a .gguf file or a hub id; no weights are loaded.
+    """The vocabulary of "toy", the default model, a folder, a .gguf file or a hub id; no weights are loaded.
 
-    Only the embedded model is fetched if it is not at hand. End ids are those of a folder's generation config, else
+    Only the default model is fetched if it is not at hand. End ids are those of a folder's generation config, else
     those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
     """
     if is_toy(source):
@@ -63,8 +61,8 @@ def inspect_vocabulary(source: str) -> VocabularyInfo:
     if head_size is None:
         raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
     ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    known = tuple(i for i in ids if 0 <= i < head_size)
-    return VocabularyInfo(source, head_size, known, load_tokenizer(source, place))
+    end_ids = tuple(i for i in ids if 0 <= i < head_size)
+    return VocabularyInfo(source, head_size, end_ids, load_tokenizer(source, place))
 
 
 def _described(source: str) -> str:

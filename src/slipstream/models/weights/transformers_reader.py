@@ -1,4 +1,4 @@
-"""Loading the weights of a Hugging Face model, and refusing those that do not fit its configuration."""
+"""How models are read with transformers: its errors, its silence, its classes, and what it reports of weights."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ READER_ERRORS = (
 
 
 def auto_class(config: Any) -> Any:
-    """What makes the model of a configuration: a causal language model or, with images or sounds, one that has it.
+    """The auto class of a configuration: that of causal language models, or of models with images or sounds, too.
 
-    Raises `ValueError` for a configuration of something else.
+    Raises `ValueError` for other configurations.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -51,7 +51,7 @@ def auto_class(config: Any) -> Any:
 
 
 def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
-    """The model of a configuration, with weights of its own. files: see `LoadOptions.files`."""
+    """The model of a configuration, with fresh weights. files: see `LoadOptions.files`."""
     code = {name: value for name, value in files.items() if name in ("trust_remote_code", "code_revision")}
     return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
 
@@ -64,37 +64,39 @@ def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = 
     if missing := sorted(report["missing_keys"]):
         raise SlipstreamError(
             f"model {source!r}: the weights do not fit config.json: {len(missing)} are missing, "
-            f"first {_some(missing)}; allowed: weights of the architecture and sizes that config.json names"
+            f"first {_first_few(missing)}; allowed: weights of the architecture and sizes that config.json names"
         )
     other = [
-        f"{key} is {tuple(saved)} in the file and {tuple(wanted)} by config.json"
-        for key, saved, wanted in sorted(report["mismatched_keys"])
+        f"{key} is {tuple(saved)} in the file and {tuple(needed)} by config.json"
+        for key, saved, needed in sorted(report["mismatched_keys"])
     ]
     if other and not allow_mismatches:
-        raise SlipstreamError(f"model {source!r}: {len(other)} weights have another shape, first {_some(other, '; ')}")
+        raise SlipstreamError(
+            f"model {source!r}: {len(other)} weights have another shape, first {_first_few(other, '; ')}"
+        )
     warn_of_unused(source, report["unexpected_keys"])
 
 
 def warn_of_unused(source: str, names: Iterable[str]) -> None:
-    """Say in the log which weights a model leaves out, if any."""
-    if left := sorted(names):
-        log.warning("model %s: %d weights of the file are not used, first %s", source, len(left), left[0])
+    """Log how many weights of the files a model does not use, if any."""
+    if unused := sorted(names):
+        log.warning("model %s: %d weights of the file are not used, first %s", source, len(unused), unused[0])
 
 
 def extra_bias(source: str, name: str) -> SlipstreamError:
-    """What to raise about a bias that the model has not."""
+    """The error of a bias that the model does not have."""
     return SlipstreamError(
         f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
     )
 
 
-def _some(items: Sequence[str], separator: str = ", ") -> str:
+def _first_few(items: Sequence[str], separator: str = ", ") -> str:
     return separator.join(items[:SHOWN])
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No progress bars and no reports of transformers inside the block; its settings are as before afterwards."""
+    """Silence transformers' progress bars and reports inside the block."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -107,7 +109,7 @@ def quietly() -> Iterator[None]:
 
 
 def device_named(device: str) -> torch.device:
-    """The device of this name. Raises `UsageError` for one that is not there."""
+    """The device of this name. Raises `UsageError` for one that this machine does not have."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
