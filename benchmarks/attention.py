@@ -33,7 +33,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.hf.grouped_attention import group_mask, grouped_attention, repeats_of
-from slipstream.models.hf.model_files import quiet, resolve
+from slipstream.models.weights.model_files import quiet
+from slipstream.models.weights.resolve import resolve
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the answers, which are averages of unit normals
 

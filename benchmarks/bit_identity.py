@@ -29,7 +29,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.certificate.parity import Difference, TieJudge, count_differences
 from slipstream.drafters import check_name, traits
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts, spread
 
 Line = dict[str, Any]

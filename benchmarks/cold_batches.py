@@ -28,7 +28,7 @@ from terminal import Count, JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
 from slipstream.text.results import Result
 

@@ -21,9 +21,9 @@ from terminal import Count, run
 
 from slipstream import Result, SamplingParams, SpeculativeDecoder
 from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.model.restricted_scorer import RestrictedScorer
+from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
-from slipstream.models.draft_context.windowed_session import WindowedSession
-from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.text.prompt_sets import read_prompts
 from slipstream.wiring.model_holder import ModelHolder
 

@@ -43,7 +43,7 @@ from slipstream.core.rng import Race
 from slipstream.core.types import Draft, Row, Verdict
 from slipstream.drafters import Setup, load, traits
 from slipstream.drafters.suffix import SuffixDrafter
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")

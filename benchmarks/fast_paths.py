@@ -31,9 +31,9 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.kernel_build import SWITCH
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fused_layer import is_fused
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.model_files import quiet
 
 WAYS = ("plain", "own-layers", "full-length", "packed", "compiled", "stacked", "int4", "int8")
 OWN_KERNELS = ("compiled", "stacked")

@@ -45,7 +45,7 @@ from slipstream.drafters.suffix.suffix_drafter import (
     known_after,
     prior,
 )
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ def slipstream(target: str) -> tuple[Read, Prompt]:
     import torch
 
     from slipstream import SamplingParams, SpeculativeDecoder
-    from slipstream.models.hf.model_files import quiet
+    from slipstream.models.weights.model_files import quiet
 
     quiet()
     decoder = SpeculativeDecoder(target, drafter="none", max_batch_size=1)

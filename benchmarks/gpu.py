@@ -45,7 +45,7 @@ from terminal import Count, JsonFile, run
 from slipstream.certificate.parity import first_difference, last_logits
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 
 TIE = 0.02  # of the largest logit
 PROMPTS = 8

@@ -35,9 +35,8 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.speed_model.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
 from slipstream.core.interfaces import Backend
-from slipstream.drafters.layer_skip import remember_layers
-from slipstream.models.hf.model_files import quiet
-from slipstream.models.layer_subset import layer_subset, num_layers
+from slipstream.drafters.layer_skip import layer_subset, num_layers, remember_layers
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import NamedPrompt, read_prompts, spread
 
 SHOWN = 10

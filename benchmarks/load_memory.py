@@ -21,9 +21,10 @@ from terminal import JsonFile, console, run
 
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cpu.quantised_linear import BITS
-from slipstream.models.hf.model_files import quiet, resolve
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.model_files import quiet
+from slipstream.models.weights.resolve import resolve
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 EVERY_S = 0.005

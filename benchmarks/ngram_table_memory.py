@@ -25,7 +25,7 @@ from terminal import Count, JsonFile, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.drafters import ngram_table as drafter
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts, spread
 
 DRAFTED = 7  # tokens in every round, so that what a table holds does not depend on what forwards cost

@@ -21,7 +21,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.speed_model.formula import measure_costs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts
 
 STEPS = 8  # tokens of the draft model at each position

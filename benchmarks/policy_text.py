@@ -15,7 +15,7 @@ from terminal import Count, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 
 PASSAGE = (
     "The harbour office opens at half past six. Boats longer than twelve metres tie up at the north quay, all others "

@@ -27,7 +27,7 @@ from terminal import Count, console, run
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rounds import Round
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import NamedPrompt, read_prompts
 from slipstream.text.results import Stats
 

@@ -32,7 +32,7 @@ from slipstream.bench.speed_model.formula import (
     predict_from_stats,
     predicted_speed_up,
 )
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts, spread
 
 

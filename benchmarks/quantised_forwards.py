@@ -28,10 +28,10 @@ from torch import Tensor
 from slipstream.bench.llama_cpp import BATCH, LlamaCppModel, gguf_file
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.errors import UsageError
-from slipstream.models.hf.block_loading import load_unpacked
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.plain_models import load_unpacked
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import builtin_prompts
 
 MEGA = 1e6

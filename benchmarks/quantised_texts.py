@@ -23,9 +23,9 @@ from terminal import Count, JsonFile, console, run
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.hf.block_loading import load_unpacked
-from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.plain_models import load_unpacked
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
 
 

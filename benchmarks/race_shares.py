@@ -21,9 +21,9 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.rng import Race, words
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
-from slipstream.models.hf.vocabulary import same_vocabulary
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts
+from slipstream.text.vocabulary import same_vocabulary
 
 BINS = 20
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from slipstream.core.interfaces import RaggedForwards, RowSegment
 from slipstream.core.session import Session
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
 from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end
 from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.model_files import quiet
 from slipstream.reproducibility.calibration_cache import choose_shapes
 
 COUNTS = "1,1,1,1,1,1,1,8/1,1,1,16,1,1,1,2/4,1,4,4,1,4,2,4/2,2,2,2,2,2,2,2/4,4,4,4,4,4,4,4"

@@ -18,7 +18,7 @@ from terminal import Count, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 RANKED = 8  # ids per position

@@ -16,9 +16,9 @@ from pathlib import Path
 from slipstream import UsageError
 from slipstream.bench.plan import name_prompts
 from slipstream.bench.records import FILE, read_records
-from slipstream.models.hf.hf_tokenizer import load_tokenizer
-from slipstream.models.hf.model_files import resolve
 from slipstream.models.toy import ToyTokenizer
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 from slipstream.text.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from terminal import Count, JsonFile, console, run
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder
 from slipstream.certificate.parity import Difference, TieJudge, count_differences
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.text.prompt_sets import read_prompts, spread
 

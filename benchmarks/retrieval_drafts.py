@@ -27,8 +27,8 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.bench.arms import parse_arms
 from slipstream.bench.baselines import Baseline, plain_model
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
 
 SIMILAR = Path(__file__).with_name("similar.jsonl")

@@ -17,11 +17,12 @@ from terminal import JsonFile, console, run
 from torch import Tensor
 
 from slipstream.errors import UsageError
-from slipstream.models.hf.block_loading import load_unpacked
-from slipstream.models.hf.hf_tokenizer import load_tokenizer
-from slipstream.models.hf.model_files import quiet, resolve
-from slipstream.models.hf.rounded_weights import rounded
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.plain_models import load_unpacked
+from slipstream.models.weights.model_files import quiet
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.rounding import rounded
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.text.prompt_sets import builtin_prompts
 
 SHARES = tuple(0.75 + 0.035 * step for step in range(11))

@@ -39,7 +39,7 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
-from slipstream.models.hf.model_files import quiet
+from slipstream.models.weights.model_files import quiet
 from slipstream.sampling.sampler import Sampler
 
 WARM_UP = 2  # rounds of each line and turn that are not counted

@@ -27,7 +27,7 @@ from slipstream.integrations.reference import (
     TopKNucleusProcessor,
     speculative_generate,
 )
-from slipstream.models.hf.model_files import resolve
+from slipstream.models.weights.resolve import resolve
 
 Generate = Callable[[list[int]], tuple[list[int], float]]  # a prompt -> new token ids, acceptance rate
 TARGET, DRAFT = "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"

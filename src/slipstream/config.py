@@ -11,7 +11,6 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.drafters import usage
 from slipstream.errors import UsageError, did_you_mean, setting
 
-EMBEDDED = "smollm2"  # the default target, which needs no hub
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("auto", "int8", "int15")
 SHORTEST_CONTEXT = 128  # tokens of a prompt that a draft model reads at least, if it is as long

@@ -28,3 +28,8 @@ def setting(default: Any, text: str) -> Any:
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": text})
     return field(default=default, metadata={"help": text})
+
+
+def one_line(error: Exception) -> str:
+    """The whole message of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

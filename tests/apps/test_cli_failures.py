@@ -173,7 +173,8 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_what_the_hub_tries_again_is_not_told_beside_the_error() -> None:
     """Its client sets its own level where it is imported, in a process of its own here."""
     code = (
-        "from slipstream.models.hf.model_files import quiet; quiet(); import logging, huggingface_hub.file_download; "
+        "from slipstream.models.weights.model_files import quiet; quiet(); "
+        "import logging, huggingface_hub.file_download; "
         "print(logging.getLogger('huggingface_hub').isEnabledFor(logging.ERROR))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

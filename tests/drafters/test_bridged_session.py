@@ -13,11 +13,11 @@ from slipstream import SamplingParams, SlipstreamError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.models.hf.vocabulary_info import VocabularyInfo
 from slipstream.models.layouts.unpadded_layout import make_session
 from slipstream.models.toy import ToyTokenizer
-from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary import VocabularyInfo
+from slipstream.text.vocabulary_bridge import VocabularyBridge, bridge_between
 from tests.support.tiny_models import HashBackend, RaggedHash
 from tests.support.vocabularies import TEXT, bridge
 

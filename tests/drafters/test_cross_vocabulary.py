@@ -13,10 +13,10 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.toy import load_toy
-from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.sampling.sampler import Sampler
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary_bridge import VocabularyBridge
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import WINDOW
 from tests.support.vocabularies import KINDS, FableBackend, decoder_of, fable_model, speaking, tokenizer, vocabulary

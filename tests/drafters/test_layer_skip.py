@@ -16,12 +16,11 @@ from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
-from slipstream.drafters.layer_skip import SharedCacheSession, layers_file, remember_layers
+from slipstream.drafters.layer_skip import SharedCacheSession, identity, layers_file, num_layers, remember_layers
 from slipstream.drafters.model import ModelDrafter, PathBelow, WhilePays
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.decoder_layers import make_layer_subset
-from slipstream.models.layer_subset import identity, num_layers
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run

@@ -17,10 +17,9 @@ from slipstream.core.rng import Race
 from slipstream.core.session import Session
 from slipstream.core.types import Draft, Row
 from slipstream.drafters.model import ModelDrafter
-from slipstream.models.draft_vocabulary import restriction
-from slipstream.models.draft_vocabulary.restricted_head import restricted_head
-from slipstream.models.draft_vocabulary.restricted_scorer import STRAYS, WINDOW, RestrictedScorer
-from slipstream.models.draft_vocabulary.restriction import Restriction
+from slipstream.drafters.model.restricted_scorer import STRAYS, WINDOW, RestrictedScorer
+from slipstream.models import draft_vocabulary
+from slipstream.models.draft_vocabulary import Restriction, restricted_head
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_slow
@@ -153,7 +152,7 @@ def test_the_target_says_what_it_says_alone(folder: Path, acceptance: str, tempe
 
 def test_auto_restricts_large_vocabularies_whose_weights_are_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     def num_first(*, tied: bool, size: int, wanted: int | str = "auto") -> int | None:
-        monkeypatch.setattr(restriction, "COMMON", size)
+        monkeypatch.setattr(draft_vocabulary, "COMMON", size)
         model = fresh("llama", tie_word_embeddings=tied)
         head = Restriction(model, wanted, lambda linear: linear).apply(by_position=True)
         assert (model.get_output_embeddings() is head) == (head is not None)

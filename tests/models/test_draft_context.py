@@ -10,7 +10,7 @@ import torch
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.models.draft_context.windowed_session import BEGINNING, PartialRow, WindowedSession, num_left_out
+from slipstream.drafters.model.windowed_session import BEGINNING, PartialRow, WindowedSession, num_tokens_skipped
 from slipstream.models.hf.backend import HFBackend
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
@@ -30,7 +30,7 @@ def session() -> Session:
 
 @pytest.mark.parametrize("length", [1, LIMIT, LIMIT + 1, 160, 161, 500])
 def test_at_most_the_limit_is_read_and_never_much_less(length: int) -> None:
-    read = length - num_left_out(length, LIMIT)
+    read = length - num_tokens_skipped(length, LIMIT)
     assert read == length if length <= LIMIT else LIMIT * 3 // 4 < read <= LIMIT
 
 
@@ -39,7 +39,7 @@ def test_logits_are_those_of_the_beginning_and_the_end() -> None:
     (prompt,) = prompts([300])
     windowed, plain = WindowedSession(session(), LIMIT), session()
     known = row(prompt)
-    left = num_left_out(300, LIMIT)
+    left = num_tokens_skipped(300, LIMIT)
     for _ in range(3):
         part = known.tokens[:BEGINNING] + known.tokens[BEGINNING + left :]
         assert windowed.num_to_read(known) == len(part)
@@ -83,9 +83,9 @@ def test_a_part_counts_its_rounds_without_what_it_leaves_out() -> None:
         shared("llama"), perturbed("llama"), drafter="model", num_draft_tokens=3, draft_context=LIMIT
     )
     (result,) = decoder.generate(prompts([300]), SamplingParams(max_tokens=8))
-    left, first = num_left_out(300, LIMIT), result.rounds[1]
+    left, first = num_tokens_skipped(300, LIMIT), result.rounds[1]
     part = PartialRow(0, [], SamplingParams(), seed=0, rounds=list(result.rounds))
-    part.left_out = left
+    part.num_skipped = left
     assert part.true_length(1, 5) == first.start + first.num_in_place - left
     assert part.true_length(len(result.rounds), 5) == 5  # a round that was never committed
 

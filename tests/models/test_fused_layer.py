@@ -18,8 +18,8 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries, later_starts, tolerance
 from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
 from slipstream.models.hf.fused_linear import fuse
-from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.pretrained import wrap_model
 from tests.support.tiny_models import VOCAB, fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 

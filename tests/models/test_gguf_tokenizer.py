@@ -14,12 +14,14 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.gguf_description import described
-from slipstream.models.hf.gguf_header import read_header
-from slipstream.models.hf.gguf_tokenizer import SPLITS
-from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
-from slipstream.models.hf.model_files import CONVERSION, embedded_model, is_converted, resolve
-from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
+from slipstream.models.weights.gguf_configuration import described
+from slipstream.models.weights.gguf_file import read_header
+from slipstream.models.weights.gguf_tokenizer import SPLITS
+from slipstream.models.weights.model_files import CONVERSION, is_converted
+from slipstream.models.weights.resolve import embedded_model, resolve
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load_tokenizer
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary import VocabularyInfo
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
 
 pytest.importorskip("gguf")
@@ -200,8 +202,8 @@ def test_answers_end_at_every_token_that_ends_a_turn(
 
 
 def test_a_loaded_model_ends_where_its_description_says(tmp_path: Path) -> None:
+    from slipstream.models.load import load
     from slipstream.models.loaded import LoadOptions
-    from slipstream.models.loading import load
 
     info = info_of(tmp_path, byte_level("smollm", TURNS, eos="<|endoftext|>"), template=CHATML)
     for options in (LoadOptions(), LoadOptions("float32"), LoadOptions(fast=False)):

@@ -9,10 +9,10 @@ import pytest
 import transformers
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+from slipstream.text.hf_tokenizer import HFTokenizer
 from tests.support.tiny_models import fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)

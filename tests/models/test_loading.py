@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.integrations.transformers.custom_generate import custom_generate
 from slipstream.models.cpu.packed_linear import PackedLinear, unsupported
-from slipstream.models.hf import gguf_conversion as conversion
-from slipstream.models.hf import model_files as files
-from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+from slipstream.models.weights import gguf_configuration
+from slipstream.models.weights import gguf_conversion as conversion
+from slipstream.models.weights import model_files as files
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 from tests.support.tiny_models import VOCAB, fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -287,9 +289,9 @@ def test_an_import_error_of_the_gguf_reader_is_told_as_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = ImportError("cannot import name 'Reader' from 'somewhere'")
-    assert "cannot import name 'Reader'" in str(conversion.unreadable_gguf(tmp_path, error))
-    monkeypatch.setattr(conversion, "NEEDED", ("json", "no_such_package"))
-    said = str(conversion.unreadable_gguf(tmp_path, error))
+    assert "cannot import name 'Reader'" in str(gguf_configuration.unreadable_gguf(tmp_path, error))
+    monkeypatch.setattr(gguf_configuration, "NEEDED", ("json", "no_such_package"))
+    said = str(gguf_configuration.unreadable_gguf(tmp_path, error))
     assert "needs no_such_package, not installed here: pip install" in said and "json" not in said
 
 
@@ -316,10 +318,10 @@ def test_a_slip_in_the_name_of_a_cached_model_is_refused_with_the_nearest(
     (tmp_path / "qwen0.5b").mkdir()
     (tmp_path / "qwen0.5b" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"'smolm2'; did you mean smollm2\? At hand: qwen0\.5b, smollm2, toy;"):
-        files.resolve("smolm2")
+        resolve("smolm2")
     with pytest.raises(UsageError, match=r"did you mean qwen0\.5b\?"):
-        files.resolve("qwen0.5")
-    assert files.resolve("gpt2") == "gpt2"  # a hub id
+        resolve("qwen0.5")
+    assert resolve("gpt2") == "gpt2"  # a hub id
     said = str(files.not_loaded("gpt2", "gpt2", OSError("no network\nat all")))
     assert "At hand: qwen0.5b, smollm2, toy;" in said and "no network at all" in said
     assert "(did you mean smollm2?)" in str(files.not_loaded("smol", "smol", OSError("no network")))
@@ -344,7 +346,7 @@ def test_a_cache_folder_that_is_none_holds_no_models(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / place))
-    assert files.list_models() == [] and files.resolve("gpt2") == "gpt2"
+    assert files.list_models() == [] and resolve("gpt2") == "gpt2"
 
 
 @pytest.mark.parametrize("option", [{"device": "tpu"}, {"dtype": "bfloat16"}, {"load_options": {"x": 1}}])
@@ -359,7 +361,8 @@ def test_the_toy_says_what_it_can_be_told(option: dict[str, Any]) -> None:
 
 def test_finding_models_imports_no_framework() -> None:
     code = (
-        "import sys; from slipstream.models.hf.model_files import list_models, quiet, resolve; quiet(); list_models();"
+        "import sys; from slipstream.models.weights.model_files import list_models, quiet; quiet(); list_models();"
+        "from slipstream.models.weights.resolve import resolve;"
         "resolve('gpt2'); print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -488,6 +491,6 @@ def test_a_draft_folder_is_compared_by_its_own_tokenizer(tmp_path: Path) -> None
 def test_a_model_of_the_cache_folder_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path))
     shared("llama").save_pretrained(tmp_path / "little")
-    assert files.resolve("little") == str(tmp_path / "little")
+    assert resolve("little") == str(tmp_path / "little")
     assert [model["name"] for model in files.list_models()] == ["little"]
-    assert files.resolve("other") == "other"  # a hub id
+    assert resolve("other") == "other"  # a hub id

@@ -17,8 +17,8 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
 from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
-from slipstream.models.hf.pretrained import wrap_model
 from slipstream.models.loaded import LoadOptions
+from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow
@@ -76,7 +76,7 @@ def of_another_row(own: At) -> At:
 def test_a_wrong_state_is_noticed(wrong: Callable[[At], At], monkeypatch: pytest.MonkeyPatch) -> None:
     right = TEXTS.expected("olmo_hybrid")
     decoder_of("olmo_hybrid")  # whose trials would refuse the model with wrong states
-    monkeypatch.setattr("slipstream.models.hf.pretrained.own_cache_backend", OwnCacheBackend)
+    monkeypatch.setattr("slipstream.models.pretrained.own_cache_backend", OwnCacheBackend)
     monkeypatch.setattr(OwnCaches, "at", wrong(OwnCaches.at))
     assert TEXTS.drafted("olmo_hybrid", None) != right
 

@@ -12,10 +12,10 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_layer import CompiledOps
 from slipstream.models.hf import fast_forwards
 from slipstream.models.hf.passed_trials import passed_trials
-from slipstream.models.hf.weights import load_model
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
 from slipstream.models.paused_collection import paused_collection
+from slipstream.models.plain_models import load_model
 from tests.support.tiny_models import fresh
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")

@@ -20,8 +20,8 @@ from slipstream.models.cpu.quantised_linear import (
     rounded,
 )
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fresh, prompts, reference, shared
 
@@ -154,8 +154,8 @@ def test_a_quantised_draft_changes_no_token(name: str, bits: str, temperature: f
 
 @pytest.mark.slow
 def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
-    monkeypatch.setattr("slipstream.models.hf.pretrained.is_faster", lambda dtype: True)
+    monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.pretrained.is_faster", lambda dtype: True)
     shared("llama").save_pretrained(tmp_path)
     decoder = SpeculativeDecoder(str(tmp_path), str(tmp_path))
     assert decoder.draft is not None
@@ -169,7 +169,7 @@ def test_a_target_of_the_same_folder_keeps_its_weights(tmp_path: Path, monkeypat
 def test_auto_packs_float32_drafts_where_quantised_ones_are_slower(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.models.hf.pretrained.SMALLEST", 0)
+    monkeypatch.setattr("slipstream.models.pretrained.SMALLEST", 0)
     monkeypatch.setattr("slipstream.models.cpu.quantised_linear.processor", lambda: parse(f"flags: {flags}"))
     assert is_faster(torch.bfloat16) and is_faster(torch.float32) == ("avx512f" in flags)
     shared("llama").save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed
 from slipstream.models.cpu.int4_linear import Int4Linear
 from slipstream.models.cpu.packed_linear import packed
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
-from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead, restricted_head
+from slipstream.models.draft_vocabulary import RestrictedHead, restricted_head
 
 FIRST, OUTPUTS, INPUTS = 32, 96, 64
 OTHERS = torch.tensor([95, 40, 33, 64])

@@ -12,11 +12,11 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.models.hf.vocabulary import same_vocabulary
-from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary import VocabularyInfo, same_vocabulary
 from slipstream.wiring.vocabulary_report import PROBES, Finding, VocabularyReport, compare_vocabularies
 from tests.support.tiny_models import LETTERS, VOCAB, fresh, tokenizer
 

@@ -13,12 +13,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from slipstream import SpeculativeDecoder
-from slipstream.models import draft_model
-from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.models.hf.vocabulary_info import VocabularyInfo
 from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE, ToyBackend, load_toy
-from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary import VocabularyInfo
+from slipstream.text.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.wiring import model_pair
 from tests.support.tiny_models import fresh
 
@@ -186,5 +185,4 @@ def decoder_of(target: Loaded, draft: Loaded | None, **settings: Any) -> Specula
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_pair, "load", given)
-        patch.setattr(draft_model, "load", given)
         return SpeculativeDecoder(target, draft, **settings)

@@ -95,7 +95,7 @@ def plain_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A model as transformers loads it: the loaded object, or a second copy if that has packed weights."""
     if loaded.plain_model is not None:
         return loaded.plain_model
-    from slipstream.models.hf.block_loading import load_unpacked
+    from slipstream.models.plain_models import load_unpacked
 
     return load_unpacked(loaded.source or loaded.name, replace(options, rounding=loaded.rounding))
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream.bench.arms import LLAMA_LOOKUP, OF_LLAMA_CPP, Arm
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf.model_files import is_gguf
+from slipstream.models.weights.model_files import is_gguf
 from slipstream.sampling.params import SamplingParams
 
 PACKAGE = "llama-cpp-python"

@@ -125,7 +125,7 @@ def _noise(exact: Tensor, rounded: Tensor, pair: Tensor) -> float:
 def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     """A float32 copy of the target; the target itself where it is that already."""
     if loaded.plain_model is None:
-        from slipstream.models.hf.block_loading import load_unpacked
+        from slipstream.models.plain_models import load_unpacked
 
         wanted = replace(options, dtype="float32", rounding=loaded.rounding)
         return load_unpacked(loaded.source or loaded.name, wanted)

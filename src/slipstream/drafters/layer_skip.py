@@ -24,8 +24,8 @@ from slipstream.core.types import Row, Traits
 from slipstream.drafters import Setup
 from slipstream.drafters.model import ModelDrafter, stop_for
 from slipstream.errors import UsageError
+from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.layer_subset import check_layers, identity, layer_subset, num_layers
 
 SHARE = 0.75  # of the layers
 ARGUMENT = re.compile(r"(?:(\d+|\d+-\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)+)(?:\+p=(\d{1,2}))?|p=(\d{1,2}))?")
@@ -145,3 +145,34 @@ def build(setup: Setup, argument: str) -> ModelDrafter:
     percent = given[2] or given[3]
     session = SharedCacheSession(setup.target, layers)
     return ModelDrafter(session, setup.vocab_size, setup.coupled, stop_for(setup, int(percent) if percent else None))
+
+
+def num_layers(backend: Backend) -> int:
+    """How many layers there are to choose from; for the toy, how many lengths of context it mixes."""
+    return _layered(backend).num_layers
+
+
+def identity(backend: Backend) -> str:
+    """A name that no other model has: a digest of the weights."""
+    return _layered(backend).weights_digest()
+
+
+def layer_subset(backend: Backend, layers: Sequence[int]) -> Backend:
+    """A backend of the given layers of a model; see `LayerSubsets.layer_subset`."""
+    check_layers(layers, num_layers(backend))
+    return _layered(backend).layer_subset(layers)
+
+
+def _layered(backend: Backend) -> LayerSubsets:
+    if not isinstance(backend, LayerSubsets):
+        raise UsageError(
+            f"drafter='layer_skip': {type(backend).__name__} cannot run with some of its layers; allowed: models whose "
+            "KV cache is written by position, toy, or another drafter"
+        )
+    return backend
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Refuse layers that a model of `count` layers does not have, or not in this order."""
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= count:
+        raise UsageError(f"layers {list(layers)}; allowed: at least one of 0 to {count - 1}, each once, ascending")

@@ -3,7 +3,7 @@
 A model's layers, its KV cache and the workspace of compiled kernels are shared by every decoder over it, so the lock
 stays with the model itself.
 
-In a process that was forked PyTorch may wait for ever: GNU's OpenMP counts on threads that its parent had.
+In a forked process PyTorch may wait for ever: GNU's OpenMP expects threads that only the parent process had.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slipstream.errors import UsageError
 ATTRIBUTE = "_slipstream_lock"
 CPU = torch.device("cpu")
 IMPORTED_IN = os.getpid()
-PARALLEL = 1 << 20  # numbers, which PyTorch divides among its threads
-TRIAL_SECONDS = 10.0  # for a sum of so many, which takes a thousandth of one
+PARALLEL = 1 << 20  # numbers: so many that PyTorch divides them among its threads
+TRIAL_SECONDS = 10.0  # limit of a sum of so many, which takes a millisecond
 
 _ALLOWED = "allowed: processes by multiprocessing's start method 'spawn' or 'forkserver'"
 
@@ -47,7 +47,7 @@ class ModelLock:
 
 
 def lock_of(model: object) -> ModelLock:
-    """The lock of a model, the same for all who ask in this process."""
+    """The lock of a model, one per process."""
     attributes = vars(model)
     lock: ModelLock | None = attributes.setdefault(ATTRIBUTE, ModelLock())
     if lock is None or lock.process != os.getpid():  # a copy of a model, or one from before a fork
@@ -56,7 +56,7 @@ def lock_of(model: object) -> ModelLock:
 
 
 class ExclusiveUse:
-    """`with` it, the current thread alone uses the models; entering again in the same thread is allowed.
+    """A context in which the current thread alone uses the models; the same thread may enter it again.
 
     Inside, tensors without a device of their own are made on the CPU, whatever the caller has set by
     `torch.set_default_device`: what is sent to a GPU says so.
@@ -79,11 +79,11 @@ class ExclusiveUse:
                 f"this decoder was made in process {self._process} and this is process {os.getpid()}; {_ALLOWED}, and "
                 "a decoder made in each"
             )
-        for taken, lock in enumerate(self._locks):
+        for num_acquired, lock in enumerate(self._locks):
             try:
                 lock.lock.acquire()
             except BaseException:  # Ctrl-C while waiting
-                self._release(taken)
+                self._release(num_acquired)
                 raise
         # a context makes every call of PyTorch slower, so it is entered where it matters alone, and once
         context = CPU if not self._default_devices and torch.get_default_device() != CPU else None
@@ -104,13 +104,13 @@ class ExclusiveUse:
             lock.user = user
         return changed
 
-    def _release(self, taken: int) -> None:
-        for lock in reversed(self._locks[:taken]):
+    def _release(self, num_acquired: int) -> None:
+        for lock in reversed(self._locks[:num_acquired]):
             lock.lock.release()
 
 
 class ClosedUse(ExclusiveUse):
-    """What a closed decoder has in its place."""
+    """Replaces `ExclusiveUse` in a closed decoder."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -120,7 +120,7 @@ class ClosedUse(ExclusiveUse):
 
 
 def closed_error() -> UsageError:
-    """What is said to whoever uses a closed decoder."""
+    """The error of using a closed decoder."""
     return UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
 
 
@@ -131,9 +131,9 @@ def _may_be_forked() -> bool:
 
 @cache
 def threads_work(process: int, threads: int) -> bool:
-    """Whether PyTorch can compute with so many threads in this process; tried in a fork of it, which may hang instead.
+    """Whether PyTorch can compute with this many threads in this process: tried in a fork, which may hang in its place.
 
-    process: its number, which its forks have not in common with it.
+    process: its id, a key of the cache that forks do not share.
     """
     if threads == 1:
         return True

@@ -55,3 +55,11 @@ def warn_of_unread_settings(target: Loaded) -> None:
             end,
             ids,
         )
+
+
+def end_ids(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids `generate` would use."""
+    settings = getattr(model, "generation_config", None) or model.config.get_text_config()
+    ends = getattr(settings, "eos_token_id", None)
+    ids = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    return tuple(i for i in ids if 0 <= i < vocab_size)

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
 from slipstream.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
+    from slipstream.models.draft_vocabulary import RestrictedHead
 
 
-PLAN = "tp_plan"  # of load options: tensor parallelism, see `slipstream.models.hf.tensor_parallel`
-# load options that say how files are fetched and whether their code may run: the draft model's files are, too
+PLAN = "tp_plan"  # the load option of tensor parallelism, see `slipstream.models.hf.tensor_parallel`
+# load options of how files are fetched and whether their code may run; they hold for the draft model's files, too
 FETCHING = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "trust_remote_code")
-# and those that say which of a repository's files
+# load options that select a repository's files
 WHICH_FILES = ("code_revision", "revision", "subfolder")
 
 
 class View(Protocol):
-    """What is seen of changes that the owner of a loaded model makes to it."""
+    """Watches the changes that the owner of a loaded model makes to it."""
 
     @property
     def copies_weights(self) -> bool:
-        """Whether something was made of the weights that does not follow when their values change."""
+        """Whether copies were made of the weights, which do not follow when their values change."""
 
     def is_same_model(self) -> bool:
-        """Whether the model consists of what it consisted of, weights' values apart."""
+        """Whether the model still has the same modules and parameters, whatever the parameters' values."""
 
     def has_same_weights(self) -> bool:
-        """Whether weights have the values that they had, or that were accepted since."""
+        """Whether the weights have the values of the last `accept_weights`, or else of the beginning."""
 
     def accept_weights(self) -> None:
-        """Take the values that weights have now for those that they had."""
+        """Remember the values that the weights have now."""
 
     def num_writes(self) -> int:
-        """How often a weight was changed in place; cheap enough for every round."""
+        """How often weights were changed in place; cheap enough to ask in every round."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Loaded:
     """A model ready for use.
 
     end_ids: its end-of-sequence tokens; model: the framework's own object, if any; fingerprint: architecture, sizes
-    and precision, all that forward shapes can depend on. restricted: its output layer, if it can score a part of the
-    vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype. source, rounding: what
-    it was loaded from, and `LoadOptions.rounding`; the name tells of both. view: of a model that somebody else owns;
-    the backend then runs the view's modules, and `model` is as its owner has it.
+    and precision, everything that the cost and the bits of a forward depend on. restricted: its output layer, if that
+    can score a part of the vocabulary. arithmetic: what it computes with, where that is not the numbers of its dtype.
+    source: what it was loaded from; rounding: `LoadOptions.rounding`; the name tells both. view: of a model that the
+    caller owns: the backend then runs the view's modules, and `model` stays as its owner made it.
     """
 
     backend: Backend
@@ -72,7 +72,7 @@ class Loaded:
 
     @property
     def precision(self) -> str:
-        """The arithmetic as it stands in a decoder's `repr`."""
+        """The arithmetic, for a decoder's `repr`."""
         return f", arithmetic={self.arithmetic!r}" if self.arithmetic else ""
 
 
@@ -102,10 +102,10 @@ class LoadOptions:
     def files(self) -> dict[str, Any]:
         """Arguments for whatever reads a file of the model: configuration, tokenizer, weights.
 
-        Without a word of the caller's, code from a repository does not run, and nobody is asked whether it may.
+        Unless the caller allows it, code from a repository does not run, and nobody is asked whether it may.
         """
-        wanted = {name: value for name, value in self.extra.items() if name in (*FETCHING, *WHICH_FILES)}
-        return {"trust_remote_code": False} | wanted
+        chosen = {name: value for name, value in self.extra.items() if name in (*FETCHING, *WHICH_FILES)}
+        return {"trust_remote_code": False} | chosen
 
     @property
     def for_reader(self) -> list[str]:
@@ -113,18 +113,10 @@ class LoadOptions:
         return [name for name in self.extra if name not in (*FETCHING, *WHICH_FILES)]
 
     def for_draft(self, dtype: str, vocabulary: int | str = "full") -> LoadOptions:
-        """The same for the draft model, whose precision, vocabulary and load options are its own matter."""
+        """The options of the draft model, which has its own precision and vocabulary; files are fetched alike."""
         extra = {name: value for name, value in self.extra.items() if name in FETCHING}
-        own = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
-        return replace(own, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(own, dtype=dtype)
-
-
-@runtime_checkable
-class Releasing(Protocol):
-    """Optional capability of a backend: trials of a loaded model leave a KV cache behind that nobody needs."""
-
-    def release(self) -> None:
-        """Give the cache's memory back; nothing that was written is read again."""
+        options = replace(self, vocabulary=vocabulary, activations="auto", rounding="none", extra=extra)
+        return replace(options, quantise=dtype) if dtype in ("auto", "int4", "int8") else replace(options, dtype=dtype)
 
 
 def is_toy(source: Any) -> bool:
@@ -133,12 +125,12 @@ def is_toy(source: Any) -> bool:
 
 
 def is_loaded(model: Any) -> bool:
-    """Whether this is a model, and not the name of one."""
+    """Whether this is a model object, not the name of one."""
     return not isinstance(model, str | os.PathLike)
 
 
 def _refuse_options_of_targets(options: LoadOptions, target: Any) -> None:
-    """Refuse load options that no draft model gets, where only a draft model is to be loaded."""
+    """Refuse load options that draft models do not take, where only a draft model is to be loaded."""
     for name in options.extra:
         if name not in FETCHING:
             why = "the toy model has no files" if is_toy(target) else "the target is loaded already"
@@ -148,7 +140,7 @@ def _refuse_options_of_targets(options: LoadOptions, target: Any) -> None:
 
 
 def refuse_unused(options: LoadOptions, target: Any, draft: Any) -> None:
-    """Refuse loading options where nothing is left to load."""
+    """Refuse load options that would have no effect, because the models are loaded already."""
     named = [model for model in (target, draft) if model is not None]
     if any(not is_loaded(model) and not is_toy(model) for model in named):
         if is_loaded(target) or is_toy(target):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
-from slipstream.models.byte_tokens import ByteTokens, Encoding
 from slipstream.models.loaded import Loaded
+from slipstream.text.byte_vocabulary import ByteTokens, Encoding
 from slipstream.text.tokenizer import PLAIN_CHAT, ChatForm
 
 END = 256
@@ -40,11 +40,9 @@ class ToyTokenizer:
     has_chat_template = False
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes."""
         return list(text.encode())
 
     def bare(self, text: str) -> list[int]:
-        """The same: there are no special tokens to leave out."""
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,7 +54,6 @@ class ToyTokenizer:
         raise UsageError("the toy model has no chat template; allowed: a text or a list of token ids")
 
     def vocabulary(self) -> dict[str, int]:
-        """Token text to id."""
         return {f"<0x{i:02X}>": i for i in range(END)} | {"<end>": END}
 
     def byte_tokens(self) -> ByteTokens:
@@ -64,14 +61,13 @@ class ToyTokenizer:
         return ByteTokens({i: bytes([i]) for i in range(END)}, {"<end>": END}, _encoding)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The byte."""
         return bytes([token]) if token < END else None
 
 
 def _encoding(text: str, beginning: bool) -> Encoding:
     """The bytes of a text, wherever it stands."""
     sizes = [len(character.encode()) for character in text]
-    return Encoding(list(text.encode()), [at for at, size in enumerate(sizes) for _ in range(size)])
+    return Encoding(list(text.encode()), [character for character, size in enumerate(sizes) for _ in range(size)])
 
 
 class TokenCache:
@@ -107,21 +103,18 @@ class ToyBackend:
         self._distributions: dict[tuple[int, ...], Tensor] = {}
         self._counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         text = [*FABLE.replace("\n", " ").strip().encode(), END]
-        for at, token in enumerate(text):
-            for length in range(min(order, at) + 1):
+        for place, token in enumerate(text):
+            for length in range(min(order, place) + 1):
                 if layers is None or length in layers:
-                    self._counts[tuple(text[at - length : at])][token] += 1
+                    self._counts[tuple(text[place - length : place])][token] += 1
 
     def weights_digest(self) -> str:
-        """See `LayerSubsets.weights_digest`."""
         return f"toy-{self._order}"
 
     def layer_subset(self, layers: Sequence[int]) -> ToyBackend:
-        """See `LayerSubsets.layer_subset`."""
         return ToyBackend(self._order, layers, self._cache)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Grow the cache."""
         self._cache.reserve(rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
@@ -140,25 +133,22 @@ class ToyBackend:
         return out
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """See `TreeForwards.forward_tree`."""
-        out, at = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float32), 0
+        out, first = torch.zeros(len(tokens), self.vocab_size, dtype=torch.float32), 0
         for segment in segments:
             slot, end = self._cache.slots[segment.slot], segment.place + segment.count
-            slot[segment.place : end] = tokens[at : at + segment.count]
+            slot[segment.place : end] = tokens[first : first + segment.count]
             fork = segment.start - len(segment.detour)
             places = [*range(fork), *segment.detour, *range(segment.place, end)]
             for column in range(segment.count):
                 seen = places[: segment.start + column + 1][-self._order :] if self._order else []
-                out[at + column] = self._distribution(tuple(slot[seen].tolist()))
-            at += segment.count
+                out[first + column] = self._distribution(tuple(slot[seen].tolist()))
+            first += segment.count
         return out
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """See `TreeForwards.move`."""
         self._cache.slots[slot, start : start + len(places)] = self._cache.slots[slot, list(places)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Copy token ids between slots."""
         self._cache.slots[destination, :length] = self._cache.slots[source, :length]
 
     def _distribution(self, context: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from slipstream.core.interfaces import Backend, set_attended_lengths
 from slipstream.core.kv_slots import Shapes
-from slipstream.models.shape_independence import is_shape_independent
+from slipstream.models.backend_capabilities import is_shape_independent
 from slipstream.reproducibility.shape_trials import (
     ATTENDED_UNITS,
     CONTEXTS,

@@ -20,7 +20,7 @@ from slipstream.core.interfaces import (
 )
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.errors import UsageError
-from slipstream.models.layer_subset import LayerKinds
+from slipstream.models.backend_capabilities import LayerKinds
 from slipstream.reproducibility.timing import ForwardTimes, end_to_end, ragged_rounds
 
 OF_EACH_KIND = 2

@@ -21,8 +21,8 @@ from slipstream.constraints.compiled_grammars import CompiledGrammars
 from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
+from slipstream.text.byte_vocabulary import RunningModel
 from slipstream.text.detokenizer import VisibleText
 from slipstream.text.prompt_sets import check_text
 
@@ -159,7 +159,7 @@ class RequestReader:
     that readers share; None for this reader's own.
     """
 
-    target: Loaded
+    target: RunningModel
     no_predictions: str = ""
     compiled: CompiledGrammars | None = None
 

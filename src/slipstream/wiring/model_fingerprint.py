@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from slipstream.core.kv_slots import Shapes
-from slipstream.models.layer_subset import LayerSubsets
+from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.models.loaded import Loaded
 from slipstream.text.tokenizer import TokenizerDetails
 from slipstream.version import __version__

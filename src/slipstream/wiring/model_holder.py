@@ -12,10 +12,10 @@ from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.exclusive_use import ClosedUse, ExclusiveUse, closed_error
 from slipstream.models.loaded import Loaded
-from slipstream.models.vocabulary_bridge import VocabularyBridge
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.text.requests import Prompt, RequestReader
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.vocabulary_bridge import VocabularyBridge
 from slipstream.wiring.model_pair import ModelPair
 from slipstream.wiring.prompt_scores import PromptScores
 

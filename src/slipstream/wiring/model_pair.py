@@ -14,18 +14,18 @@ from slipstream.core.kv_slots import Shapes
 from slipstream.core.session import PromptReader, Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
+from slipstream.drafters.model.restricted_scorer import RestrictedScorer
+from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
-from slipstream.models.draft_context.windowed_session import WindowedSession
-from slipstream.models.draft_model import draft_options_of, load_draft, load_options_of
-from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
+from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.layouts.unpadded_layout import make_session
-from slipstream.models.loaded import Loaded, Releasing, View, is_loaded, refuse_unused
-from slipstream.models.loading import load
-from slipstream.models.vocabulary_bridge import bridge_between
+from slipstream.models.load import load
+from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
+from slipstream.text.vocabulary_bridge import bridge_between
 
 NOT_TIMED = DraftTimes()
 
@@ -105,7 +105,7 @@ class ModelPair:
             for view in rewritten:
                 view.accept_weights()
             return self
-        from slipstream.models.hf.pretrained import wrap_again
+        from slipstream.models.pretrained import wrap_again
 
         draft = self.draft
         if draft is not None and draft in changed:
@@ -203,7 +203,7 @@ def _tokenizer(given: Any, name: str) -> Any:
     """A tokenizer that was handed over under this name, or None."""
     if given is None:
         return None
-    from slipstream.models.hf.hf_tokenizer import tokenizer_in
+    from slipstream.text.hf_tokenizer import tokenizer_in
 
     return tokenizer_in(given, name)
 
@@ -230,7 +230,7 @@ def _bridged(
     """What drafts through bytes, where the two vocabularies differ."""
     if draft is None or session is None:
         return None
-    from slipstream.models.hf.vocabulary import same_vocabulary  # transformers takes seconds to import
+    from slipstream.text.vocabulary import same_vocabulary  # transformers takes seconds to import
 
     if same_vocabulary(target, draft):
         return None
@@ -241,3 +241,40 @@ def _bridged(
         )
     sizes = target.backend.vocab_size, draft.backend.vocab_size
     return BridgedSession(session, bridge_between(target, sizes[0], draft, sizes[1]))
+
+
+def load_options_of(config: DecoderConfig) -> LoadOptions:
+    """How the target is loaded."""
+    own = {"activations": config.activations, "rounding": config.quantize}
+    return LoadOptions(config.dtype, config.device, config.fast, config.load_options, **own)
+
+
+def draft_options_of(config: DecoderConfig, beside: torch.device | None = None) -> LoadOptions:
+    """How the draft model is loaded. beside: where the target is, if its load options have put it there."""
+    options = load_options_of(config).for_draft(config.draft_dtype, config.draft_vocabulary)
+    if "device_map" in config.load_options and options.device == "auto" and beside is not None:
+        options = replace(options, device=str(beside))  # the map names the target's layers
+    return options
+
+
+def load_draft(
+    draft: Any, config: DecoderConfig, tokenizer: Any = None, *, beside: torch.device | None = None
+) -> Loaded | None:
+    """The draft model in its own precision, or None if there is none.
+
+    tokenizer: the draft model's; None where one lies beside it, or none is needed. beside: where the target
+    is, if its load options have put it there.
+    """
+    dtype, vocabulary = config.draft_dtype, config.draft_vocabulary
+    if dtype != "auto":
+        allowed = None if draft is None or is_toy(draft) else ("int4", "int8") if is_loaded(draft) else (dtype,)
+        if allowed is None or dtype not in allowed:
+            loaded = "the toy model has no weights" if is_toy(draft) else "the draft model is loaded already"
+            what = "there is no draft model" if draft is None else loaded
+            raise UsageError(f"draft_dtype={dtype!r}, but {what}; allowed: {', '.join(('auto', *(allowed or ())))}")
+    if vocabulary not in ("auto", "full") and (draft is None or is_toy(draft)):
+        what = "there is no draft model" if draft is None else "the toy model has no output layer"
+        raise UsageError(f"draft_vocabulary={vocabulary!r}, but {what}; allowed: 'auto' or 'full'")
+    if draft is None:
+        return None
+    return load(draft, draft_options_of(config, beside), tokenizer)

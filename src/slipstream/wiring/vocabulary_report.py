@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from slipstream.drafters.cross_vocabulary.bridge_estimate import BridgeEstimate, estimate
 from slipstream.errors import UsageError
-from slipstream.models.hf.vocabulary import differences, usable
-from slipstream.models.hf.vocabulary_info import SPECIAL, VocabularyInfo
 from slipstream.models.loaded import Loaded
-from slipstream.models.vocabulary_bridge import bridge_between
 from slipstream.text.prompt_sets import builtin_prompts
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.vocabulary import SPECIAL, VocabularyInfo, differences, usable
+from slipstream.text.vocabulary_bridge import bridge_between
 
 T = TypeVar("T")
 SHOWN = 3

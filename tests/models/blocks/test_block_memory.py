@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
-from slipstream.models.hf import gguf_tensors
-from slipstream.models.hf.gguf_header import read_header
-from slipstream.models.hf.gguf_loading import described
-from slipstream.models.hf.gguf_packing import PackedAhead
-from slipstream.models.loaded import Releasing
+from slipstream.models.quantised_models import described
+from slipstream.models.weights import gguf_tensors
+from slipstream.models.weights.gguf_file import read_header
+from slipstream.models.weights.gguf_tensors import PackedAhead
 from tests.support.gguf_files import write_model
 from tests.support.tiny_models import fresh, tokenizer
 

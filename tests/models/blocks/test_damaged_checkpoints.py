@@ -15,9 +15,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
-from slipstream.models.hf.quantisation_schemes import scheme_of
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.quantisation_schemes import scheme_of
 from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(

@@ -18,18 +18,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models import quantised_models
 from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
-from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
-from slipstream.models.hf import gguf_loading
+from slipstream.models.draft_vocabulary import RestrictedHead
 from slipstream.models.hf.fused_layer import FusedLayer
-from slipstream.models.hf.gguf_header import read_header
-from slipstream.models.hf.gguf_rope import scale_positions
-from slipstream.models.hf.weights import load_model
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.plain_models import load_model
+from slipstream.models.weights.gguf_configuration import scale_positions
+from slipstream.models.weights.gguf_file import read_header
 from tests.support.gguf_files import TOKENS, write_model
 
 gguf = pytest.importorskip("gguf")
@@ -77,7 +77,7 @@ def test_norms_of_heads_windows_and_scaled_embeddings(tmp_path: Path, monkeypatc
     kinds = {"": "Q8_0", "ffn_down": "Q5_1", "attn_k": "Q4_1"}
     reference = write_model(tmp_path / "gemma.gguf", "gemma3", kinds, tie_word_embeddings=True, num_hidden_layers=3)
     reference.config.save_pretrained(tmp_path / "description")
-    monkeypatch.setattr(gguf_loading, "described", lambda header: tmp_path / "description")
+    monkeypatch.setattr(quantised_models, "described", lambda header: tmp_path / "description")
     loaded = load(str(tmp_path / "gemma.gguf"), LoadOptions(activations="int15"))
     assert loaded.backend.shape_independent  # whole layers are compiled
     ids = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(4))

@@ -15,11 +15,10 @@ from slipstream.models.cpu.block_linear import BlockPart
 from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
-from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry, read_header
-from slipstream.models.hf.gguf_packing import PackedAhead
-from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile
+from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, read_header
+from slipstream.models.weights.gguf_tensors import PackedAhead, RowReader, RowsOfFile
 from tests.support.gguf_files import part_of, random_blocks, write_model
 
 pytestmark = pytest.mark.skipif(

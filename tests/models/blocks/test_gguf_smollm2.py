@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
+from slipstream.models import quantised_models
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
-from slipstream.models.hf import gguf_loading
-from slipstream.models.hf.model_files import embedded_model
+from slipstream.models.weights.resolve import embedded_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = [
@@ -56,7 +56,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_are_the_same_with_speculation_and_in_batches(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the shapes of forwards: none is kept to."""
-    monkeypatch.setattr(gguf_loading, "described", lambda header: embedded_model())
+    monkeypatch.setattr(quantised_models, "described", lambda header: embedded_model())
     decoder = SpeculativeDecoder(str(file), reproducible=False, max_batch_size=2)
     assert decoder.target.arithmetic == "Q4_0+Q4_1+Q5_0+Q5_1+Q8_0 blocks, int8 activations"
     params, found = SamplingParams(max_tokens=24), dict[Any, list[list[int]]]()

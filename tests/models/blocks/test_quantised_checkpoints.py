@@ -16,9 +16,9 @@ from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf import block_model
-from slipstream.models.hf.block_loading import load_unpacked
+from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
-from slipstream.models.loading import load
+from slipstream.models.plain_models import load_unpacked
 from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(

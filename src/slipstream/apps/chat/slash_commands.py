@@ -15,9 +15,8 @@ from typing import Any
 from slipstream import drafters
 from slipstream.apps.chat.conversation import Chat
 from slipstream.apps.chat.conversation_summary import compare, save, totals
-from slipstream.config import EMBEDDED
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean
-from slipstream.models.hf.model_files import list_models
+from slipstream.models.weights.model_files import EMBEDDED, list_models
 from slipstream.sampling.params import SamplingParams
 
 KEEP_ALL: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

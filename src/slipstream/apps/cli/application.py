@@ -158,7 +158,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def quiet_libraries() -> None:
     """Only our own notes reach the user, not the libraries' advice to developers. Imports transformers."""
-    from slipstream.models.hf.model_files import quiet
+    from slipstream.models.weights.model_files import quiet
 
     quiet()
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from slipstream.apps.cli.application import command, demo_data, err, load_decoder, out, write_json
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
-from slipstream.config import EMBEDDED, DecoderConfig
+from slipstream.config import DecoderConfig
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 

@@ -19,10 +19,11 @@ import typer
 
 from slipstream.apps.cli.output_files import check_file, check_folder
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.config import EMBEDDED, DecoderConfig
+from slipstream.config import DecoderConfig
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.integrations.ray.ray_options import RayOptions
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}

@@ -25,7 +25,8 @@ def models(
     if context.invoked_subcommand is not None:
         return
     quiet_libraries()
-    from slipstream.models.hf.model_files import embedded_model, list_models
+    from slipstream.models.weights.model_files import list_models
+    from slipstream.models.weights.resolve import embedded_model
 
     if fetch:
         embedded_model()
@@ -50,7 +51,7 @@ def check(
     Exit code 1 if it cannot draft at all.
     """
     quiet_libraries()
-    from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+    from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
     from slipstream.text.prompt_sets import read_prompts
     from slipstream.wiring.vocabulary_report import compare_vocabularies
 

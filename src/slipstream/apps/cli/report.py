@@ -61,6 +61,6 @@ def _print_markdown(folder: Path, reference: str | None) -> None:
 def target_tokenizer(header: Header) -> Tokenizer | None:
     """The tokenizer of the target that a folder's header names; no weights are loaded."""
     quiet_libraries()
-    from slipstream.models.hf.vocabulary_info import inspect_vocabulary
+    from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
 
     return inspect_vocabulary(str(header.settings.get("target"))).tokenizer

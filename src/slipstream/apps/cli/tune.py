@@ -22,9 +22,10 @@ from slipstream.apps.cli.flags import (
     read_batch_sizes,
 )
 from slipstream.apps.cli.output_files import check_folder
-from slipstream.config import EMBEDDED, DecoderConfig
+from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.errors import UsageError
+from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.prompt_sets import NamedPrompt
 

@@ -14,8 +14,8 @@ from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.errors import SlipstreamError, UsageError, first_line
-from slipstream.models.byte_tokens import ReadableAsBytes
 from slipstream.sampling.processors import params_of
+from slipstream.text.byte_vocabulary import ReadableAsBytes
 from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
 from slipstream.text.tokenizer import Tokenizer

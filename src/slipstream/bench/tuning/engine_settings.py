@@ -18,7 +18,7 @@ from slipstream.config import DecoderConfig
 from slipstream.drafters import hybrid, ngram, suffix
 from slipstream.drafters.model import REPRODUCIBLE
 from slipstream.errors import UsageError
-from slipstream.models.hf.model_files import is_gguf
+from slipstream.models.weights.model_files import is_gguf
 
 NOTHING = "do not speculate: no setting measured gains anything here"
 

@@ -20,8 +20,8 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
-from slipstream.models.hf.model_files import NO_OPTIONS
-from slipstream.models.hf.weights import READER_ERRORS, from_config, quietly
+from slipstream.models.weights.model_files import NO_OPTIONS
+from slipstream.models.weights.transformers_reader import READER_ERRORS, from_config, quietly
 
 
 class TensorSource(Protocol):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.grouped_blocks import CENTRE, GroupedMatrix
-from slipstream.models.hf.checkpoint_files import FLOATS, CheckpointFiles
-from slipstream.models.hf.quantisation_schemes import BITS, Scheme
+from slipstream.models.weights.quantisation_schemes import BITS, Scheme
+from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles
 
 WORD = (torch.int32,)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the outputs of a word of AWQ, from its lowest bits on

@@ -1,0 +1,100 @@
+"""A draft model's session that reads the beginning and the end of a long prompt, and skips the middle.
+
+Drafts are guesses, so a draft model need not read everything, and one with a short context cannot. It cannot draft from
+what it has not read, though: where the output repeats the prompt, skipping costs more than reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from slipstream.core.interfaces import Backend
+from slipstream.core.session import Session
+from slipstream.core.types import Row
+
+BEGINNING = 64  # tokens of a prompt that are always read: instructions, and the first tokens, which attention needs
+OUTPUT = 2  # at most 1 / OUTPUT of a model's context is kept free for the output
+# what is skipped grows in steps of this part of the limit, so that a chat's next turn finds most of its text cached
+STEPS = 4
+
+
+class PartialRow(Row):
+    """A row as the draft model reads it. num_skipped: tokens of the prompt, after its beginning, that are missing."""
+
+    num_skipped: int = 0
+
+    def true_length(self, round_index: int, base: int) -> int:
+        # the rounds are those of the whole row
+        true = super().true_length(round_index, base)
+        return true if round_index >= len(self.rounds) else true - self.num_skipped
+
+
+def num_tokens_skipped(prompt_length: int, limit: int) -> int:
+    """How many tokens of a prompt are skipped so that at most `limit` are read; a function of its length alone."""
+    step = max(1, limit // STEPS)
+    return -(-max(0, prompt_length - limit) // step) * step
+
+
+class WindowedSession:
+    """A `Session` that reads at most `limit` tokens of a prompt, and no more than the model's context holds."""
+
+    def __init__(self, session: Session, limit: int | None = None) -> None:
+        """limit: more than `BEGINNING`; None for what the context holds."""
+        self.session, self.limit = session, session.backend.max_length if limit is None else limit
+        self._parts: WeakKeyDictionary[Row, PartialRow] = WeakKeyDictionary()
+
+    @property
+    def backend(self) -> Backend:
+        return self.session.backend
+
+    def num_to_read(self, row: Row) -> int:
+        return len(row.tokens) - self._num_skipped(row)
+
+    def reserve(self, rows: int, length: int) -> None:
+        self.session.reserve(rows, length)
+
+    def settle(self, rows: Sequence[Row]) -> None:
+        self.session.settle(self._read(rows))
+
+    def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
+        self.session.read_ahead(dict(zip(rows, self._read(list(rows.values())), strict=True)), budget)
+
+    def has_read(self, row: Row) -> bool:
+        return self.session.has_read(self._part(row))
+
+    def holds(self, row: Row) -> bool:
+        return self.session.holds(self._part(row))
+
+    def score(self, rows: Sequence[Row], draft: Tensor, lengths: Sequence[int], keep: int | None = None) -> Tensor:
+        return self.session.score(self._read(rows), draft, lengths, keep)
+
+    def draft_greedy(self, rows: Sequence[Row], steps: int, vocab_size: int) -> Tensor | None:
+        return self.session.draft_greedy(self._read(rows), steps, vocab_size)
+
+    def keep_drafts(self, lengths: Sequence[int]) -> None:
+        self.session.keep_drafts(lengths)
+
+    def _num_skipped(self, row: Row) -> int:
+        context = self.backend.max_length
+        room = context - min(row.params.max_tokens, context // OUTPUT)
+        return num_tokens_skipped(row.prompt_length, min(self.limit, max(room, 2 * BEGINNING)))
+
+    def _read(self, rows: Sequence[Row]) -> list[Row]:
+        return [self._part(row) for row in rows]
+
+    def _part(self, row: Row) -> Row:
+        """What is read of a row: all of it, or a part of it, brought up to date with its committed tokens."""
+        num_skipped = self._num_skipped(row)
+        if num_skipped == 0:
+            return row
+        part = self._parts.get(row)
+        if part is None:
+            part = self._parts[row] = PartialRow(
+                row.index, row.tokens[:BEGINNING], row.params, row.seed, rounds=row.rounds, group=row.group
+            )
+            part.num_skipped, part.prompt_length = num_skipped, row.prompt_length - num_skipped
+        part.tokens += row.tokens[len(part.tokens) + num_skipped :]
+        return part

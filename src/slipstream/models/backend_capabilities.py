@@ -1,0 +1,64 @@
+"""Optional capabilities of backends: to run a part of their layers, to compute every token as if it were alone, to free
+their KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol, runtime_checkable
+
+from slipstream.core.interfaces import Backend
+
+
+@runtime_checkable
+class LayerSubsets(Protocol):
+    """Optional capability: a backend that can run with some of its layers only.
+
+    num_layers: how many there are to choose from.
+    """
+
+    num_layers: int
+
+    def weights_digest(self) -> str:
+        """A name that no other model has: a digest of the weights."""
+
+    def layer_subset(self, layers: Sequence[int]) -> Backend:
+        """A backend of these layers, numbered from 0, ascending, on the same KV cache with the same attended lengths.
+
+        Raises `UsageError` where the model's layers cannot be told, or have states that cannot be shared.
+        """
+
+
+@runtime_checkable
+class LayerKinds(LayerSubsets, Protocol):
+    """Optional capability: a backend that knows which of its layers are alike."""
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """One value per layer: layers of the same value run the same operators on tensors of the same sizes."""
+
+    def separate_subset(self, layers: Sequence[int]) -> Backend:
+        """As `layer_subset`, on a cache of its own. Raises `UsageError` where the model's layers cannot be told."""
+
+
+@runtime_checkable
+class ShapeIndependent(Protocol):
+    """Optional capability of a backend: the shape of a forward changes no bit of a token's results.
+
+    The shape is the number of tokens, how many rows they belong to, and how much of the KV cache attention reads.
+    shape_independent: whether the kernels that run this model here guarantee that by the order of their sums.
+    """
+
+    shape_independent: bool
+
+
+def is_shape_independent(backend: Backend) -> bool:
+    """Whether a backend says that the shape of a forward changes no bit."""
+    return isinstance(backend, ShapeIndependent) and backend.shape_independent
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """Optional capability of a backend: it can free the KV cache that trials of a loaded model leave behind."""
+
+    def release(self) -> None:
+        """Free the cache's memory; what was written is lost."""

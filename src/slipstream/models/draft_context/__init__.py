@@ -1,1 +1,0 @@
-"""How much of a long prompt a draft model reads."""

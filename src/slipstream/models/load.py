@@ -1,0 +1,45 @@
+"""From a name, a path or a model in memory to a `Loaded` model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.errors import UsageError
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions, is_toy
+from slipstream.models.paused_collection import paused_collection
+
+
+def load(source: Any, options: LoadOptions, tokenizer: Any = None) -> Loaded:
+    """Load a target or draft model.
+
+    source: "toy" or "toy:ORDER", the embedded model's name, a hub id, a local folder, a .gguf file, or a loaded
+    Hugging Face model.
+    """
+    if options.rounding != "none" and (is_toy(source) or isinstance(source, torch.nn.Module)):
+        why = "the toy model has no weights" if is_toy(source) else "the model is loaded already"
+        raise UsageError(f"quantize={options.rounding!r}, but {why}; allowed: 'none'")
+    if is_toy(source):
+        from slipstream.models.toy import load_toy
+
+        return load_toy(source)
+    if isinstance(source, torch.nn.Module):
+        with paused_collection():
+            from slipstream.models.pretrained import wrap_model
+        return wrap_model(source, tokenizer, options)
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        with paused_collection():
+            from slipstream.models.quantised_models import load_in_blocks
+
+            # before `pretrained`, which imports for two seconds: a GGUF file is packed meanwhile
+            quantised = None if PLAN in options.extra else load_in_blocks(str(source), options)
+            from slipstream.models.pretrained import load_pretrained
+
+            return load_pretrained(str(source), options, tokenizer, quantised)
+    swapped = " (a tokenizer goes into tokenizer=)" if hasattr(source, "decode") else ""
+    shown = f"{source!r}".splitlines()[0][:60]  # some objects print themselves over many lines
+    raise UsageError(
+        f"model {shown} is a {type(source).__name__}{swapped}; allowed: a hub id, a folder, a .gguf file, 'toy', "
+        "or a loaded Hugging Face model"
+    )

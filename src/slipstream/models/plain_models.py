@@ -1,0 +1,78 @@
+"""Models in floating point: read by transformers, or unpacked from quantised files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.errors import UsageError
+from slipstream.models.loaded import PLAN, LoadOptions
+from slipstream.models.quantised_models import load_in_blocks
+from slipstream.models.weights.model_files import is_gguf, not_loaded
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.transformers_reader import (
+    DTYPES,
+    READER_ERRORS,
+    auto_class,
+    check_weights,
+    device_named,
+    quietly,
+)
+
+
+def load_model(source: str, options: LoadOptions) -> tuple[str, Any]:
+    """Load a model with transformers; return the folder or hub id of its tokenizer, and the model."""
+    if PLAN in options.extra:
+        raise UsageError(f"load_options {PLAN!r} for another model than a target; allowed: no {PLAN}")
+    if is_gguf(source) and options.dtype == "float32" and not options.extra:
+        return _dequantised(source, options.device)
+    folder = resolve(source, options.extra)
+    _read_ahead(Path(folder))
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        with quietly():
+            config = options.extra.get("config") or AutoConfig.from_pretrained(folder, **options.files)
+            arguments: dict[str, Any] = {"dtype": DTYPES[options.dtype], "ignore_mismatched_sizes": True}
+            arguments |= options.files | options.extra
+            model, report = auto_class(config).from_pretrained(folder, **arguments, output_loading_info=True)
+    except READER_ERRORS as error:
+        raise not_loaded(source, folder, error) from error
+    check_weights(source, report, bool(options.extra.get("ignore_mismatched_sizes")))
+    if not options.extra.keys() & {"device_map", "distributed_config"} and not getattr(model, "is_quantized", False):
+        model = model.to(device_named(options.device))
+    return folder, model
+
+
+def _dequantised(source: str, device: str) -> tuple[str, Any]:
+    """A GGUF file in float32, which holds its numbers exactly; bfloat16, the cached conversion, would round them."""
+    from slipstream.models.weights.gguf_configuration import described
+    from slipstream.models.weights.gguf_conversion import dequantised
+    from slipstream.models.weights.gguf_file import read_header
+
+    header = read_header(Path(source).expanduser())
+    header.check_model()
+    return str(described(header)), dequantised(header.file, torch.float32).to(device_named(device))
+
+
+def _read_ahead(folder: Path) -> None:
+    """Ask the system to read the weights from disk while Python imports transformers."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in folder.glob("*.safetensors"):
+        with suppress(OSError), file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def load_unpacked(source: str, options: LoadOptions) -> Any:
+    """A model in floating point: transformers' own weights, or the numbers that quantised ones stand for.
+
+    options: only dtype, device, extra and rounding are used.
+    """
+    plain_options = LoadOptions(options.dtype, options.device, False, options.extra, rounding=options.rounding)
+    quantised = load_in_blocks(source, plain_options)
+    return (load_model(source, plain_options)[1] if quantised is None else quantised.model).eval()

@@ -1,0 +1,253 @@
+"""Hugging Face models made ready for use: loaded or wrapped, packed or captured where that is faster, and tried."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from slipstream.errors import UsageError
+from slipstream.models.cpu.bfloat16_kernels import bfloat16_version
+from slipstream.models.cpu.block_kernels import block_version
+from slipstream.models.cpu.block_linear import arithmetic_of
+from slipstream.models.cpu.block_structs import INPUTS
+from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
+from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.thread_placement import separate_threads
+from slipstream.models.cuda.faster_graphs import make_graphs_faster
+from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.cuda.indexed_cache import WIDTHS
+from slipstream.models.cuda.triton_layer import uses_kernels
+from slipstream.models.draft_vocabulary import Restriction
+from slipstream.models.fast_path_warnings import warn_slower
+from slipstream.models.generation_settings import end_ids
+from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
+from slipstream.models.hf.fused_layer import is_fused
+from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
+from slipstream.models.hf.model_view import ModelView
+from slipstream.models.hf.own_caches import OwnCacheBackend
+from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
+from slipstream.models.hf.recurrent.mixers import recurrent_layers
+from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
+from slipstream.models.hf.supported_models import not_by_position, without_weights
+from slipstream.models.hf.wrapped_model import unwrapped
+from slipstream.models.loaded import PLAN, Loaded, LoadOptions
+from slipstream.models.quantised_models import QuantisedModel
+from slipstream.models.weights.tokenizer_loading import load_tokenizer
+from slipstream.text.hf_tokenizer import HFTokenizer
+
+log = logging.getLogger("slipstream")
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+_PLAIN = "'auto', 'bfloat16', 'float16', 'float32'"  # dtypes of a draft model that is not quantised
+Convert = Callable[[nn.Linear], nn.Module]
+_TRIED: WeakSet[Any] = WeakSet()  # models that gave their own logits from the slots of a KV cache
+AnyBackend = HFBackend | GraphedBackend | OwnCacheBackend
+
+
+def wrap_model(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
+    """A `PreTrainedModel` of the caller's as a `Loaded`. tokenizer: needed for text prompts only.
+
+    The model itself does not change, only the modules of a view of it. Its weights stay in memory beside packed ones,
+    so they are packed only if fast=True asks for it.
+    """
+    owned = unwrapped(model)
+    if (reason := without_weights(owned)) is not None:
+        raise UsageError(f"model {type(owned).__name__} is not supported: {reason}")
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else None
+    view = ModelView(owned)
+    model = view.model
+    convert = _quantised(model, options, "'auto'") if options.quantise in BITS else None
+    if convert is None and options.fast is True:
+        convert = _packed(model, True)
+    if convert is not None:
+        separate_threads()
+    elif options.vocabulary not in ("auto", "full"):
+        raise UsageError(
+            f"draft_vocabulary={options.vocabulary!r}, but the draft model is loaded already and stays as it is; "
+            "allowed: 'auto' or 'full', or draft_dtype='int4' or 'int8', which replaces its layers"
+        )
+    restriction = Restriction(model, options.vocabulary, convert)
+    backend = _backend(model, options.fast is True, convert, owned=owned)
+    name, packed = model.config._name_or_path or type(model).__name__, convert is not None
+    ends, fingerprint = end_ids(model, backend.vocab_size), _fingerprint(backend, packed)
+    head = restriction.apply(by_position=isinstance(backend, HFBackend))
+    replaced = isinstance(backend, GraphedBackend) and options.fast is True
+    view.copies_weights = packed or replaced or head is not None or bool(recurrent_layers(model))
+    return Loaded(backend, name, ends, wrapped, owned, packed, fingerprint, head, view=view)
+
+
+def wrap_again(loaded: Loaded, options: LoadOptions) -> Loaded:
+    """Wrap a model anew after its owner has changed it."""
+    _TRIED.discard(loaded.model)
+    return replace(wrap_model(loaded.model, None, options), tokenizer=loaded.tokenizer)
+
+
+def _backend(
+    model: Any, fast: bool | str, convert: Convert | None, passed: PassedTrials | None = None, owned: Any = None
+) -> AnyBackend:
+    """The backend that runs a model.
+
+    convert: makes the replacements of its linear layers; None for plain layers, and where a file's blocks have replaced
+    them already. owned: the caller's model that this is a view of. On CUDA its forwards are captured as graphs unless
+    `fast` is False; True also replaces its layers. A model whose state cannot be written by position runs on caches of
+    its own.
+    """
+    captured = _is_captured(model, fast)
+    reason, faster = not_by_position(model), convert is not None or bool(arithmetic_of(model))
+    if reason is None:
+        reason = why_not_on_slots(model, lambda: is_causal(HFBackend(model), model))
+    if convert is not None:
+        _convert(model, convert)
+    elif captured and fast is True:
+        fuse(model)
+    if reason is None:
+        graphed = GraphedBackend(model) if captured else None
+        backend = HFBackend(model) if graphed is None else graphed.eager
+        if convert is None and owned in _TRIED:
+            if graphed is not None and fast is True:
+                make_graphs_faster(graphed, OwnLogits(backend))
+            return graphed or backend
+        own_logits = OwnLogits(backend, passed)
+        name = "slots of a cache"
+        reason = why_not_on_slots(
+            model, lambda: name in own_logits.passed or not differ(model, own_logits.logits, own_logits.later)
+        )
+        if reason is None:
+            own_logits.passed.add(name)
+            if owned is not None:
+                _TRIED.add(owned)
+            if graphed is not None and fast is True:
+                make_graphs_faster(graphed, own_logits)
+            elif faster:
+                make_faster(backend, own_logits)
+            return graphed or backend
+    if captured and fast is True:
+        raise _cannot_be_captured(model, reason)
+    log.info("%s runs on caches of its own: %s", type(model).__name__, reason)
+    return own_cache_backend(model)
+
+
+def _is_captured(model: Any, fast: bool | str) -> bool:
+    """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True asks for the impossible."""
+    if fast is False or model.device.type != "cuda":
+        return False
+    reason = not_by_position(model) or not_captured(model)
+    if reason is None and recurrent_layers(model):
+        reason = "it has recurrent layers"
+    if reason is not None and fast is True:
+        raise _cannot_be_captured(model, reason)
+    if reason is not None:
+        log.info("%s runs without CUDA graphs: %s", type(model).__name__, reason)
+    return reason is None
+
+
+def _cannot_be_captured(model: Any, reason: str) -> UsageError:
+    return UsageError(f"fast=True, but {type(model).__name__} cannot be captured: {reason}; allowed: 'auto' or False")
+
+
+def _packed(model: Any, fast: bool | str) -> Convert | None:
+    if fast is False or model.device.type == "cuda":
+        return None
+    reason = unsupported(model)
+    if reason is None:
+        return compressed_or_packed
+    if fast is True:
+        raise UsageError(f"fast=True, but {type(model).__name__} cannot be packed: {reason}; allowed: 'auto' or False")
+    warn_slower(f"{type(model).__name__} keeps its plain weights: {reason}")
+    return None
+
+
+def _quantised(model: Any, options: LoadOptions, allowed: str) -> Convert | None:
+    """What quantises the layers, or raise `UsageError`; "auto" packs them where quantising them is no gain."""
+    bits, is_required = options.quantise, options.quantise in BITS
+    if not is_required and (options.fast is False or num_weights(model) < SMALLEST or not is_faster(model.dtype)):
+        return _packed(model, options.fast)
+    reason = unsupported(model)
+    if reason is None and num_weights(model) == 0:
+        reason = "no linear layer has a shape that the kernels take"
+    if reason is not None:
+        if is_required:
+            raise UsageError(
+                f"draft_dtype={bits!r}, but {type(model).__name__} cannot be quantised: {reason}; allowed: {allowed}"
+            )
+        return _packed(model, options.fast)
+    return partial(rounded, bits=str(bits) if is_required else BITS[0], memory=HugePages())
+
+
+def _convert(model: Any, convert: Convert) -> None:
+    """Replace the linear layers that are called by what `convert` makes of them; those of one input become one."""
+    calls = linear_calls(model)
+    leave = called_by_none(model, calls)
+    fuse(model, convert, calls)
+    pack(model, convert, leave)
+
+
+def load_pretrained(source: str, options: LoadOptions, tokenizer: Any, quantised: QuantisedModel | None) -> Loaded:
+    """Load a folder, a .gguf file, the default model or a hub id. quantised: what `load_in_blocks` returned for it."""
+    from slipstream.models.plain_models import load_model
+
+    if PLAN in options.extra:
+        return _load_parallel(source, options, tokenizer)
+    folder, model = load_model(source, options) if quantised is None else (quantised.folder, quantised.model)
+    in_blocks = quantised is not None and quantised.in_blocks
+    if model.device.type == "cpu":
+        separate_threads()
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
+    convert = None
+    if not in_blocks:
+        convert = _quantised(model, options, _PLAIN) if options.quantise else _packed(model, options.fast)
+    restriction = Restriction(model, options.vocabulary, convert)
+    layer_kind = "in blocks" if in_blocks else f"{options.quantise} {getattr(convert, '__name__', None)}"
+    # captured forwards score the whole vocabulary
+    fast = options.fast if options.vocabulary in ("auto", "full") else options.fast is True
+    backend = _backend(model, fast, convert, passed_trials(source, folder, model, options, layer_kind))
+    ends, packed = end_ids(model, backend.vocab_size), convert is not None or in_blocks
+    fingerprint = _fingerprint(backend, packed)
+    head = restriction.apply(by_position=isinstance(backend, HFBackend))
+    name = source if options.rounding == "none" else f"{source} quantised to {options.rounding}, group {INPUTS}"
+    loaded = Loaded(backend, name, ends, wrapped, model, packed, fingerprint, head, arithmetic_of(model))
+    return replace(loaded, source=source, rounding=options.rounding)
+
+
+def _load_parallel(source: str, options: LoadOptions, tokenizer: Any) -> Loaded:
+    """A target over the processes of torchrun; on ranks other than 0 this does not return."""
+    from slipstream.models.hf.tensor_parallel import check_heads, join_ranks, lead_or_follow, loading_options
+    from slipstream.models.plain_models import load_model
+
+    ranks = join_ranks()
+    options = loading_options(options)
+    folder, model = load_model(source, options)
+    check_heads(source, model, ranks.size())
+    _backend(model, False, None)  # on every rank: is the model one that can be run by position?
+    backend = lead_or_follow(model, ranks)
+    wrapped = HFTokenizer(tokenizer) if tokenizer is not None else load_tokenizer(source, folder, options)
+    fingerprint = f"{_fingerprint(backend, False)} over {ranks.size()} ranks"
+    return Loaded(backend, source, end_ids(model, backend.vocab_size), wrapped, model, False, fingerprint)
+
+
+def _fingerprint(backend: AnyBackend, packed: bool) -> str:
+    model, kind = backend.model, "packed" if packed else "plain"
+    if isinstance(backend, GraphedBackend):
+        kind = f"graphed at {WIDTHS}{' by kernels' if uses_kernels(model) else ''}"
+    shapes = sorted({f"{tuple(p.shape)} {p.dtype}" for p in model.parameters()})
+    config = model.config.get_text_config()
+    exact = f"{bfloat16_version()} " if any(isinstance(module, CompressedLinear) for module in model.modules()) else ""
+    if arithmetic := arithmetic_of(model):
+        exact = f"{block_version()} {arithmetic} "
+    fused = "fused " if any(is_fused(module) for module in model.modules()) else ""
+    states = backend.cache.states if isinstance(backend, HFBackend) else None
+    recurrent = "" if states is None else "compiled states " if states.compiled else "states "
+    layers, hidden, heads, inner = (getattr(config, name, "") for name in _SIZES)
+    layers = f"{type(model).__name__} {layers} {fused}{recurrent}layers {config._attn_implementation}"
+    sizes = f"{hidden} {heads} {inner} {backend.vocab_size}"
+    return f"{layers} {sizes} {model.dtype} {exact}{kind} {' '.join(shapes)}"

@@ -1,0 +1,336 @@
+"""Models whose weights are quantised: by a GGUF file, by a checkpoint, or at load.
+
+They compute with the quantised blocks as they are: nothing is unpacked, and no second file is written. Where the
+kernels cannot do that, or the options ask for something else, they are unpacked to floating point.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError, UsageError
+from slipstream.models.cpu.block_kernels import block_kernels
+from slipstream.models.cpu.block_structs import INPUTS
+from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.hf.block_model import check_kernels, empty_model, fill
+from slipstream.models.hf.packed_matrices import PackedMatrices
+from slipstream.models.loaded import LoadOptions
+from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
+from slipstream.models.weights.gguf_file import GGUFHeader, read_header
+from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
+from slipstream.models.weights.model_files import is_gguf, not_loaded
+from slipstream.models.weights.quantisation_schemes import Scheme, scheme_of
+from slipstream.models.weights.quantised_tensors import CheckpointTensors, unpacked_weights
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.rounding import RoundedTensors
+from slipstream.models.weights.safetensors_files import CheckpointFiles, file_of, located
+from slipstream.models.weights.transformers_reader import (
+    DTYPES,
+    READER_ERRORS,
+    check_weights,
+    device_named,
+    extra_bias,
+    from_config,
+    quietly,
+)
+
+log = logging.getLogger("slipstream")
+
+PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # of models for images and sounds, too
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+
+@dataclass(frozen=True)
+class QuantisedModel:
+    """folder: where its tokenizer is; in_blocks: whether it computes with quantised blocks, or was unpacked."""
+
+    folder: str
+    model: Any
+    in_blocks: bool
+
+
+class QuantisedSource(Protocol):
+    """Where a model of quantised weights is read from."""
+
+    @property
+    def name(self) -> str:
+        """The name that messages give it."""
+
+    def in_blocks(self, activations: str) -> tuple[str, Any]:
+        """The tokenizer's folder, and the model. Raises `NotInBlocksError` where the model must be unpacked."""
+
+    def unpacked(self, options: LoadOptions) -> tuple[str, Any] | None:
+        """The tokenizer's folder, and the model in floating point; None if `load_model` is to unpack it."""
+
+
+def load_in_blocks(source: str, options: LoadOptions) -> QuantisedModel | None:
+    """Load a model of quantised weights; None if the model is not quantised, or `load_model` is to unpack it.
+
+    It is unpacked if the options say so or, with a warning, if the kernels do not take its blocks. Raises `UsageError`
+    where it is not computed in blocks though the options choose the activations of blocks.
+    """
+    is_required = options.activations != "auto"
+    quantised: QuantisedSource | None = GGUFFile(source, options) if is_gguf(source) else checkpoint_of(source, options)
+    reason = "it is no GGUF file and not quantised" if quantised is None else _why_not_in_blocks(options)
+    if quantised is not None and reason is None:
+        try:
+            return QuantisedModel(*quantised.in_blocks(options.activations if is_required else "int8"), True)
+        except NotInBlocksError as error:
+            reason = str(error)
+            if not is_required:
+                log.warning("%s is unpacked to bfloat16, which rounds its weights: %s", quantised.name, reason)
+                options = replace(options, dtype="bfloat16" if options.dtype == "auto" else options.dtype)
+    if is_required:
+        raise UsageError(
+            f"activations={options.activations!r}, but model {source!r} is not computed in its own blocks: {reason}; "
+            "allowed: 'auto'"
+        )
+    unpacked = None if quantised is None else quantised.unpacked(options)
+    return None if unpacked is None else QuantisedModel(*unpacked, False)
+
+
+def _why_not_in_blocks(options: LoadOptions) -> str | None:
+    """Why these options need another form than quantised blocks; None if they do not."""
+    if options.dtype != "auto":
+        return f"dtype={options.dtype!r} unpacks it"
+    if options.fast is False:
+        return "fast=False unpacks it"
+    if options.quantise in ("int4", "int8"):
+        return f"draft_dtype={options.quantise!r} rounds it anew"
+    if options.for_reader:
+        return f"load_options {', '.join(options.for_reader)} are for transformers' reader"
+    device = options.device
+    if device == "auto" and torch.cuda.is_available():
+        return "it is unpacked for the GPU"
+    return None if device in ("auto", "cpu") else f"device={device!r}"
+
+
+class GGUFFile:
+    """A GGUF file, or the files of a split one."""
+
+    def __init__(self, source: str, options: LoadOptions) -> None:
+        if options.rounding != "none":
+            raise UsageError(
+                f"quantize={options.rounding!r}, but model {source!r} is quantised already, in GGUF; allowed: 'none'"
+            )
+        self.file = Path(source).expanduser()
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    def in_blocks(self, activations: str) -> tuple[str, Any]:
+        header = read_header(self.file)
+        header.check_model()
+        check_kernels()
+        for entry in header.tensors.values():
+            if len(entry.shape) > 1:
+                check_kind(entry)
+        with PackedAhead(header, block_kernels()) as ahead:
+            folder = described(header)
+            return str(folder), self._filled(header, folder, activations, ahead)
+
+    def unpacked(self, options: LoadOptions) -> None:
+        """`load_model` converts the file."""
+
+    def _filled(self, header: GGUFHeader, folder: Path, activations: str, ahead: PackedAhead) -> Any:
+        """The model of the configuration in `folder`; see `block_model.fill`."""
+
+        def config() -> Any:
+            from transformers import AutoConfig
+
+            hf_config = AutoConfig.from_pretrained(folder)
+            hf_config.tie_word_embeddings = "output.weight" not in header.tensors
+            scale_positions(hf_config, header)
+            return hf_config
+
+        model = empty_model(config, lambda error: unreadable_gguf(header.file, error))
+        tensors = GGUFTensors(header, model, ahead)
+        filled = fill(model, tensors, activations)
+        tensors.check_unused()
+        return filled
+
+
+def checkpoint_of(source: str, options: LoadOptions) -> QuantisedCheckpoint | RoundedCheckpoint | None:
+    """The quantised checkpoint of a folder or hub id; None where transformers is to load it.
+
+    Raises `UsageError` where the options ask to quantise a model that cannot be quantised.
+    """
+    if options.rounding == "none" and _for_transformers(options):
+        return None
+    folder = resolve(source, options.extra)
+    config = _configuration(folder, options)
+    scheme = scheme_of(source, config)
+    parts = [part for part in PARTS if isinstance(config.get(part), dict)]
+    if options.rounding == "none":
+        if parts:  # transformers renames the weights of such models as it reads them
+            return None
+        return None if scheme is None else QuantisedCheckpoint(source, folder, options.files, scheme)
+    quantisation = config.get("quantization_config")
+    if quantisation is not None:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        raise UsageError(
+            f"quantize={options.rounding!r}, but model {source!r} is quantised already, by {method}; allowed: 'none'"
+        )
+    if parts:
+        raise UsageError(
+            f"quantize={options.rounding!r}, but model {source!r} has more parts than a language model ({parts[0]}); "
+            "allowed: 'none'"
+        )
+    if _for_transformers(options):
+        what = f"load_options {', '.join(options.for_reader)}" if options.for_reader else "a GPU"
+        raise UsageError(f"quantize={options.rounding!r} with {what}; allowed: on the CPU, without load_options")
+    return RoundedCheckpoint(source, folder, options.files, options.rounding)
+
+
+def _for_transformers(options: LoadOptions) -> bool:
+    """Whether transformers loads a checkpoint, with the library that made it: its options are used, or a GPU."""
+    gpu = options.device == "auto" and torch.cuda.is_available()
+    return bool(options.for_reader) or gpu or options.device.startswith("cuda")
+
+
+def _configuration(folder: str, options: LoadOptions) -> dict[str, Any]:
+    """config.json as a dictionary; empty where it cannot be read, which is reported when the model is built."""
+    try:
+        file = file_of(folder, CONFIG, options.files)
+        config = {} if file is None else json.loads(file.read_text())
+    except READER_ERRORS:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """source: as the user named it; folder: what it resolved to; files: see `LoadOptions.files`."""
+
+    source: str
+    folder: str
+    files: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.source
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.folder, **self.files)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return config
+
+    def _empty(self) -> Any:
+        model = empty_model(self._config, lambda error: not_loaded(self.source, self.folder, error), self.files)
+        return self._with_generation(model)
+
+    def _with_generation(self, model: Any) -> Any:
+        """Give the model the checkpoint's generation settings, such as the tokens that end a text."""
+        from transformers import GenerationConfig
+
+        try:
+            if file_of(self.folder, GENERATION, self.files) is not None:
+                model.generation_config = GenerationConfig.from_pretrained(self.folder, **located(self.files))
+        except READER_ERRORS as error:
+            raise not_loaded(self.source, self.folder, error) from error
+        return model
+
+    def _leave_out_biases(self, weights: dict[str, Tensor], parameters: set[str]) -> None:
+        """Drop biases that the model does not have: some quantisers add zeros. Others are refused."""
+        for name in [name for name in weights if name.endswith(".bias") and name not in parameters]:
+            if f"{name.removesuffix('.bias')}.weight" in parameters and bool(weights.pop(name).any()):
+                raise extra_bias(self.source, name)
+
+    def _plain(self, weights: dict[str, Tensor], options: LoadOptions) -> tuple[str, Any]:
+        """The model in floating point with these weights."""
+        try:
+            with quietly():
+                config = self._config()
+                with torch.device("meta"):
+                    empty = from_config(config, self.files)
+                self._leave_out_biases(weights, {name for name, _ in empty.named_parameters()})
+                model, report = type(empty).from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=weights,
+                    dtype=_dtype(options),
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+        except READER_ERRORS as error:
+            raise not_loaded(self.source, self.folder, error) from error
+        check_weights(self.source, report)
+        return self.folder, self._with_generation(model).to(device_named(options.device))
+
+
+@dataclass(frozen=True)
+class QuantisedCheckpoint(_Checkpoint):
+    """A checkpoint that was quantised by its maker."""
+
+    scheme: Scheme
+
+    def _matrices(self) -> PackedMatrices:
+        return PackedMatrices(CheckpointFiles(self.source, self.folder, self.files), self.scheme)
+
+    def in_blocks(self, activations: str) -> tuple[str, Any]:
+        check_kernels()
+        matrices = self._matrices()
+        model = fill(self._empty(), CheckpointTensors(matrices), activations)
+        matrices.files.check_unused()
+        return self.folder, model
+
+    def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
+        return self._plain(unpacked_weights(self._matrices(), _dtype(options)), options)
+
+
+@dataclass(frozen=True)
+class RoundedCheckpoint(_Checkpoint):
+    """A checkpoint in floating point whose weights are quantised while they are loaded."""
+
+    quantise: str
+
+    def _tensors(self, model: Any) -> tuple[RoundedTensors, CheckpointFiles]:
+        files = CheckpointFiles(self.source, self.folder, self.files)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        wide = {f"{name}.weight" for name, module in model.named_modules() if any(module is end for end in ends)}
+        return RoundedTensors(files, self.quantise, wide), files
+
+    def in_blocks(self, activations: str) -> tuple[str, Any]:
+        check_kernels()
+        empty = self._empty()
+        tensors, files = self._tensors(empty)
+        model = fill(empty, tensors, activations)
+        files.check_unused()
+        return self.folder, model
+
+    def unpacked(self, options: LoadOptions) -> tuple[str, Any]:
+        model = self._empty()
+        tensors, files = self._tensors(model)
+        weights = dict[str, Tensor]()
+        for name, module in model.named_modules():
+            parameter = f"{name}.weight"
+            if isinstance(module, nn.Linear | nn.Embedding) and parameter in files:
+                outputs, inputs = module.weight.shape
+                if inputs % INPUTS:
+                    raise UsageError(
+                        f"quantize={self.quantise!r}, but tensor {parameter!r} of model {self.source!r} has {inputs} "
+                        f"inputs, not a multiple of {INPUTS}; allowed: 'none'"
+                    )
+                weights[parameter] = tensors.unpacked(parameter, (outputs, inputs)).to(_dtype(options))
+        for name in files.shapes:
+            if name not in weights:
+                weights[name] = tensors.values(name, files.shapes[name]).to(_dtype(options))
+        return self._plain(weights, options)
+
+
+def _dtype(options: LoadOptions) -> torch.dtype:
+    dtype = DTYPES["bfloat16" if options.dtype == "auto" else options.dtype]
+    if not isinstance(dtype, torch.dtype):
+        raise SlipstreamError(f"dtype={options.dtype!r}; allowed: {', '.join(DTYPES)}")
+    return dtype

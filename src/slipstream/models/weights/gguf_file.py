@@ -1,0 +1,478 @@
+"""A GGUF file: its metadata, and which tensor is where; the parts of a split one. Nothing in it is trusted.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little endian. A model may be
+split into files that are named `NAME-00001-of-00003.gguf` and so on: the first has the metadata, each has tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.cache_folder import cache_folder, writable
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.weights.model_files import MAGIC
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # number: name, bytes
+BLOCKS = {block.number: block for block in FORMATS}
+VERSIONS = (2, 3)
+MAX_DIMENSIONS, MAX_STRING, MAX_NAME, MAX_PARTS = 4, 1 << 26, 1 << 10, 1 << 16
+INSTALL = "pip install 'slipstream-lm[gguf]'"
+PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.[^.]*)?$", re.DOTALL)
+# metadata of the architecture that determine tensor sizes, with the least allowed value of each
+SIZES = dict.fromkeys(("vocab_size", "embedding_length", "attention.head_count", "block_count"), 1) | dict.fromkeys(
+    (
+        *("feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_count"),
+        *("expert_used_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("rope.dimension_count", "ssm.conv_kernel", "ssm.state_size", "ssm.inner_size", "ssm.time_step_rank"),
+        *("ssm.group_count", "shortconv.l_cache"),
+    ),
+    0,
+)
+OTHER_KINDS = {
+    "adapter": "changes to another model",
+    "mmproj": "the image or audio part of another model",
+    "imatrix": "statistics to quantise another model with",
+}
+ALIGNMENT, PIECE = 32, 1 << 24  # in bytes; files have this alignment unless they say another
+LEFT_OUT = ("split.", "general.alignment")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor. kind: the number of its type; shape: rows first; start: its first byte in its file."""
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    file: Path
+
+    @property
+    def block(self) -> BlockFormat | None:
+        """Its block type, if the kernels compute with it."""
+        return BLOCKS.get(self.kind)
+
+    @property
+    def kind_name(self) -> str:
+        """The name of its type."""
+        return self.block.name if self.block else FLOATS[self.kind][0] if self.kind in FLOATS else type_name(self.kind)
+
+    @property
+    def row_bytes(self) -> int | None:
+        """Bytes of a row; None where the type is not known here."""
+        if self.block is not None:
+            return self.shape[-1] // self.block.size * self.block.bytes
+        return self.shape[-1] * FLOATS[self.kind][1] if self.kind in FLOATS else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor, whose type must be a known one."""
+        if self.row_bytes is not None:
+            return prod(self.shape[:-1]) * self.row_bytes
+        _, numbers, num_bytes = _other_types()[self.kind]
+        return prod(self.shape) // numbers * num_bytes
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """The header of a file, or of all parts of a split model. The layout of the tensors has been checked.
+
+    file: the first part; size: bytes before its tensors' data; digest: of those bytes of all parts. values: the
+    metadata, None for arrays; spans: where each value stands in `file`, its name and type included.
+    """
+
+    file: Path
+    values: dict[str, Any]
+    spans: dict[str, tuple[int, int]] = field(repr=False)
+    tensors: dict[str, TensorEntry] = field(repr=False)
+    digest: str
+    size: int
+    parts: tuple[Path, ...]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", ""))
+
+    @property
+    def stem(self) -> str:
+        """The file's name without its ending and the number of its part."""
+        named = PART.match(self.file.name)
+        return named["stem"] if named and len(self.parts) > 1 else self.file.stem
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all tensors."""
+        return sum(prod(entry.shape) for entry in self.tensors.values())
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The metadata `rope.scaling.*` of the architecture."""
+        beginning = f"{self.architecture}.rope.scaling."
+        scaling = {key.removeprefix(beginning): self.values[key] for key in self.values if key.startswith(beginning)}
+        linear = self.values.get(f"{self.architecture}.rope.scale_linear")  # as it was written once
+        return scaling if linear is None else {"factor": linear} | scaling
+
+    def array(self, name: str) -> list[Any]:
+        """An array of the metadata; empty where there is none of this name."""
+        if name not in self.spans or self.values[name] is not None:
+            return []
+        with self.file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reader = _Reader(data, self.spans[name][0])
+            reader.string()
+            return reader.array() if reader.number("I") == ARRAY else []
+
+    def check_model(self) -> None:
+        """Refuse a file that holds something else than a model, or whose metadata tell of larger tensors than it has.
+
+        Models are made by these metadata, so numbers that no tensor bears out would ask for any amount of memory.
+        """
+        kind = self.values.get("general.type", "model")
+        if self.architecture == "clip":  # as such files were written before they had a type
+            kind = "mmproj"
+        if kind != "model":
+            what = OTHER_KINDS.get(kind, "")
+            raise SlipstreamError(
+                f"model {str(self.file)!r}: general.type is {str(kind)[:60]!r}{what and f', {what}'}; allowed: 'model'"
+            )
+        if not self.tensors:
+            raise SlipstreamError(
+                f"model {str(self.file)!r} holds a vocabulary and no tensors; allowed: a file with the model's weights"
+            )
+        layers = {name.split(".")[1] for name in self.tensors if name.startswith("blk.")}
+        largest = max(max(entry.shape) for entry in self.tensors.values())
+        for name, least in SIZES.items():
+            value = self.values.get(f"{self.architecture}.{name}")
+            largest_allowed = len(layers) if name == "block_count" else largest
+            if isinstance(value, int) and not least <= value <= largest_allowed:
+                raise SlipstreamError(
+                    f"model {str(self.file)!r}: {self.architecture}.{name} is {value:,}; "
+                    f"allowed: {least} to {largest_allowed:,}, by the file's tensors"
+                )
+
+
+def _check_layout(file: Path, tensors: dict[str, TensorEntry]) -> None:
+    """Refuse unknown types, rows that are not whole blocks, and tensors that overlap or that the file lacks."""
+    size = file.stat().st_size
+    before: tuple[int, str] | None = None  # where the tensor before it ends, and its name
+    for entry in sorted(tensors.values(), key=lambda entry: entry.start):
+        _check_type(entry)
+        if 0 in entry.shape:
+            if max(entry.shape) > size:
+                raise _wrong(entry, f"is {list(entry.shape)}; allowed: dimensions up to the file's {size:,} bytes")
+            continue  # it has no bytes
+        if before is not None and entry.start < before[0]:
+            raise _wrong(entry, f"begins within tensor {before[1]!r}; allowed: tensors that do not overlap")
+        end = entry.start + entry.num_bytes
+        if end > size:
+            raise SlipstreamError(
+                f"model {str(file)!r} is truncated: the file ends before its last tensor: tensor "
+                f"{entry.name!r} ends at byte {end:,}, the file at {size:,}"
+            )
+        before = end, entry.name
+
+
+def _check_type(entry: TensorEntry) -> None:
+    if entry.row_bytes is None and entry.kind not in (others := _other_types()):
+        names = ", ".join([*(name for name, _ in FLOATS.values()), *(block.name for block in FORMATS)])
+        other = "others that the gguf package names" if others else f"others after {INSTALL}"
+        raise _wrong(entry, f"is of the unknown {entry.kind_name}; allowed: {names}, and {other}")
+    if entry.block is not None and entry.shape[-1] % entry.block.size:
+        has = f"has rows of {entry.shape[-1]} numbers in {entry.block.name}"
+        raise _wrong(entry, f"{has}; allowed: multiples of {entry.block.size}")
+
+
+def _wrong(entry: TensorEntry, what: str) -> SlipstreamError:
+    return SlipstreamError(f"model {str(entry.file)!r}: tensor {entry.name!r} {what}")
+
+
+def ends_within(entry: TensorEntry) -> SlipstreamError:
+    """The error of a file that was cut off after its header was read."""
+    return SlipstreamError(f"model {str(entry.file)!r} ends within tensor {entry.name!r}")
+
+
+def type_name(number: int) -> str:
+    """The gguf package's name of a tensor type."""
+    return _other_types().get(number, (f"type {number}", 1, 1))[0]
+
+
+def _other_types() -> dict[int, tuple[str, int, int]]:
+    """The gguf package's types by number: name, numbers of a block, its bytes; none where it is not installed."""
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError:
+        return {}
+    return {kind.value: (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
+
+
+class _Reader:
+    """Reads numbers and strings in order; raises struct.error or EOFError past the end."""
+
+    def __init__(self, data: mmap.mmap, start: int) -> None:
+        self.data, self.at = data, start
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return value
+
+    def string(self, max_length: int = MAX_STRING) -> str:
+        length = self.number("Q")
+        if length > max_length or self.at + length > len(self.data):
+            raise EOFError(f"a text of {length} bytes")
+        self.at += length
+        return self.data[self.at - length : self.at].decode(errors="replace")
+
+    def _skip_strings(self, count: int) -> None:
+        """Read past `count` strings, of which a vocabulary has hundreds of thousands."""
+        offset, end, length_at = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (length,) = length_at(self.data, offset)
+            offset += 8 + length
+            if length > MAX_STRING or offset > end:
+                raise EOFError(f"a text of {length} bytes")
+        self.at = offset
+
+    def array(self) -> list[Any]:
+        """The items of an array of texts or numbers that `value` has passed before."""
+        inner, count = self.number("I"), self.number("Q")
+        if inner == STRING:
+            return [self.string() for _ in range(count)]
+        items = struct.unpack_from(f"<{count}{SCALARS[inner]}", self.data, self.at)
+        return list(items)
+
+    def value(self, kind: int) -> Any:
+        """A value of the metadata; None for an array, which is passed over."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.number(SCALARS[kind])
+        inner, count = self.number("I"), self.number("Q")
+        if inner in SCALARS:
+            self.at += count * struct.calcsize(f"<{SCALARS[inner]}")
+            if self.at > len(self.data):
+                raise EOFError(f"an array of {count} numbers")
+        elif inner == STRING:
+            self._skip_strings(count)
+        else:
+            for _ in range(count):
+                self.value(inner)
+        return None
+
+
+def read_header(file: Path) -> GGUFHeader:
+    """The header of a file, or of all parts if it is one of a split model.
+
+    Raises `UsageError` for what is no GGUF file, `SlipstreamError` for one that is damaged.
+    """
+    part = _read_part(file)
+    if "split.count" not in part.values:
+        return part
+    count = _part_number(part, "split.count", 1)
+    if count == 1:
+        return part
+    files = _part_files(part, count)
+    parts = [part if other == file else _read_part(other) for other in files]
+    for number, other in enumerate(parts):
+        if _part_number(other, "split.count", 1) != count or _part_number(other, "split.no", 0) != number:
+            says = f"split.no {other.values.get('split.no')} and split.count {other.values.get('split.count')}"
+            raise SlipstreamError(f"model {str(other.file)!r} has {says}; allowed: {number} and {count}, by its name")
+    tensors = dict[str, TensorEntry]()
+    for other in parts:
+        if twice := tensors.keys() & other.tensors.keys():
+            raise _two_tensors(other.file, sorted(twice)[0])
+        tensors |= other.tensors
+    declared = parts[0].values.get("split.tensors.count", len(tensors))
+    if declared != len(tensors):
+        raise SlipstreamError(
+            f"model {str(parts[0].file)!r}: its {count} parts have {len(tensors)} tensors; "
+            f"allowed: {declared}, as split.tensors.count says"
+        )
+    digest = hashlib.sha256("".join(other.digest for other in parts).encode()).hexdigest()[:16]
+    return replace(parts[0], tensors=tensors, digest=digest, parts=tuple(files))
+
+
+def _part_number(part: GGUFHeader, name: str, least: int) -> int:
+    value = part.values.get(name)
+    if not isinstance(value, int) or not least <= value <= MAX_PARTS:
+        raise SlipstreamError(
+            f"model {str(part.file)!r}: {name} is {value!r}; allowed: a whole number from {least} to {MAX_PARTS:,}"
+        )
+    return value
+
+
+def _part_files(part: GGUFHeader, count: int) -> list[Path]:
+    """The files of a split model, by the name of one of them."""
+    number = _part_number(part, "split.no", 0) + 1
+    named = PART.match(part.file.name)
+    if named is None or (int(named["number"]), int(named["count"])) != (number, count):
+        raise SlipstreamError(
+            f"model {str(part.file)!r} is part {number} of {count}, and by its name the others cannot be found; "
+            f"allowed: a name that ends in -{number:05}-of-{count:05}.gguf"
+        )
+    names = [f"{named['stem']}-{other:05}-of-{count:05}{named['ending'] or ''}" for other in range(1, count + 1)]
+    files = [part.file.with_name(name) for name in names]
+    if absent := [other.name for other in files if not other.is_file()]:
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise SlipstreamError(
+            f"model {str(part.file)!r} is part {number} of {count}, and {absent[0]}{others} is not beside it; "
+            "allowed: all parts in one folder"
+        )
+    return files
+
+
+def _two_tensors(file: Path, name: str) -> SlipstreamError:
+    return SlipstreamError(f"model {str(file)!r}: two tensors are called {name!r}; allowed: a name for each")
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    try:
+        return sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    except OSError:
+        return []
+
+
+def _read_part(file: Path) -> GGUFHeader:
+    if not file.is_file():
+        near = get_close_matches(file.name, _gguf_names(file.parent), 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"model {str(file)!r} does not exist; {hint}allowed: a readable .gguf file")
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != MAGIC:
+                raise UsageError(f"model {str(file)!r} is not a GGUF file (its first four bytes are not 'GGUF')")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                part = _parse(file, _Reader(data, len(MAGIC)))
+    except (struct.error, EOFError) as error:
+        raise SlipstreamError(
+            f"model {str(file)!r} is truncated: the file ends before its last tensor: it ends in its header"
+        ) from error
+    except (KeyError, RecursionError) as error:
+        raise SlipstreamError(
+            f"model {str(file)!r} could not be read as GGUF: a value of unknown type {one_line(error)}"
+        ) from error
+    except OSError as error:
+        raise SlipstreamError(f"model {str(file)!r} could not be read: {error.strerror or one_line(error)}") from error
+    _check_layout(file, part.tensors)
+    return part
+
+
+def _parse(file: Path, reader: _Reader) -> GGUFHeader:
+    _check_version(file, reader.number("I"))
+    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    values, spans = dict[str, Any](), dict[str, tuple[int, int]]()
+    for _ in range(num_values):
+        start, name = reader.at, reader.string(MAX_NAME)
+        values[name] = reader.value(reader.number("I"))
+        spans[name] = start, reader.at
+    places = dict[str, tuple[int, tuple[int, ...], int]]()
+    for _ in range(num_tensors):
+        name, dimensions = reader.string(MAX_NAME), reader.number("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise SlipstreamError(f"model {str(file)!r}: tensor {name!r} has {dimensions} dimensions; allowed: 1 to 4")
+        shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
+        if name in places:
+            raise _two_tensors(file, name)
+        places[name] = reader.number("I"), shape, reader.number("Q")
+    alignment = values.get("general.alignment") or 32
+    if not isinstance(alignment, int) or alignment < 1:
+        raise SlipstreamError(
+            f"model {str(file)!r}: general.alignment is {alignment!r}; allowed: a whole number from 1"
+        )
+    for name, (_, _, offset) in places.items():
+        if offset % alignment:
+            begins = f"tensor {name!r} begins at byte {offset:,} of the data"
+            raise SlipstreamError(f"model {str(file)!r}: {begins}; allowed: multiples of {alignment}")
+    data = -(-reader.at // alignment) * alignment
+    with memoryview(reader.data) as view, view[: reader.at] as beginning:
+        digest = hashlib.sha256(beginning).hexdigest()[:16]
+    tensors = {
+        name: TensorEntry(name, kind, shape, data + offset, file) for name, (kind, shape, offset) in places.items()
+    }
+    return GGUFHeader(file, values, spans, tensors, digest, reader.at, (file,))
+
+
+def _check_version(file: Path, version: int) -> None:
+    if version in VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
+        what = (
+            "is big-endian; allowed: little-endian, as `gguf-convert-endian FILE little` of the gguf package makes it"
+        )
+    else:
+        what = f"could not be read as GGUF: version {version}; allowed: {', '.join(map(str, VERSIONS))}"
+    raise SlipstreamError(f"model {str(file)!r} {what}")
+
+
+@contextmanager
+def in_one_file(header: GGUFHeader, weights: bool) -> Iterator[Path]:
+    """The file of a model, for readers that take one only; of a split model, a temporary file of all its tensors.
+
+    weights: whether to copy the tensors' numbers; else they are holes in the temporary file, which take no space.
+    """
+    if len(header.parts) == 1:
+        yield header.file
+        return
+    folder = cache_folder()
+    with writable(header.file.name, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=folder)
+    with temporary as place:
+        joined = Path(place) / f"{header.stem}.gguf"
+        with writable(header.file.name, folder):
+            _write(header, joined, weights)
+        yield joined
+
+
+def _write(header: GGUFHeader, joined: Path, weights: bool) -> None:
+    kept = [span for name, span in header.spans.items() if not name.startswith(LEFT_OUT)]
+    offsets, end = dict[str, int](), 0
+    for name, entry in header.tensors.items():
+        offsets[name], end = end, _aligned(end + entry.num_bytes)
+    with header.file.open("rb") as stream, joined.open("wb") as target:
+        target.write(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(header.tensors), len(kept)))
+        for first, last in kept:
+            stream.seek(first)
+            target.write(stream.read(last - first))
+        for name, entry in header.tensors.items():
+            target.write(_text(name) + struct.pack("<I", len(entry.shape)))
+            target.write(struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape)))
+            target.write(struct.pack("<IQ", entry.kind, offsets[name]))
+        data = _aligned(target.tell())
+        target.truncate(data + end)
+        for name, entry in header.tensors.items() if weights else ():
+            target.seek(data + offsets[name])
+            _copy(entry, target)
+
+
+def _copy(entry: TensorEntry, target: BinaryIO) -> None:
+    remaining = entry.num_bytes
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.start)
+        while remaining:
+            piece = stream.read(min(remaining, PIECE))
+            if not piece:
+                raise ends_within(entry)
+            target.write(piece)
+            remaining -= len(piece)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

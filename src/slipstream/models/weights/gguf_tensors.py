@@ -1,0 +1,338 @@
+"""The tensors of a GGUF file under the names, and in the order of rows, that a Hugging Face model has them.
+
+Matrices are packed for the kernels, by threads of their own while transformers is imported: importing takes seconds, on
+one core and in Python. Packing asks nothing of Python, and of the model nothing but the order of some rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+from typing import Any, cast
+from weakref import finalize
+
+import numpy
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
+from slipstream.models.cpu.block_structs import FORMATS, BlockFormat, FilePieceStruct
+from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.huge_pages import HugePages, SmallPages
+from slipstream.models.weights.gguf_configuration import FACTORS
+from slipstream.models.weights.gguf_file import FLOATS, GGUFHeader, TensorEntry, ends_within
+from slipstream.models.weights.transformers_reader import extra_bias, warn_of_unused
+
+TABLE, OUTPUT = "token_embd.weight", "output.weight"
+REORDERED = ("attn_q.weight", "attn_k.weight")  # whose rows stand in another order in some models
+PIECE = 1 << 22  # bytes of the file that a thread takes at a time
+SUPPORTED = ", ".join(block.name for block in FORMATS)
+
+
+class PackedAhead:
+    """Packs a file's matrices in threads that start at once. As a context it stops them at its end."""
+
+    def __init__(self, header: GGUFHeader, library: Any) -> None:
+        """header: all its matrices must be of types that the kernels take."""
+        entries = (
+            [] if os.name != "posix" else [entry for entry in header.tensors.values() if _is_packed(header, entry)]
+        )
+        memory = HugePages()
+        self._parts: dict[str, BlockPart] = {}
+        for entry in entries:
+            assert entry.block is not None
+            self._parts[entry.name] = BlockPart(entry.block, cast(Any, entry.shape), None, library, memory)
+        by_file = [[entry for entry in entries if entry.file == file] for file in header.parts]
+        self._files = [_FilePieces(group, self._parts) for group in by_file if group]
+        self._library = library
+        threads = max(1, torch.get_num_threads()) if self._files else 0
+        self._threads = ThreadPoolExecutor(threads or 1, "packing")
+        self._at_work = [self._threads.submit(self._pack) for _ in range(threads)]
+
+    def _pack(self) -> None:
+        for pieces in self._files:
+            pieces.pack(self._library)
+
+    def part(self, name: str) -> BlockPart | None:
+        """The matrix of this name, after waiting until all are packed; None if it is not packed here."""
+        for thread in self._at_work:
+            thread.result()
+        return self._parts.pop(name, None)
+
+    def __enter__(self) -> PackedAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pieces in self._files:
+            pieces.stop()
+        self._threads.shutdown()
+
+
+class _FilePieces:
+    """What is packed of one file, in pieces that threads take in turn."""
+
+    def __init__(self, entries: list[TensorEntry], parts: dict[str, BlockPart]) -> None:
+        ranges = [(entry, *rows) for entry in entries for rows in parts[entry.name].steps(PIECE)]
+        self._file, self._of = entries[0].file, [entry for entry, _, _ in ranges]
+        structs = (_piece(entry, parts[entry.name], first, last) for entry, first, last in ranges)
+        self._pieces, self._next = (FilePieceStruct * len(ranges))(*structs), ctypes.c_int64(0)
+
+    def pack(self, library: Any) -> None:
+        """Pack pieces until all are taken; several threads share the work."""
+        with self._file.open("rb", buffering=0) as stream:
+            count = ctypes.c_int64(len(self._pieces))
+            failed = library.pack_pieces(ctypes.c_int32(stream.fileno()), self._pieces, count, ctypes.byref(self._next))
+        if failed < 0:
+            return
+        entry = self._of[failed]
+        if self._file.stat().st_size < entry.start + entry.num_bytes:
+            raise ends_within(entry)
+        raise SlipstreamError(f"model {str(self._file)!r}: tensor {entry.name!r} could not be read into memory")
+
+    def stop(self) -> None:
+        # no thread finds another piece
+        self._next.value = len(self._pieces)
+
+
+def _piece(entry: TensorEntry, part: BlockPart, first: int, last: int) -> FilePieceStruct:
+    start = entry.start + first * part.row_bytes
+    return FilePieceStruct(part.block.code, last - first, part.inputs, start, part.from_row(first))
+
+
+def _is_packed(header: GGUFHeader, entry: TensorEntry) -> bool:
+    is_matrix = len(entry.shape) == 2 and 0 not in entry.shape
+    return is_matrix and not entry.name.endswith(REORDERED) and not stays_in_file(header, entry.name)
+
+
+def stays_in_file(header: GGUFHeader, name: str) -> bool:
+    """Whether a tensor is an embedding that is not the output layer too, of which rows are read when needed."""
+    return name == TABLE and OUTPUT in header.tensors
+
+
+class RowReader:
+    """Reads rows into memory that the next call overwrites. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._space = bytearray()
+
+    def rows(self, entry: TensorEntry, first: int, last: int) -> Any:
+        """[last - first, bytes] uint8."""
+        row_bytes = cast(int, entry.row_bytes)
+        size = (last - first) * row_bytes
+        if len(self._space) < size:
+            self._space = bytearray(size)
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.start + first * row_bytes)
+            filled = stream.readinto(memoryview(self._space)[:size])
+        if filled != size:
+            raise ends_within(entry)
+        return numpy.frombuffer(self._space, numpy.uint8, size).reshape(last - first, row_bytes)
+
+    def part(self, entry: TensorEntry, library: Any, memory: Memory | None = None, order: Any = None) -> BlockPart:
+        """A matrix of the file for the kernels. order: the file's row of each of its rows; None: the same order."""
+        ordered = None if order is None else self.rows(entry, 0, entry.shape[0])[order]
+
+        def read(first: int, last: int) -> Any:
+            return self.rows(entry, first, last) if ordered is None else ordered[first:last]
+
+        block, (outputs, inputs) = entry.block, entry.shape
+        assert block is not None
+        return BlockPart(block, (outputs, inputs), read, library, memory)
+
+
+class RowsOfFile:
+    """A table that stays in the file, as each forward needs a few rows of it only. Thread-safe.
+
+    The file stays open as long as this object lives, so replacing the file on disk does no harm.
+    """
+
+    def __init__(self, entry: TensorEntry, library: Any) -> None:
+        self.outputs, self.inputs = entry.shape
+        self._entry, self._library = entry, library
+        self._stream, self._lock = entry.file.open("rb", buffering=0), Lock()
+        finalize(self, self._stream.close)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        block, row_numbers = self._entry.block, outputs.tolist()
+        assert block is not None
+        if row_numbers and not (min(row_numbers) >= 0 and max(row_numbers) < self.outputs):
+            raise IndexError(f"rows from {min(row_numbers)} to {max(row_numbers)}; allowed: 0 to {self.outputs - 1}")
+        row_bytes = cast(int, self._entry.row_bytes)
+        read = bytearray(len(row_numbers) * row_bytes)
+        target = memoryview(read)
+        with self._lock:
+            for index, row in enumerate(row_numbers):
+                self._stream.seek(self._entry.start + row * row_bytes)
+                if self._stream.readinto(target[index * row_bytes : (index + 1) * row_bytes]) != row_bytes:
+                    raise ends_within(self._entry)
+        rows = numpy.frombuffer(read, numpy.uint8).reshape(len(row_numbers), row_bytes)
+        shape = len(row_numbers), self.inputs
+        packed = BlockPart(block, shape, lambda first, last: rows[first:last], self._library, SmallPages())
+        return packed.rows(torch.arange(len(row_numbers)))
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the file. order: the file's row of each of the model's rows; None: the same order."""
+
+    entry: TensorEntry
+    order: Any = None
+
+
+def check_kind(entry: TensorEntry) -> BlockFormat:
+    """The block type of a matrix. Raises `NotInBlocksError` for types that the kernels do not compute with."""
+    if entry.block is None or not fits_blocks(entry.shape[-1], entry.block):
+        raise NotInBlocksError(f"tensor {entry.name!r} is of type {entry.kind_name}; computed with: {SUPPORTED}")
+    return entry.block
+
+
+class GGUFTensors:
+    """A model's parameters, by name, from the tensors of a file.
+
+    transformers' reader says which tensor a parameter is, and how their numbers differ.
+    """
+
+    def __init__(self, header: GGUFHeader, model: Any, ahead: PackedAhead) -> None:
+        """model: the model of this file's configuration, on any device; ahead: of this file's matrices."""
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        self.header, architecture = header, header.architecture
+        self._settings = model.config.to_dict()
+        kind = reader.TENSOR_PROCESSORS.get(architecture, reader.TensorProcessor)
+        self._processor = kind(config=self._settings)
+        try:
+            self._names = _names(reader, model, self._processor)
+        except NotImplementedError as error:
+            raise NotInBlocksError(str(error)) from error
+        self._ahead, self._reader, self._memory = ahead, RowReader(), HugePages()
+        self._used = {FACTORS}
+
+    def of(self, parameter: str) -> NamedTensor | None:
+        """The tensor of a parameter; None if the file has none. Raises `NotInBlocksError` if it differs in more than
+        the order of its rows."""
+        entry = self.header.tensors.get(self._names.get(parameter, ""))
+        if entry is None:
+            return None
+        self._used.add(entry.name)
+        shape = (entry.shape[0], 2) if len(entry.shape) == 2 else (entry.shape[0],)
+        if len(entry.shape) > 2:
+            raise NotInBlocksError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions; computed with: 1 and 2")
+        numbers = numpy.arange(float(numpy.prod(shape))).reshape(shape)
+        changed = self._processed(entry, numbers.copy())
+        if changed.shape != shape:
+            raise NotInBlocksError(
+                f"tensor {entry.name!r} is {list(shape)} in the file and {list(changed.shape)} in the model; "
+                "computed with: the same shape"
+            )
+        if (changed == numbers).all():
+            return NamedTensor(entry)
+        if len(shape) == 1:
+            return NamedTensor(entry)  # `values` processes what it reads
+        order = (changed[:, 0] / 2).astype(numpy.int64)
+        if sorted(order) != list(range(shape[0])) or (changed != numbers[order]).any():
+            raise NotInBlocksError(f"tensor {entry.name!r} has other numbers in the model; computed with: the file's")
+        return NamedTensor(entry, order)
+
+    def _processed(self, entry: TensorEntry, numbers: Any) -> Any:
+        """A tensor's numbers as transformers changes them when it reads a file."""
+        extra = {"tensor_key_mapping": {}, "parsed_parameters": {"config": self._settings, "tensors": {}}}
+        result = self._processor.process(weights=numbers, name=entry.name, **extra)
+        if result.name != entry.name or result.weights is None:
+            raise NotInBlocksError(f"tensor {entry.name!r} is several of the model's; computed with: one each")
+        return result.weights
+
+    def values(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter [shape] in float32, from a tensor of floating point numbers or of blocks."""
+        named = self.of(parameter)
+        if named is None:
+            raise self._missing(parameter)
+        entry = named.entry
+        self.check_shape(entry, shape)
+        if entry.kind not in FLOATS:
+            raise NotInBlocksError(
+                f"tensor {entry.name!r} is of type {entry.kind_name}, a vector or a table; "
+                "computed with: F32, F16, BF16"
+            )
+        count = int(numpy.prod(entry.shape))
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            raw = bytearray(stream.read(count * FLOATS[entry.kind][1]))
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry.kind_name]
+        numbers = torch.frombuffer(raw, dtype=dtype).float().view(entry.shape).numpy()
+        return torch.from_numpy(numpy.ascontiguousarray(self._processed(entry, numbers), dtype=numpy.float32))
+
+    def _missing(self, parameter: str) -> SlipstreamError:
+        name = self._names.get(parameter)
+        sought = f"{name!r}, which is {parameter!r}" if name else f"for {parameter!r}"
+        return SlipstreamError(f"model {str(self.header.file)!r} has no tensor {sought} of the architecture")
+
+    def check_shape(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of another shape than the configuration says."""
+        if entry.shape != shape:
+            raise SlipstreamError(
+                f"model {str(self.header.file)!r}: tensor {entry.name!r} is {list(entry.shape)}; "
+                f"allowed: {list(shape)}, by the file's own configuration"
+            )
+
+    def check_unused(self) -> None:
+        """Refuse a file with biases that the model would leave out; other tensors are named in the log."""
+        unused = sorted(self.header.tensors.keys() - self._used)
+        for name in unused:
+            if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._used:
+                raise extra_bias(str(self.header.file), name)
+        warn_of_unused(str(self.header.file), unused)
+
+    def part(self, parameter: str, shape: tuple[int, int], library: Any) -> BlockPart:
+        """A matrix of the file [shape] for the kernels."""
+        named = self._matrix(parameter, shape)
+        packed = self._ahead.part(named.entry.name) if named.order is None else None
+        return packed or self._reader.part(named.entry, library, self._memory, named.order)
+
+    def table(self, parameter: str, shape: tuple[int, int], library: Any) -> Table:
+        """A matrix of the file [shape] of which single rows are needed."""
+        named = self._matrix(parameter, shape)
+        if named.order is None and stays_in_file(self.header, named.entry.name):
+            return RowsOfFile(named.entry, library)
+        return self.part(parameter, shape, library)
+
+    def _matrix(self, parameter: str, shape: tuple[int, int]) -> NamedTensor:
+        named = self.of(parameter)
+        if named is None:
+            raise self._missing(parameter)
+        self.check_shape(named.entry, shape)
+        check_kind(named.entry)
+        return named
+
+
+@dataclass(frozen=True)
+class _TopLevel:
+    """A model as transformers' reader sees it, cut off at a depth: the reader names all parameters anew per level."""
+
+    module: Any
+    depth: int
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def named_children(self) -> list[tuple[str, _TopLevel]]:
+        return [(name, _TopLevel(child, self.depth - 1)) for name, child in self.module.named_children() if self.depth]
+
+
+def _names(reader: Any, model: Any, processor: Any) -> dict[str, str]:
+    """The file's tensor for each of the model's parameters that has one."""
+    for view in (_TopLevel(model, 1), model):
+        names = {tensor: parameter for parameter, tensor in reader.get_gguf_hf_weights_map(view, processor).items()}
+        if names.keys() >= model.state_dict().keys():
+            break
+    return names

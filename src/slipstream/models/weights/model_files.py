@@ -1,0 +1,107 @@
+"""What a user may name as a model: folders, names in the cache, GGUF files and hub ids. Imports no framework."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError, one_line
+from slipstream.models.cache_folder import cache_folder
+
+log = logging.getLogger("slipstream")
+
+EMBEDDED = "smollm2"  # the default target, which needs no hub
+NO_OPTIONS: Mapping[str, Any] = {}
+MAGIC = b"GGUF"  # the first bytes of such a file
+CONVERSION = "conversion.json"  # the file that says which version made a folder from a GGUF file; written last
+VERSION = 2  # 2: texts are split as the file says, generation ends where turns end, positions are scaled
+
+
+def is_gguf(source: str) -> bool:
+    """Whether this names a GGUF file, by its content or, where that cannot be read, its ending."""
+    path = Path(source).expanduser()
+    ending = path.suffix.lower() == ".gguf"
+    try:
+        if not path.is_file():  # a pipe would not end
+            return ending and not path.is_dir()
+        with path.open("rb") as stream:
+            return ending or stream.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return ending
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether this folder was made from a GGUF file, completely and by this version."""
+    try:
+        return bool(json.loads((folder / CONVERSION).read_text())["version"] == VERSION)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def known_names() -> list[str]:
+    """Names that need no hub: the toy, the default model and those in the cache."""
+    return sorted({"toy", EMBEDDED, *(config.parent.name for config in cache_folder().glob("*/config.json"))})
+
+
+def models_at_hand() -> str:
+    """The end of a message about an unknown name: which models there are."""
+    return f"At hand: {', '.join(known_names())}; also allowed: a folder, a .gguf file or a hub id"
+
+
+def not_loaded(source: str, folder: str, error: Exception) -> SlipstreamError:
+    """The error to raise where reading a model raised `error`."""
+    if (refusal := code_of_its_own(source, error)) is not None:
+        return refusal
+    reason = one_line(error)
+    if Path(folder).exists():
+        return SlipstreamError(f"model {source!r} could not be loaded: {reason}")
+    nearest = get_close_matches(source, known_names(), 1)
+    hints = "" if "/" in source else f" {models_at_hand()}{f' (did you mean {nearest[0]}?)' if nearest else ''}."
+    return SlipstreamError(
+        f"model {source!r} is no local folder, and the hub did not give it.{hints} The hub: {reason}"
+    )
+
+
+def code_of_its_own(source: str, error: Exception) -> SlipstreamError | None:
+    """The error to raise if `error` says that a model needs code from its repository; else None."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return SlipstreamError(
+        f"model {source!r} needs code of its own, which would run with your rights; allowed: load_options="
+        '{"trust_remote_code": True}, if you trust whoever wrote it'
+    )
+
+
+def list_models() -> list[dict[str, Any]]:
+    """The models in the cache: name, architecture, size, folder. Those with a damaged config.json are left out."""
+    models = []
+    for config in sorted(cache_folder().glob("*/config.json")):
+        try:
+            architectures = json.loads(config.read_text())["architectures"]
+            name = str(architectures[0]) if architectures else "?"
+            weights = sum(file.stat().st_size for file in config.parent.glob("*.safetensors"))
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            log.warning("%s is damaged and skipped: %s: %s", config, type(error).__name__, one_line(error))
+            continue
+        item = {"name": config.parent.name, "architecture": name, "gigabytes": weights / 1e9}
+        models.append({**item, "folder": str(config.parent)})
+    return models
+
+
+def quiet() -> None:
+    """Silence the progress bars and the advice of transformers in this process; errors still raise."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["HF_HUB_VERBOSITY"] = "critical"  # read when it is imported
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    if "transformers" in sys.modules:  # it has read the environment already
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()

@@ -1,0 +1,133 @@
+"""The safetensors files of a model: which tensor is where, read one at a time. Nothing in them is trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError, one_line
+from slipstream.models.weights.model_files import NO_OPTIONS
+from slipstream.models.weights.transformers_reader import READER_ERRORS, extra_bias, warn_of_unused
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEADER = 100_000_000  # bytes, as the safetensors package has it
+
+
+def file_of(source: str, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
+    """A file of a local folder or a hub id; None if it has none. options: see `LoadOptions.files`."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **located(options))
+    return None if path is None else Path(path)
+
+
+def located(files: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `LoadOptions.files` that say where files are; the others are about code."""
+    return {name: value for name, value in files.items() if not name.endswith(("_code", "code_revision"))}
+
+
+class CheckpointFiles:
+    """The tensors of a model's safetensors files. shapes: by name; used: names that callers have marked as read."""
+
+    def __init__(self, source: str, folder: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
+        """source: as the user named the model; folder: it resolved, a folder or hub id; options: see `file_of`."""
+        self.source, self.metadata = source, dict[str, str]()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.used = set[str]()
+        self._files: dict[str, Any] = {}
+        for file in _paths(source, folder, options):
+            header = self._header(file)
+            self.metadata |= header.pop("__metadata__", {})
+            try:
+                opened = safe_open(file, framework="pt")
+            except READER_ERRORS as error:
+                reason = one_line(error)
+                raise SlipstreamError(f"model {source!r}: {file.name} could not be read: {reason}") from error
+            for name, entry in header.items():
+                self.shapes[name], self._files[name] = tuple(entry["shape"]), opened
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None, kinds: Sequence[torch.dtype]) -> Tensor:
+        """A whole tensor. Raises `SlipstreamError` if it is missing, of another shape, or of none of these types."""
+        return self.rows(name, shape, kinds)
+
+    def rows(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        kinds: Sequence[torch.dtype],
+        first: int = 0,
+        last: int = 1 << 60,
+    ) -> Tensor:
+        """Some rows of a tensor; see `tensor`."""
+        if name not in self:
+            raise self.wrong(name, "is missing", "the tensors of the architecture that config.json names")
+        if shape is not None and self.shapes[name] != shape:
+            raise self.wrong(name, f"is {list(self.shapes[name])}", f"{list(shape)}, by config.json")
+        if not self.shapes[name]:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        else:
+            tensor = self._files[name].get_slice(name)[first : min(last, self.shapes[name][0])]
+        if tensor.dtype not in kinds:
+            raise self.wrong(name, f"is of type {_dtype_name(tensor.dtype)}", ", ".join(map(_dtype_name, kinds)))
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise self.wrong(name, "holds numbers that are not finite", "finite numbers")
+        return tensor
+
+    def check_unused(self) -> None:
+        """Refuse unused biases, except those of zeros, which some quantisers add; warn of other unused tensors."""
+        unused = [name for name in self.shapes if name not in self.used]
+        for name in [name for name in unused if name.endswith(".bias")]:
+            if bool(self.tensor(name, None, FLOATS).any()):
+                raise extra_bias(self.source, name)
+            unused.remove(name)
+        warn_of_unused(self.source, unused)
+
+    def wrong(self, name: str, problem: str, allowed: str) -> SlipstreamError:
+        return SlipstreamError(f"model {self.source!r}: tensor {name!r} {problem}; allowed: {allowed}")
+
+    def _header(self, file: Path) -> dict[str, Any]:
+        """A file's header, after checking that the file holds all its tensors."""
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            raw = stream.read(length) if length <= min(size, MAX_HEADER) else b""
+        try:
+            header: dict[str, Any] = json.loads(raw)
+            for name, entry in header.items():
+                if name != "__metadata__" and (end := 8 + length + int(entry["data_offsets"][1])) > size:
+                    raise self.wrong(name, f"ends at byte {end:,} of {file.name}", f"its {size:,}: it is truncated")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SlipstreamError(
+                f"model {self.source!r}: {file.name} could not be read: its header is no JSON of tensors"
+            ) from error
+        return header
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _paths(source: str, folder: str, options: Mapping[str, Any]) -> list[Path]:
+    try:
+        if (single := file_of(folder, SINGLE, options)) is not None:
+            return [single]
+        index = file_of(folder, INDEX, options)
+        names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
+        paths = [file_of(folder, name, options) for name in sorted(names)]
+    except READER_ERRORS as error:
+        raise SlipstreamError(f"model {source!r}: {INDEX} could not be read: {error}") from error
+    if missing := [name for name, path in zip(sorted(names), paths, strict=True) if path is None]:
+        raise SlipstreamError(f"model {source!r} has no file {missing[0]}, which its {INDEX} names")
+    if not paths:
+        raise SlipstreamError(f"model {source!r} has no {SINGLE}; allowed: weights in safetensors files")
+    return [path for path in paths if path is not None]

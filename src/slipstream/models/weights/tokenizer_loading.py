@@ -1,0 +1,73 @@
+"""The tokenizer and the vocabulary of a model, read without its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError, UsageError, one_line
+from slipstream.models.loaded import LoadOptions, is_toy
+from slipstream.models.toy import load_toy
+from slipstream.models.weights.model_files import code_of_its_own, is_converted, is_gguf, not_loaded
+from slipstream.models.weights.resolve import resolve
+from slipstream.models.weights.safetensors_files import file_of
+from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.vocabulary import VocabularyInfo
+
+PLAIN = LoadOptions()
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(source: str, folder: str, options: LoadOptions = PLAIN) -> HFTokenizer | None:
+    """The tokenizer beside a model, or None where there is none (prompts must then be token ids)."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
+
+    place = Path(folder) / options.files.get("subfolder", "")
+    if place.is_dir() and not any((place / name).exists() for name in FILES):
+        return None
+    # what stands in a folder made of a GGUF file is the file's; other classes would split texts their own way
+    kind = PreTrainedTokenizerFast if is_converted(place) else AutoTokenizer
+    try:
+        return HFTokenizer(kind.from_pretrained(folder, **options.files))
+    except ImportError as error:  # a package that this tokenizer needs
+        raise SlipstreamError(f"the tokenizer of model {source!r} needs more packages: {one_line(error)}") from error
+    except Exception as error:  # the tokenizers package raises plain Exception on damaged files
+        raise code_of_its_own(source, error) or SlipstreamError(
+            f"the tokenizer of model {source!r} could not be loaded: {one_line(error)}"
+        ) from error
+
+
+def inspect_vocabulary(source: str) -> VocabularyInfo:
+    """The vocabulary of "toy", the default model, a folder, a .gguf file or a hub id; no weights are loaded.
+
+    Only the default model is fetched if it is not at hand. End ids are those of a folder's generation config, else
+    those of the model's configuration. Raises UsageError for what is no model, SlipstreamError for what is unreadable.
+    """
+    if is_toy(source):
+        return VocabularyInfo.of(load_toy(source))
+    from transformers import AutoConfig  # takes seconds
+
+    place = _described(source) if is_gguf(source) else resolve(source)
+    try:
+        with quietly():
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
+        ends = getattr(config, "eos_token_id", None)
+        if (generation := file_of(place, "generation_config.json")) is not None:
+            ends = json.loads(generation.read_text()).get("eos_token_id")  # `generate` looks no further
+    except READER_ERRORS as error:
+        raise not_loaded(source, place, error) from error
+    head_size = getattr(config, "vocab_size", None)
+    if head_size is None:
+        raise UsageError(f"model {source!r} has no vocab_size; allowed: language models")
+    ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    end_ids = tuple(i for i in ids if 0 <= i < head_size)
+    return VocabularyInfo(source, head_size, end_ids, load_tokenizer(source, place))
+
+
+def _described(source: str) -> str:
+    """The folder with the configuration and the tokenizer of a GGUF file."""
+    from slipstream.models.weights.gguf_configuration import described
+    from slipstream.models.weights.gguf_file import read_header
+
+    return str(described(read_header(Path(source).expanduser())))

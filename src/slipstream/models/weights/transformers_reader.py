@@ -1,0 +1,119 @@
+"""How models are read with transformers: its errors, its silence, its classes, and what it reports of weights."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from slipstream.errors import SlipstreamError, UsageError
+
+log = logging.getLogger("slipstream")
+
+DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHOWN = 3
+# what transformers, huggingface_hub and safetensors raise on files that are damaged, missing or of another version
+READER_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+    EOFError,
+    struct.error,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class of a configuration: that of causal language models, or of models with images or sounds, too.
+
+    Raises `ValueError` for other configurations.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
+            return auto
+    raise ValueError(f"{type(config).__name__} is of no causal language model; allowed: models that write text")
+
+
+def from_config(config: Any, files: Mapping[str, Any], **options: Any) -> Any:
+    """The model of a configuration, with fresh weights. files: see `LoadOptions.files`."""
+    code = {name: value for name, value in files.items() if name in ("trust_remote_code", "code_revision")}
+    return auto_class(config).from_config(config, **({"trust_remote_code": False} | code), **options)
+
+
+def check_weights(source: str, report: dict[str, Any], allow_mismatches: bool = False) -> None:
+    """Refuse weights that do not fit the configuration: transformers fills what is missing with random numbers.
+
+    report: what `from_pretrained` returns with output_loading_info=True; tied weights are not missing.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise SlipstreamError(
+            f"model {source!r}: the weights do not fit config.json: {len(missing)} are missing, "
+            f"first {_first_few(missing)}; allowed: weights of the architecture and sizes that config.json names"
+        )
+    other = [
+        f"{key} is {tuple(saved)} in the file and {tuple(needed)} by config.json"
+        for key, saved, needed in sorted(report["mismatched_keys"])
+    ]
+    if other and not allow_mismatches:
+        raise SlipstreamError(
+            f"model {source!r}: {len(other)} weights have another shape, first {_first_few(other, '; ')}"
+        )
+    warn_of_unused(source, report["unexpected_keys"])
+
+
+def warn_of_unused(source: str, names: Iterable[str]) -> None:
+    """Log how many weights of the files a model does not use, if any."""
+    if unused := sorted(names):
+        log.warning("model %s: %d weights of the file are not used, first %s", source, len(unused), unused[0])
+
+
+def extra_bias(source: str, name: str) -> SlipstreamError:
+    """The error of a bias that the model does not have."""
+    return SlipstreamError(
+        f"model {source!r}: tensor {name!r} is a bias that this architecture has not; allowed: biases of zeros"
+    )
+
+
+def _first_few(items: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(items[:SHOWN])
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence transformers' progress bars and reports inside the block."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def device_named(device: str) -> torch.device:
+    """The device of this name. Raises `UsageError` for one that this machine does not have."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # a C++ stack follows
+        raise UsageError(f"device={device!r}: {reason}; allowed: auto, cpu, cuda, cuda:N") from error

@@ -1,0 +1,206 @@
+"""Hugging Face tokenizers behind Slipstream's tokenizer protocol."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.errors import UsageError, did_you_mean, one_line
+from slipstream.text import tool_calls
+from slipstream.text.byte_vocabulary import ByteTokens
+from slipstream.text.hf_byte_tokens import TokenNames, read_byte_tokens
+from slipstream.text.prompt_sets import check_text
+from slipstream.text.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer
+
+OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
+
+
+def tokenizer_in(value: Any, name: str) -> Any:
+    """The tokenizer that a caller passed, itself or in a processor. Raises `UsageError` for anything else.
+
+    name: of the argument.
+    """
+    for tokenizer in (value, getattr(value, "tokenizer", None)):
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            return tokenizer
+    shown = f"{value!r:.60}" if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    raise UsageError(f"{name}={shown}; allowed: a Hugging Face tokenizer, such as AutoTokenizer.from_pretrained(...)")
+
+
+class HFTokenizer:
+    """A `PreTrainedTokenizer` as Slipstream uses it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.inner = tokenizer
+        self._backend_decodes = _backend_alone_decodes(type(tokenizer))
+        self._names: TokenNames | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        return self._ids(text)
+
+    def bare(self, text: str) -> list[int]:
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self.inner(text, **options)["input_ids"])
+        except Exception as error:
+            if type(error) is not Exception:  # what the tokenizers package raises has no kind of its own
+                raise
+            raise UsageError(f"the tokenizer cannot encode {text!r:.60}: {one_line(error)}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, spaces left alone."""
+        if self._backend_decodes:
+            return str(self.inner.backend_tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: Sequence[dict[str, Any]], form: ChatForm = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation, by default with the opening of the answer."""
+        if not self.has_chat_template:
+            raise UsageError(
+                "prompt is a list of chat messages but the tokenizer has no chat template; allowed: a text"
+            )
+        if form.variables:
+            self._check_variables(form)
+        text = self._rendered_parts(messages, form)
+        check_text("the conversation as the chat template writes it", text)
+        return self.bare(text)
+
+    def _rendered_parts(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        """The conversation as text; contents in parts become one text for a template that knows texts alone."""
+        parts = [str(message["content"]) for message in messages if isinstance(message.get("content"), list | tuple)]
+        try:
+            text = self._rendered(messages, form)
+        except UsageError:  # it may add texts to a content
+            if not parts:
+                raise
+        else:
+            if not any(part in text for part in parts):  # else it prints them as Python prints a list
+                return text
+        return self._rendered([_with_one_text(message) for message in messages], form)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], form: ChatForm) -> str:
+        try:
+            text: str = self.inner.apply_chat_template(
+                list(messages),
+                tools=list(form.tools) or None,
+                add_generation_prompt=form.opens_answer,
+                continue_final_message=form.goes_on,
+                tokenize=False,
+                **({} if form.reasoning_effort is None else {"reasoning_effort": form.reasoning_effort}),
+                **form.variables,
+            )
+        except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+            raise UsageError(f"the chat template cannot render these messages: {one_line(error)}") from error
+        except TemplateError as error:  # a template's own rules, for example about system messages
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
+        return text
+
+    def _check_variables(self, form: ChatForm) -> None:
+        """Refuse variables that the template does not read; those that control transformers itself are among them."""
+        read = self.template_variables() - OWN
+        for name in form.variables:
+            if name not in read:
+                allowed = ", ".join(sorted(read)) or "none, this template reads no others"
+                raise UsageError(f"chat_template_kwargs: {name!r:.40}; allowed: {allowed}{did_you_mean(name, *read)}")
+
+    def _template_sources(self) -> list[str]:
+        templates = self.inner.chat_template
+        return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []
+
+    def template_variables(self) -> frozenset[str]:
+        read = frozenset[str]().union(*(_names_of(source)[0] for source in self._template_sources()))
+        return read - set(self.inner.special_tokens_map) - {"raise_exception", "strftime_now"}
+
+    def template_fields(self) -> frozenset[str]:
+        return frozenset[str]().union(*(_names_of(source)[1] for source in self._template_sources()))
+
+    def special_ids(self) -> frozenset[int]:
+        added, unknown = self.inner.added_tokens_decoder, self.inner.unk_token_id
+        ids = frozenset(self.inner.all_special_ids) | {token for token, entry in added.items() if entry.special}
+        # what stands for unknown characters is no control, unless it ends texts, too
+        return ids if unknown in (self.inner.eos_token_id, self.inner.bos_token_id) else ids - {unknown}
+
+    def digest(self) -> str:
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        # what a caller has set for padding and truncation stands before the added tokens, and is no part of a text
+        rules = (
+            sorted(self.vocabulary().items()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
+        )
+        parts = (
+            type(self.inner).__name__,
+            rules,
+            self._template_sources(),
+            getattr(self.inner, "response_template", None),
+            sorted((name, str(token)) for name, token in self.inner.special_tokens_map.items()),
+            [getattr(self.inner, name, None) for name in ("add_bos_token", "add_eos_token")],
+        )
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def call_opening(self) -> str | None:
+        return tool_calls.call_opening(tool_calls.response_template(self.inner))
+
+    def call_form(self) -> CallForm | None:
+        return tool_calls.call_form(self.inner)
+
+    def parse_answer(
+        self, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> ParsedAnswer | None:
+        return tool_calls.parse(self.inner, prompt, answer, tools)
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self.inner.get_vocab())
+
+    def byte_tokens(self) -> ByteTokens:
+        backend = self._telling_backend()
+        encoded, bare = self.encode("a"), self.bare("a")
+        opened = bool(bare) and encoded[-len(bare) :] == bare
+        return read_byte_tokens(backend, tuple(encoded[: -len(bare)]) if opened else ())
+
+    def bytes_of(self, token: int) -> bytes | None:
+        backend = self._telling_backend()
+        self._names = self._names or TokenNames(backend)
+        name = backend.id_to_token(token)
+        return None if name is None else self._names.text(name, token)
+
+    def _telling_backend(self) -> Any:
+        if not getattr(self.inner, "is_fast", False):
+            raise UsageError(f"its tokenizer is a {type(self.inner).__name__}, which does not tell its tokens")
+        return self.inner.backend_tokenizer
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text, with the texts of its parts as lines."""
+    content = message.get("content")
+    joined = "\n".join(part["text"] for part in content) if isinstance(content, list | tuple) else content
+    return {**message, "content": joined}
+
+
+@lru_cache(16)
+def _names_of(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables of a chat template, and all names that may be those of a message's fields."""
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError as error:
+        raise UsageError(f"the chat template cannot be read: {one_line(error)}") from error
+    attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
+    texts = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(meta.find_undeclared_variables(parsed)), frozenset(attributes | texts)
+
+
+def _backend_alone_decodes(kind: Any) -> bool:
+    """Whether `decode` only calls the backend, which is then called directly: streams decode twice per token."""
+    from transformers import PreTrainedTokenizerFast as Fast  # takes seconds
+
+    return issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode

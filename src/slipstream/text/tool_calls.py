@@ -1,0 +1,220 @@
+"""Calls of tools in an answer, read with transformers' response parsing.
+
+A tokenizer may bring a `response_template`; else the chat template tells by its tags whether calls are JSON objects
+between <tool_call> and </tool_call>, as Hermes and Qwen models write them. How calls are written is learned from a call
+that the chat template renders and the response template reads back as the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.text.tokenizer import CallForm, ParsedAnswer, ToolCall
+
+NAMES = ("probe_one", "probe_two")
+ARGUMENTS: Mapping[str, Any] = {"probe": 7}
+WRITTEN = tuple(json.dumps(ARGUMENTS, separators=signs) for signs in ((", ", ": "), (",", ":")))  # as templates do
+HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OUTSIDE_TEXTS = frozenset(' \t\r\n{}[]:,"\\+-.0123456789truefalsnE')  # what JSON is written with besides texts
+JSON_BEGINS = re.compile(r"[{\[]")
+TAGGED: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"\Z",  # nothing of the prompt belongs to the answer
+    "fields": {
+        "tool_calls": {
+            "open_pattern": rf"\s*{OPEN}",
+            "close": CLOSE,
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+def rendered_form(tokenizer: Any, opening: str, closing: str) -> CallForm | None:
+    """What stands around the names and arguments of two calls; None if they are not alike, or not JSON.
+
+    opening, closing: of a call, by the response template.
+    """
+    calls = [{"type": "function", "function": {"name": name, "arguments": dict(ARGUMENTS)}} for name in NAMES]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template may raise whatever it likes, and then it writes no calls
+        return None
+    parts = [_around(text, name, opening, closing) for name in NAMES]
+    first, second = parts
+    if first is None or second is None or first[:3] != second[:3] or second[3] < first[4]:
+        return None
+    return CallForm(*first[:3], between_calls=text[first[4] : second[3]])
+
+
+def _around(text: str, name: str, opening: str, closing: str) -> tuple[str, str, str, int, int] | None:
+    """What stands before a name, behind it and behind the arguments, and where the call begins and ends."""
+    name_start = text.find(name)
+    begin = text.rfind(opening, 0, name_start)
+    places = [(text.find(written, name_start), written) for written in WRITTEN if text.find(written, name_start) >= 0]
+    if name_start < 0 or begin < 0 or not places:
+        return None
+    start, written = min(places)
+    end = text.find(closing, start + len(written))
+    if end < 0:
+        return None
+    end += len(closing)
+    return text[begin:name_start], text[name_start + len(name) : start], text[start + len(written) : end], begin, end
+
+
+def spelled(form: CallForm) -> str:
+    """Two calls in a form, to be read back."""
+    calls = (form.before + name + form.between + WRITTEN[0] + form.behind for name in NAMES)
+    return form.between_calls.join(calls)
+
+
+def response_template(tokenizer: Any) -> dict[str, Any] | None:
+    """The template of this tokenizer's answers; None if it is unknown."""
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return dict(template)
+    return TAGGED if OPEN in str(tokenizer.chat_template or "") else None
+
+
+def call_opening(template: Mapping[str, Any] | None) -> str | None:
+    """The text that every call begins with: of a pattern, the constant part."""
+    calls = _calls_of(template)
+    opening = calls.get("open") or _literal_beginning(str(calls.get("open_pattern", "")).removeprefix(r"\s*"))
+    return opening if isinstance(opening, str) and opening else None
+
+
+def call_form(tokenizer: Any) -> CallForm | None:
+    """How calls are written; None if that is unknown or not read back the same, or if arguments are not JSON.
+
+    Also None for calls with special tokens: those are no text, so no grammar of a text can force them.
+    """
+    template = response_template(tokenizer)
+    opening, closing = call_opening(template), _calls_of(template).get("close")
+    if opening is None or not isinstance(closing, str) or not closing:
+        return None
+    form = rendered_form(tokenizer, opening, closing) or (HERMES if template is TAGGED else None)
+    if form is None or any(token in spelled(form) for token in tokenizer.all_special_tokens):
+        return None
+    ids = tokenizer(spelled(form), add_special_tokens=False)["input_ids"]
+    read = parse(tokenizer, [], ids, [{"type": "function", "function": {"name": name}} for name in NAMES])
+    same = read is not None and [(c.name, json.loads(c.arguments)) for c in read.calls] == [
+        (n, ARGUMENTS) for n in NAMES
+    ]
+    return form if same or template is TAGGED else None
+
+
+def _calls_of(template: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    calls = {} if template is None else template.get("fields", {}).get("tool_calls", {})
+    return calls if isinstance(calls, Mapping) else {}
+
+
+def _literal_beginning(pattern: str) -> str:
+    """The constant text at the beginning of a regular expression."""
+    text, index = "", 0
+    while index < len(pattern):
+        sign = pattern[index]
+        if sign == "\\" and index + 1 < len(pattern) and not pattern[index + 1].isalnum():
+            sign, index = pattern[index + 1], index + 1
+        elif sign in "\\()[].^$*+?{}|":
+            return text[:-1] if sign in "*?{|" else text
+        text, index = text + sign, index + 1
+    return text
+
+
+def parse(
+    tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], tools: Sequence[Mapping[str, Any]]
+) -> ParsedAnswer | None:
+    """The calls of an answer; None if there are none, or they cannot be read.
+
+    An incomplete last call, of an answer that was cut off, is dropped.
+    """
+    template = response_template(tokenizer)
+    if template is None:
+        return None
+    ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+    is_over = bool(answer) and answer[-1] in ends and tokenizer.decode([answer[-1]]) not in _marks(template)
+    text = tokenizer.decode(list(answer[:-1] if is_over else answer))
+    text = _with_hidden_marks(text, template, is_cut=not is_over)
+    complete = _whole_calls(text, template)
+    # a call that is JSON shows by itself whether it is whole; of others only the mark behind it tells
+    texts = [text] if is_over else [text, complete] if _calls_of(template).get("content") == "json" else [complete]
+    for candidate in dict.fromkeys(texts):
+        try:
+            response = tokenizer.parse_response(
+                candidate, template, prefix=tokenizer.decode(list(prompt)), tools=list(tools)
+            )
+            calls = tuple(map(_call, response.get("tool_calls") or ()))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a model may write anything
+            continue
+        if calls:
+            return ParsedAnswer(str(response.get("content") or "").strip(), calls)
+    return None
+
+
+def _marks(template: Mapping[str, Any]) -> set[str]:
+    """The texts that parts of an answer begin and end with."""
+    fields = [field for field in template.get("fields", {}).values() if isinstance(field, Mapping)]
+    values = [field.get(name) for field in fields for name in ("open", "close")] + [call_opening(template)]
+    return {
+        mark for value in values for mark in (value if isinstance(value, list) else [value]) if isinstance(mark, str)
+    } - {""}
+
+
+def _with_hidden_marks(text: str, template: Mapping[str, Any], *, is_cut: bool) -> str:
+    """Escape a letter of marks inside the JSON texts of calls, so that they are not taken for marks.
+
+    is_cut: the last JSON may be incomplete.
+    """
+    opening = call_opening(template)
+    if opening is None or _calls_of(template).get("content") != "json":
+        return text
+    decoder, marks, parts, position = json.JSONDecoder(), _marks(template), list[str](), 0
+    while (begin := text.find(opening, position)) >= 0:
+        start = end = begin + len(opening)
+        if (body := JSON_BEGINS.search(text, start)) is not None:
+            try:
+                start, end = body.start(), decoder.raw_decode(text, body.start())[1]
+            except (ValueError, RecursionError):
+                start, end = (body.start(), len(text)) if is_cut else (start, end)
+        parts += [text[position:start], _escaped(text[start:end], marks)]
+        position = end
+    return "".join([*parts, text[position:]])
+
+
+def _escaped(text: str, marks: set[str]) -> str:
+    for mark in marks:
+        # a letter that JSON has in its texts alone, so that the mark can only be in one of them
+        if letter := next((character for character in mark if character not in OUTSIDE_TEXTS), ""):
+            text = text.replace(mark, mark.replace(letter, f"\\u{ord(letter):04x}", 1))
+    return text
+
+
+def _whole_calls(text: str, template: Mapping[str, Any]) -> str:
+    """An answer up to the end of its last complete call, if another call begins after it."""
+    opening, closing = call_opening(template), _calls_of(template).get("close")
+    if opening is None or not isinstance(closing, str) or not closing:
+        return text
+    end = text.rfind(closing) + len(closing) if closing in text else 0
+    return text[:end] if opening in text[end:] else text
+
+
+def _call(response: Mapping[str, Any]) -> ToolCall:
+    """A call with a name and a JSON object of arguments, which is all that clients can read. ValueError for others."""
+    function = response["function"]
+    name, arguments = function["name"], function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise ValueError(f"a call of {name!r:.80} with arguments of type {type(arguments).__name__}")
+    name.encode()  # halves of surrogate pairs can be written in JSON, but not sent
+    return ToolCall(name, json.dumps(arguments, allow_nan=False))

@@ -1,0 +1,74 @@
+"""Which tokens a model knows by which ids, and whether a draft model has the target's vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.errors import UsageError
+from slipstream.text.byte_vocabulary import RunningModel
+from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.text.tokenizer import Tokenizer
+
+SPECIAL = ("bos", "eos", "pad")
+
+
+@dataclass(frozen=True)
+class VocabularyInfo:
+    """A model's vocabulary, known without its weights. head_size: how many logits it has, padding included."""
+
+    name: str
+    head_size: int
+    end_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None = None
+
+    @staticmethod
+    def of(model: RunningModel) -> VocabularyInfo:
+        """The vocabulary of a loaded model."""
+        return VocabularyInfo(model.name, model.backend.vocab_size, model.end_ids, model.tokenizer)
+
+    @property
+    def special(self) -> dict[str, str]:
+        """The tokens and ids of SPECIAL that the tokenizer names."""
+        if not isinstance(self.tokenizer, HFTokenizer):
+            return {}
+        inner = self.tokenizer.inner
+        named = {name: (getattr(inner, f"{name}_token"), getattr(inner, f"{name}_token_id")) for name in SPECIAL}
+        return {name: f"{token!r} ({number})" for name, (token, number) in named.items() if token is not None}
+
+
+def same_vocabulary(target: RunningModel, draft: RunningModel) -> bool:
+    """Whether ids mean the same to both models, heads' padding apart. Raises `UsageError` if nothing tells."""
+    a, b = VocabularyInfo.of(target), VocabularyInfo.of(draft)
+    differing = differences(a, b)
+    if differing is None and a.head_size != b.head_size:
+        raise UsageError(
+            f"draft {b.name!r} has {b.head_size} logits, target {a.name!r} has {a.head_size}, and no tokenizers are at "
+            "hand to compare; allowed: the same vocabulary, or both tokenizers, by tokenizer= and draft_tokenizer= of "
+            "SpeculativeDecoder or CustomGenerate"
+        )
+    return usable(a, b, differing)
+
+
+def differing_tokens(target: dict[str, int], draft: dict[str, int]) -> list[str]:
+    """Descriptions of tokens whose ids differ or that one side lacks."""
+    return [
+        f"{token!r} is {_id(target.get(token))} in the target and {_id(draft.get(token))} in the draft"
+        for token in sorted(target.keys() | draft.keys(), key=lambda t: (target.get(t, 1 << 60), t))
+        if target.get(token) != draft.get(token)
+    ]
+
+
+def differences(target: VocabularyInfo, draft: VocabularyInfo) -> list[str] | None:
+    """The tokens that differ, or None if there are no two tokenizers to compare."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        return None
+    return differing_tokens(target.tokenizer.vocabulary(), draft.tokenizer.vocabulary())
+
+
+def usable(target: VocabularyInfo, draft: VocabularyInfo, differing: list[str] | None) -> bool:
+    """Whether ids mean the same to both, given their differences."""
+    return target.head_size == draft.head_size if differing is None else not differing
+
+
+def _id(value: int | None) -> str:
+    return "absent" if value is None else str(value)
