@@ -29,8 +29,8 @@ from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.kernel_build import SWITCH
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.model_files import quiet
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.loading import load

@@ -9,8 +9,8 @@ from tiny import ARCHITECTURES, HashBackend, prompts, shared
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend
+from slipstream.models.decoder.cache import ATTENDED_UNIT
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.kv_cache import ATTENDED_UNIT
 from slipstream.models.toy import ToyBackend
 
 MAKERS: dict[str, Callable[[], Any]] = {"toy": ToyBackend, "hash": HashBackend} | {

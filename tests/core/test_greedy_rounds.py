@@ -23,9 +23,9 @@ from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf import pretrained as loading
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.sampler import Sampler
 

@@ -18,7 +18,7 @@ from vocabularies import tokenizer as tokenizer_of
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
-from slipstream.models.hf.cache_names import cache_name
+from slipstream.models.hf.prepared_inputs import cache_name
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
 

@@ -20,12 +20,11 @@ from slipstream.models.cpu.compiled_layer import CompiledOps, recognise
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
-from slipstream.models.hf.activation import GELU, SILU
+from slipstream.models.decoder.cache import TreeRows, tree_rows
+from slipstream.models.decoder.fused_layer import GELU, SILU, FusedLayer, LayerOps
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
-from slipstream.models.hf.fused_linear import fuse
-from slipstream.models.hf.tree_attention import TreeRows, tree_rows
 
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 

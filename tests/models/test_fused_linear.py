@@ -10,8 +10,8 @@ from tiny import ARCHITECTURES, fresh
 from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
+from slipstream.models.decoder.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
 
 GROUPS = {
     "llama": 4,

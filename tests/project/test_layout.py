@@ -78,7 +78,7 @@ def test_no_module_imports_one_that_imports_it() -> None:
         visit(name, ())
 
 
-HF = ("slipstream.models.hf", "slipstream.integrations.transformers")
+HF = ("slipstream.models.decoder", "slipstream.models.hf", "slipstream.integrations.transformers")
 
 
 def test_transformers_is_imported_in_its_own_packages_only() -> None:

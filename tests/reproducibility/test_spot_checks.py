@@ -19,9 +19,9 @@ from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compressed_linear import compressed_or_packed
 from slipstream.models.cpu.packed_linear import pack, packed
 from slipstream.models.cpu.quantised_linear import rounded
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.shape_independence import is_shape_independent
 from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS

@@ -194,7 +194,7 @@ def _inner(model: Any) -> Any:
     """A loaded model without wrappers; names as they are."""
     if not isinstance(model, torch.nn.Module):
         return model
-    from slipstream.models.hf.wrapped_model import unwrapped
+    from slipstream.models.hf.model_view import unwrapped
 
     return unwrapped(model)
 

@@ -23,9 +23,9 @@ from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
 from slipstream.models.cpu.instruction_sets import NEEDED
 from slipstream.models.cpu.processor import processor
+from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 from slipstream.models.hf import gguf_loading
-from slipstream.models.hf.fused_layer import FusedLayer
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_rope import scale_positions
 from slipstream.models.hf.weights import load_model

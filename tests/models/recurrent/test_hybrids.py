@@ -17,9 +17,8 @@ from stateful import make_model
 from slipstream import SpeculativeDecoder, custom_generate
 from slipstream.errors import UsageError
 from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.recurrent.recurrence import Segment
-from slipstream.models.hf.recurrent.states import RecurrentStates
 
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "mamba2", "bamba", "granitemoehybrid")
 HALF = "in bfloat16, with kernels"

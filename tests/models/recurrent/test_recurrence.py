@@ -10,8 +10,7 @@ from recurrences import KINDS, feed, make_inputs, make_recurrence, make_states, 
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_recurrence import CompiledRecurrence, agrees, unsupported
-from slipstream.models.hf.recurrent.recurrence import Recurrence
-from slipstream.models.hf.recurrent.states import Advance
+from slipstream.models.decoder.recurrence import Advance, Recurrence
 
 LENGTH = 40
 DTYPES = (torch.float32, torch.bfloat16)

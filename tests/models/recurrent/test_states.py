@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from recurrences import feed, make_inputs, make_recurrence, make_states, read
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.recurrent import states as module
-from slipstream.models.hf.recurrent.states import RING, RecurrentStates, SlotPositions
+from slipstream.models.decoder import recurrence as module
+from slipstream.models.decoder.recurrence import RING, RecurrentStates, SlotPositions
 
 LENGTH = 200
 RECURRENCE = make_recurrence("delta rule", torch.float32)

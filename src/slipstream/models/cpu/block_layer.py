@@ -17,9 +17,8 @@ from slipstream.models.cpu.block_structs import (
 from slipstream.models.cpu.compiled_layer import recognise
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.layer_calls import LayerCalls, LayerFunctions
+from slipstream.models.decoder.fused_layer import Activation, LayerOps, RootMeanSquare
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.activation import Activation
-from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare
 
 
 class BlockLayerOps(LayerCalls):

@@ -13,9 +13,8 @@ from slipstream.models.cpu.compressed_linear import CompressedLinear, KernelLine
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.layer_calls import MANY, LayerCalls, LayerFunctions
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.decoder.fused_layer import Activation, LayerOps, RootMeanSquare, Rope, recognise_activation
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.activation import Activation, recognise_activation
-from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, Rope
 
 
 class CompiledOps(LayerCalls):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.kernel_build import address
-from slipstream.models.hf.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
-from slipstream.models.hf.ragged_attention import RaggedCache
+from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.fused_layer import AttentionSpec, LayerOps, RootMeanSquare, Rope
 
 MANY = 1 << 40  # tokens
 

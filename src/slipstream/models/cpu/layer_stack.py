@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from slipstream.models.cpu.c_structs import StackedLayerStruct
 from slipstream.models.cpu.kernel_build import address
 from slipstream.models.cpu.layer_calls import LayerCalls, PreparedForward, rotation
-from slipstream.models.hf.fused_layer import FusedLayer, RootMeanSquare, Rope, UnknownLayerError
-from slipstream.models.hf.ragged_attention import RaggedCache
+from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.fused_layer import FusedLayer, RootMeanSquare, Rope, UnknownLayerError
 
 AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
 STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone

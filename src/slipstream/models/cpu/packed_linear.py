@@ -11,13 +11,14 @@ several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.processor import memory_bytes
+from slipstream.models.decoder.fused_linear import is_plain
 
 WIDTH = 4  # tokens for whose number the layout is chosen
 SHARE = 0.5  # of the machine's memory that float32 copies of bfloat16 weights may take
@@ -82,12 +83,6 @@ def unsupported(model: Any) -> str | None:
                 f"{copies / 1e9:.0f} of {memory / 1e9:.0f} GB of memory"
             )
     return None
-
-
-def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether this is an `nn.Linear` that computes nothing else: hooks and forwards of others' go with the layer."""
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-    return type(module) is nn.Linear and not hooked
 
 
 def packed(linear: nn.Linear) -> nn.Module:

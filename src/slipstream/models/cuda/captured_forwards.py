@@ -17,7 +17,7 @@ from slipstream.models.cuda.indexed_cache import MAX_TOKENS, Bucket, IndexedCach
 from slipstream.models.cuda.prefix_match import matching_prefix
 from slipstream.models.cuda.tree_table import TreeBuffers, pinned
 from slipstream.models.cuda.triton_layer import uses_kernels
-from slipstream.models.hf.attention_masks import Masks
+from slipstream.models.decoder.attention import Masks
 from slipstream.models.hf.backend import HFBackend
 
 

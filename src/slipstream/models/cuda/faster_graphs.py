@@ -10,6 +10,7 @@ from torch import nn
 from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import Rerun, first_line
 from slipstream.models.cuda.triton_layer import TritonOps, has_kernels, unsupported
+from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.fast_forwards import (
     OwnLogits,
@@ -19,7 +20,6 @@ from slipstream.models.hf.fast_forwards import (
     largest_error,
     tolerance,
 )
-from slipstream.models.hf.fused_layer import FusedLayer, is_fused
 
 
 def make_graphs_faster(backend: GraphedBackend, own: OwnLogits) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.hf.grouped_attention import Cut
-from slipstream.models.hf.ragged_attention import Layout, RaggedCache
+from slipstream.models.decoder.attention import Cut
+from slipstream.models.decoder.cache import Layout, RaggedCache
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # few: a capture takes as long as a hundred replays, and these as long as each other
 MAX_TOKENS = 256  # rows times width of a bucket; beyond it the arithmetic hides the launches

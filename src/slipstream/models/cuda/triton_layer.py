@@ -13,9 +13,15 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
-from slipstream.models.hf.activation import recognise_activation
-from slipstream.models.hf.fused_layer import AttentionSpec, FusedLayer, LayerOps, RootMeanSquare, Rope
-from slipstream.models.hf.ragged_attention import RaggedCache
+from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.fused_layer import (
+    AttentionSpec,
+    FusedLayer,
+    LayerOps,
+    RootMeanSquare,
+    Rope,
+    recognise_activation,
+)
 
 CHUNK = 128  # positions that one program attends to: always as many, so that bits do not depend on the length read
 STEP = 64  # of them, those in one product

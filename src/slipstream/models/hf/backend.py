@@ -18,16 +18,13 @@ from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.cpu.layer_stack import LayerStack
+from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
+from slipstream.models.decoder.cache import RaggedCache, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
-from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.attention_masks import MaskBuilder, Masks
-from slipstream.models.hf.cache_names import cache_name
-from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
-from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
-from slipstream.models.hf.recurrent.mixers import recurrent_states
+from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
+from slipstream.models.hf.recurrent_mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
 from slipstream.models.hf.supported_models import check_supported
-from slipstream.models.hf.tree_attention import tree_rows
 
 
 class HFBackend:
@@ -166,11 +163,9 @@ class HFBackend:
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self.cache.layers if layer.keys is not None}
         if repeats is None or not shapes:
             return False
-        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
+        blocks = range(PROMPT_UNIT, BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         return all(
-            grouped.attended_length_agrees(
-                grouped.Heads(repeats, key_heads, size, self.model.dtype), width, length, whole
-            )
+            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, whole)
             for key_heads, size in shapes
             for width in (*widths, *blocks)
         )

@@ -19,7 +19,7 @@ from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, Bloc
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.instruction_sets import NoKernelsError
 from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.decoder.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.hf.model_files import NO_OPTIONS
 from slipstream.models.hf.weights import READER_ERRORS, from_config, quietly
 

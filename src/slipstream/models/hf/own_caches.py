@@ -19,8 +19,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
-from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
-from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
+from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.hf.prepared_inputs import BUCKETS, NAMES, cache_name, input_device, prepared_name, vocab_size_of
 from slipstream.models.hf.rotations_by_length import rotate_by_length
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments

@@ -26,21 +26,20 @@ from slipstream.models.cuda.graph_backend import GraphedBackend
 from slipstream.models.cuda.graph_store import unsupported as not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
 from slipstream.models.cuda.triton_layer import uses_kernels
+from slipstream.models.decoder.fused_layer import is_fused
+from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.draft_vocabulary.restriction import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.block_loading import FromBlocks
 from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
-from slipstream.models.hf.fused_layer import is_fused
-from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
-from slipstream.models.hf.model_view import ModelView
+from slipstream.models.hf.model_view import ModelView, unwrapped
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
-from slipstream.models.hf.recurrent.mixers import recurrent_layers
+from slipstream.models.hf.recurrent_mixers import recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
-from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 
 log = logging.getLogger("slipstream")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from slipstream.models.cpu.compiled_recurrence import compiled_recurrence
-from slipstream.models.hf.recurrent.recurrence import Heads, Recurrence
-from slipstream.models.hf.recurrent.states import RecurrentStates
+from slipstream.models.decoder.recurrence import Heads, Recurrence, RecurrentStates
 
 SILU = ("silu", "swish")
 NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
