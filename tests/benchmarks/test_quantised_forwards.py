@@ -14,8 +14,7 @@ from quantised_files import SHAPE
 from tiny import fresh, tokenizer
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(

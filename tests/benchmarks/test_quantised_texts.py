@@ -11,8 +11,7 @@ import quantised_texts
 import torch
 from gguf_files import write_model
 
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import RowSegment, set_attended_lengths
 from slipstream.core.trees import segments_of
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cuda.indexed_cache import SPARE
 from slipstream.models.decoder import cache
 from slipstream.models.decoder.cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache

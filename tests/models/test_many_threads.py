@@ -11,7 +11,7 @@ from tiny import fast, fresh, prompts
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.decoder.fused_layer import activated
 from slipstream.models.decoder.fused_linear import fuse

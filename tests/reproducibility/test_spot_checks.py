@@ -15,9 +15,8 @@ from tiny import VOCAB, fast, fresh
 from torch import Tensor, nn
 
 from slipstream.core.interfaces import RowSegment
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.compressed_linear import compressed_or_packed
-from slipstream.models.cpu.packed_linear import pack, packed
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, packed
 from slipstream.models.cpu.quantised_linear import rounded
 from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend

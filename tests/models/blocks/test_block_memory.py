@@ -11,8 +11,8 @@ from gguf_files import write_model
 from tiny import fresh, tokenizer
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
+from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.hf import gguf_tensors
 from slipstream.models.hf.gguf_header import read_header
 from slipstream.models.hf.gguf_loading import described

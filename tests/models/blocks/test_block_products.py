@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import library_for
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.block_structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, FORMATS, BlockFormat
-from slipstream.models.cpu.c_structs import check_layout
-from slipstream.models.cpu.instruction_sets import FORCED_ONLY, NEEDED, NoKernelsError, isa_of
-from slipstream.models.cpu.processor import Processor, processor
+from slipstream.models.cpu.kernel_libraries import library_for
+from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, NoKernelsError, Processor, isa_of, processor
+from slipstream.models.cpu.structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, FORMATS, BlockFormat, check_layout
 
 pytest.importorskip("gguf")
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]

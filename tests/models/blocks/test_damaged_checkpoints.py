@@ -13,8 +13,8 @@ import torch
 from quantised_files import Made, write_checkpoint
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf.quantisation_schemes import scheme_of
 from slipstream.models.loaded import LoadOptions

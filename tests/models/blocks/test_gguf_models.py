@@ -19,10 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.compiled_layers import BlockLayerOps
+from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead
 from slipstream.models.hf import gguf_loading

@@ -11,11 +11,10 @@ import torch
 from gguf_files import part_of, random_blocks, write_model
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry, read_header
 from slipstream.models.hf.gguf_packing import PackedAhead
 from slipstream.models.hf.gguf_rows import RowReader, RowsOfFile

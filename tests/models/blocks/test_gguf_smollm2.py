@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.hf import gguf_loading
 from slipstream.models.hf.model_files import embedded_model
 

@@ -16,8 +16,8 @@ from tiny import fresh
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf.block_loading import load_unpacked
 from slipstream.models.hf.rounded_weights import rounded

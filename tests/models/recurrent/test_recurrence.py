@@ -8,8 +8,8 @@ import pytest
 import torch
 from recurrences import KINDS, feed, make_inputs, make_recurrence, make_states, read
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_recurrence import CompiledRecurrence, agrees, unsupported
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.decoder.recurrence import Advance, Recurrence
 
 LENGTH = 40

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.compressed_linear import KernelLinear
-from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.packed_linear import KernelLinear
+from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear
 
 Rows = Callable[[Tensor], Tensor]
 

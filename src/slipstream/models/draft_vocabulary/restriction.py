@@ -9,8 +9,7 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
-from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear
 from slipstream.models.draft_vocabulary.restricted_head import RestrictedHead, restricted_head
 
 COMMON = 40_960  # first tokens that "auto" always scores; the output layers of smaller vocabularies stay whole

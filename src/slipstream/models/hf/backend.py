@@ -17,7 +17,7 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
-from slipstream.models.cpu.layer_stack import LayerStack
+from slipstream.models.cpu.compiled_layers import LayerStack
 from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
 from slipstream.models.decoder.cache import RaggedCache, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers

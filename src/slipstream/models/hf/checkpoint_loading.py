@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_structs import INPUTS
+from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.hf.checkpoint_files import CheckpointFiles, file_of, located
 from slipstream.models.hf.model_files import not_loaded, resolve

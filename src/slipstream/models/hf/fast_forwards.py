@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.interfaces import Backend
-from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is_of_blocks
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
-from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
-from slipstream.models.cpu.compressed_linear import CompressedLinear
-from slipstream.models.cpu.layer_stack import LayerStack, check_around
-from slipstream.models.cpu.packed_linear import PackedLinear
+from slipstream.models.cpu.compiled_layers import (
+    BlockLayerOps,
+    CompiledOps,
+    LayerStack,
+    block_layer_ops,
+    check_around,
+    compiled_ops,
+    is_of_blocks,
+)
+from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
 from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers

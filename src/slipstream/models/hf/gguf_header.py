@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.hf.model_files import MAGIC, one_line
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

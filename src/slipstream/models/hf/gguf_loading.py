@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import block_kernels
+from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.hf.gguf_blocks import check_blocks, model_of_blocks
 from slipstream.models.hf.gguf_description import described
 from slipstream.models.hf.gguf_header import read_header

@@ -16,8 +16,8 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.block_structs import FilePieceStruct
 from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.structs import FilePieceStruct
 from slipstream.models.hf.gguf_header import GGUFHeader, TensorEntry, ends_within
 
 TABLE, OUTPUT = "token_embd.weight", "output.weight"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, Table, fits_blocks
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.hf.gguf_header import FLOATS, GGUFHeader, TensorEntry
 from slipstream.models.hf.gguf_packing import PackedAhead, stays_in_file
 from slipstream.models.hf.gguf_rope import FACTORS

@@ -12,14 +12,12 @@ from weakref import WeakSet
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.bfloat16_kernels import bfloat16_version
-from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
-from slipstream.models.cpu.block_structs import INPUTS
-from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version
+from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_packed, pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
 from slipstream.models.cuda.faster_graphs import make_graphs_faster
 from slipstream.models.cuda.graph_backend import GraphedBackend

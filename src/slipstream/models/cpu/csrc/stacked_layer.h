@@ -1,4 +1,4 @@
-/* What both kinds of layers are stacked by. Plain C, mirrored by Python (c_structs.py). */
+/* What both kinds of layers are stacked by. Plain C, mirrored by Python (structs.py). */
 #pragma once
 
 #include <stdint.h>

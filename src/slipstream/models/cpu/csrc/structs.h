@@ -1,4 +1,4 @@
-/* Structs and constants that Python mirrors (c_structs.py); layout.c exports their sizes. Plain C, no intrinsics.
+/* Structs and constants that Python mirrors (structs.py); layout.c exports their sizes. Plain C, no intrinsics.
  *
  * Numbers of type uint16_t are bfloat16.
  */

@@ -1,4 +1,4 @@
-/* Structs and constants of the kernels for quantised files, which Python mirrors (block_structs.py). Plain C.
+/* Structs and constants of the kernels for quantised files, which Python mirrors (structs.py). Plain C.
  *
  * A panel is 16 outputs of a part of a linear layer: first the codes of all inputs, 32 inputs at a time, then the
  * scales. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
