@@ -25,8 +25,7 @@ from slipstream.core.interfaces import RaggedForwards, RowSegment
 from slipstream.core.session import Session
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet
-from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import RaggedLayout, end_to_end, make_session
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.loading import load
 from slipstream.reproducibility.calibration_cache import choose_shapes

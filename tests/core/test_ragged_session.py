@@ -23,8 +23,7 @@ from slipstream.core.types import Row
 from slipstream.models.decoder.cache import lay_out
 from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end, last_of_each, portions
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import RaggedLayout, end_to_end, last_of_each, make_session, portions
 from slipstream.reproducibility.calibration import TOTALS, calibrate
 
 WIDTHS = (1, 2, 4, 8, 16, 32)

@@ -17,7 +17,7 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
 from slipstream.models.hf.vocabulary_info import VocabularyInfo
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.toy import ToyTokenizer
 from slipstream.models.vocabulary_bridge import VocabularyBridge, bridge_between
 

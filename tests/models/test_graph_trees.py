@@ -10,7 +10,7 @@ from graph_cases import MODELS, STARTS, Case
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
-from slipstream.models.cuda.tree_table import TreeTable
+from slipstream.models.cuda.indexed_cache import TreeTable
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,7 @@ from tiny import VOCAB, fresh
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
-from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
 from slipstream.models.cuda.graph_store import Rerun
 from slipstream.models.cuda.indexed_cache import IndexedForward
 from slipstream.models.cuda.triton_layer import has_kernels, uses_kernels

@@ -19,7 +19,7 @@ from slipstream.models.draft_context.windowed_session import WindowedSession
 from slipstream.models.draft_model import draft_options_of, load_draft, load_options_of
 from slipstream.models.draft_vocabulary.restricted_scorer import RestrictedScorer
 from slipstream.models.exclusive_use import ExclusiveUse
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.loaded import Loaded, Releasing, View, is_loaded, refuse_unused
 from slipstream.models.loading import load
 from slipstream.models.vocabulary_bridge import bridge_between

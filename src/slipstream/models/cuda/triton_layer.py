@@ -35,7 +35,7 @@ class TritonOps:
     """See `Ops`: whole layers of forwards whose places tensors say; of all others the plain operators' parts."""
 
     def __init__(self, ops: LayerOps) -> None:
-        """ops: such that `unsupported` finds nothing, on a machine that has the kernels."""
+        """ops: such that `why_no_kernels` finds nothing, on a machine that has the kernels."""
         self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         activation = recognise_activation(ops.act)
@@ -197,7 +197,7 @@ def _kernels() -> Any:
     return triton_kernels
 
 
-def unsupported(ops: LayerOps) -> str | None:
+def why_no_kernels(ops: LayerOps) -> str | None:
     """Why the kernels cannot compute a layer; None if they can."""
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"

@@ -19,9 +19,8 @@ from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
-from slipstream.models.cuda.graph_backend import GraphedBackend
-from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models.cuda.graph_store import why_not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
 from slipstream.models.cuda.triton_layer import uses_kernels
 from slipstream.models.decoder.fused_layer import is_fused
@@ -133,7 +132,7 @@ def _is_captured(model: Any, fast: bool | str) -> bool:
     """Whether forwards are to be captured as graphs; refused, with the reason, where that is asked and cannot be."""
     if fast is False or model.device.type != "cuda":
         return False
-    reason = not_by_position(model) or not_captured(model)
+    reason = not_by_position(model) or why_not_captured(model)
     if reason is None and recurrent_layers(model):
         reason = "it has recurrent layers"
     if reason is not None and fast is True:
