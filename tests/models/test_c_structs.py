@@ -75,5 +75,5 @@ def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> 
 
 
 def test_every_struct_of_the_header_is_mirrored() -> None:
-    lines = [line for name in ("structs.h", "stacked_layer.h") for line in (SOURCES / name).read_text().splitlines()]
+    lines = (SOURCES / "structs.h").read_text().splitlines()
     assert {line.split()[1] for line in lines if line.startswith("struct ")} == set(MIRRORS)

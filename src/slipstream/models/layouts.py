@@ -37,7 +37,7 @@ class RaggedLayout:
         return table.shapes.pad_total(rows + drafted) if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`; rows that share no beginning are read together."""
+        """Rows that share no beginning are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1:
             return self._rectangle.prefill(table, rows, answer=answer)
         answers: dict[int, Tensor] = {}
@@ -61,7 +61,7 @@ class RaggedLayout:
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """See `BatchLayout`; the tokens are put in rows, not the logits."""
+        """The tokens are put in rows, not the logits."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
             return self._rectangle.best(table, batch, draft, lengths)
         logits, counts = flat
@@ -203,7 +203,7 @@ class UnpaddedLayout:
         return rows + drafted if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`; prompts are read one by one, without padding where no shapes are asked for."""
+        """Prompts are read one by one, without padding where no shapes are asked for."""
         return self._rectangle.prefill(table, rows, answer=answer)
 
     def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
@@ -214,7 +214,6 @@ class UnpaddedLayout:
         return last_of_each(logits, counts, [keep - width + n for n in real], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """See `BatchLayout`."""
         logits, counts = self._flat(table, batch, draft, lengths)
         return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
 

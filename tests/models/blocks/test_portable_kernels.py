@@ -38,10 +38,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, 
 
 def printed(kernels: Kernels, isa: str, folder: Path) -> str:
     """What the driver prints: a checksum of every result."""
-    block_recipe, driver, headers = kernels
+    recipe_of, driver, headers = kernels
     is_arm = isa == "neon"
     compiler = CROSS if is_arm else "gcc"
-    recipe = block_recipe(isa)
+    recipe = recipe_of(isa)
     if is_arm:  # not compiled for other tests too: in less time
         recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
     (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,8 +87,8 @@ def test_other_roundings_would_be_noticed(variant: str, tmp_path: Path) -> None:
 @of_both
 def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
     """The kernels for AMX over tiles in plain C, and over its own where there are any."""
-    block_recipe, driver, headers = kernels
-    recipe = block_recipe("avx512" if kernels is BLOCKS else "avx512bf16")
+    recipe_of, driver, headers = kernels
+    recipe = recipe_of("avx512" if kernels is BLOCKS else "avx512bf16")
     if missing := set(NEEDED["amx"]) - {*AMX} - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
     emulated = ["-include", str(EMULATED), "-D__AMX_INT8__", "-D__AMX_BF16__", f"-I{headers}"]
@@ -104,9 +104,9 @@ def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
 @of_both
 def test_sanitizers_find_nothing(kernels: Kernels, tmp_path: Path) -> None:
     """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
-    block_recipe, driver, headers = kernels
+    recipe_of, driver, headers = kernels
     needed = NEEDED if kernels is BLOCKS else VARIANTS
-    recipe = block_recipe(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
+    recipe = recipe_of(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
     sources = [str(file) for file in recipe.sources if not file.stem.endswith("layout")]
     flags = [flag for flag in recipe.flags if flag not in ("-O3", "-fPIC")]
     checked = ["-Og", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{headers}"]

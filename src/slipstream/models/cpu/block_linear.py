@@ -39,8 +39,7 @@ class Table(Protocol):
     outputs: int
     inputs: int
 
-    def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`."""
+    def rows(self, outputs: Tensor) -> Tensor: ...
 
 
 class BlockPart:
@@ -141,7 +140,7 @@ class BlockLinear(nn.Module):
         return made
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`; of a layer of one part."""
+        """Of a layer of one part."""
         (part,) = self.parts
         return part.rows(outputs)
 

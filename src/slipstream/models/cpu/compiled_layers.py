@@ -28,10 +28,8 @@ from slipstream.models.cpu.packed_linear import CompressedLinear, KernelLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
 from slipstream.models.cpu.structs import (
     LANES,
-    LARGEST_HEAD,
     MAX_HEAD_SIZE,
     MAX_SHARED_HEADS,
-    MOST_REPEATS,
     CacheStruct,
     FloatCacheStruct,
     FloatLayerStruct,
@@ -149,7 +147,6 @@ class LayerCalls(ABC):
         """The struct of a norm, valid as long as this object."""
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         batch, width = hidden.shape[:2]
         out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self.size)
         rows, tokens, scratch = self._inputs(hidden)
@@ -161,7 +158,6 @@ class LayerCalls(ABC):
         return heads[:, :both], heads[:, both:]
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         rows, tokens, scratch = self._inputs(hidden)
         given = attended.contiguous()
@@ -170,7 +166,6 @@ class LayerCalls(ABC):
         return out
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        """See `Ops.whole_layer`."""
         if not self.takes(hidden):
             return None
         keys, values = self.cached(cache, spec, hidden)
@@ -239,7 +234,6 @@ class CompiledOps(LayerCalls):
         super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, alone=alone)
 
     def norm(self, norm: RootMeanSquare | None) -> NormStruct:
-        """See `LayerCalls.norm`."""
         if norm is None:
             return NormStruct(None, 0.0, 0)
         weight, rounds_first = norm.weight
@@ -247,21 +241,17 @@ class CompiledOps(LayerCalls):
         return NormStruct(address(weight), norm.eps, rounds_first)
 
     def scratch(self, tokens: int) -> int:
-        """See `LayerCalls.scratch`."""
         return tokens * self._scratch_per_token
 
     def takes(self, hidden: Tensor) -> bool:
-        """See `LayerCalls.takes`."""
         return hidden.shape[0] * hidden.shape[1] <= self._most_attended
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
             return self._plain.project_qkv_rope(hidden, rope)
         return super().project_qkv_rope(hidden, rope)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
             return self._plain.residual_mlp(hidden, attended)
         return super().residual_mlp(hidden, attended)
@@ -313,23 +303,20 @@ class BlockLayerOps(LayerCalls):
         structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
         sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
         layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
-        self._attends = ops.size <= LARGEST_HEAD and ops.heads <= MOST_REPEATS * ops.key_heads
+        self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
         super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, alone=True)
 
     def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
-        """See `LayerCalls.norm`."""
         if norm is None:
             return FloatNormStruct(None, 0.0)
         self._norm_weights.append(norm.weight[0])
         return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
 
     def scratch(self, tokens: int) -> int:
-        """See `LayerCalls.scratch`."""
         needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
         return needed
 
     def takes(self, hidden: Tensor) -> bool:
-        """See `LayerCalls.takes`."""
         return self._attends
 
 

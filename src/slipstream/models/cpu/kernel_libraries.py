@@ -45,7 +45,7 @@ from slipstream.models.cpu.processor import (
     isas_of,
     processor,
 )
-from slipstream.models.cpu.structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, check_layout
+from slipstream.models.cpu.structs import check_layout
 from slipstream.models.fast_path_warnings import warn_slower
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -309,7 +309,7 @@ def bfloat16_version() -> str:
 
 def block_recipe(isa: str) -> Recipe:
     """How the kernels are compiled for these instructions."""
-    sources = (*sorted(SOURCES.joinpath("blocks").glob("*.c")), SOURCES / "team.c")
+    sources = (*sorted(SOURCES.joinpath("blocks").glob("*.c")), SOURCES / "layout.c", SOURCES / "team.c")
     return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
 
 
@@ -334,7 +334,7 @@ def library_for(isa: str) -> ctypes.CDLL:
 def library_of(recipe: Recipe) -> ctypes.CDLL:
     """The functions of a recipe."""
     library = loaded(recipe)
-    check_layout(library, BLOCK_MIRRORS, BLOCK_CONSTANTS)
+    check_layout(library)
     for name in ("panel_bytes", "activation_bytes", "float_scratch", "pack_pieces"):
         if hasattr(library, name):  # `pack_pieces` is not there on Windows
             getattr(library, name).restype = ctypes.c_int64

@@ -14,20 +14,7 @@ SPACE = 3  # bfloat16 numbers of space per input of a product
 GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
-CONSTANTS: Mapping[str, int] = {
-    "LANES": LANES,
-    "PANEL": PANEL,
-    "BLOCK": BLOCK,
-    "QUAD": QUAD,
-    "GROUP": GROUP,
-    "RECORD": RECORD,
-    "SPACE": SPACE,
-    "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
-    "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
-    "MAX_STATE": MAX_STATE,
-    "MAX_TAPS": MAX_TAPS,
-}
-INPUTS, LARGEST_HEAD, MOST_REPEATS = 32, 256, 64  # GROUP, MAX_HEAD and MAX_REPEATS of the header
+INPUTS = GROUP  # of a row of a block format, which share the scale of an activation
 GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
 KINDS = 64
 
@@ -95,55 +82,6 @@ class SegmentStruct(ctypes.Structure):
     """`struct segment`."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("slot", "start", "count", "known", "keep")]
-
-
-MIRRORS: Mapping[str, type[ctypes.Structure]] = {
-    "linear": LinearStruct,
-    "norm": NormStruct,
-    "layer": LayerStruct,
-    "kv_cache": CacheStruct,
-    "stacked_layer": StackedLayerStruct,
-    "recurrence": RecurrenceStruct,
-    "segment": SegmentStruct,
-}
-
-
-class _Entry(ctypes.Structure):
-    """`struct entry` of layout.c."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_int64)]
-
-
-def check_layout(
-    library: ctypes.CDLL,
-    mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS,
-    constants: Mapping[str, int] | None = None,
-) -> None:
-    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference.
-
-    constants: by default `CONSTANTS`.
-    """
-    compiled, mirrored = _compiled(library), dict(CONSTANTS if constants is None else constants)
-    for name, mirror in mirrors.items():
-        mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
-        for field in mirror._fields_:
-            mirrored[f"{name}.{field[0]}"] = getattr(mirror, field[0]).offset
-    for name in [*compiled, *mirrored]:
-        if compiled.get(name) != mirrored.get(name):
-            raise SlipstreamError(
-                f"the compiled kernels and their mirror in Python disagree: {name} is "
-                f"{compiled.get(name, 'unknown')} in C and {mirrored.get(name, 'unknown')} in Python"
-            )
-
-
-def _compiled(library: ctypes.CDLL) -> dict[str, int]:
-    """What layout.c exports."""
-    entries = ctypes.cast(ctypes.addressof(_Entry.in_dll(library, "layout")), ctypes.POINTER(_Entry))
-    values, at = dict[str, int](), 0
-    while entries[at].name is not None:
-        values[entries[at].name.decode()] = entries[at].value
-        at += 1
-    return values
 
 
 @dataclass(frozen=True)
@@ -220,22 +158,66 @@ class FloatCacheStruct(ctypes.Structure):
     ]
 
 
-BLOCK_MIRRORS: Mapping[str, type[ctypes.Structure]] = {
+MIRRORS: Mapping[str, type[ctypes.Structure]] = {
+    "linear": LinearStruct,
+    "norm": NormStruct,
+    "layer": LayerStruct,
+    "kv_cache": CacheStruct,
+    "stacked_layer": StackedLayerStruct,
+    "recurrence": RecurrenceStruct,
+    "segment": SegmentStruct,
     "block_part": PartStruct,
     "file_piece": FilePieceStruct,
     "block_linear": BlockLinearStruct,
     "float_norm": FloatNormStruct,
     "float_layer": FloatLayerStruct,
     "float_cache": FloatCacheStruct,
-    "stacked_layer": StackedLayerStruct,
 }
-BLOCK_CONSTANTS: Mapping[str, int] = {
+CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,
-    "GROUP": INPUTS,
-    "MAX_HEAD": LARGEST_HEAD,
-    "MAX_REPEATS": MOST_REPEATS,
+    "PANEL": PANEL,
+    "BLOCK": BLOCK,
+    "QUAD": QUAD,
+    "GROUP": GROUP,
+    "RECORD": RECORD,
+    "SPACE": SPACE,
+    "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+    "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
+    "MAX_STATE": MAX_STATE,
+    "MAX_TAPS": MAX_TAPS,
     **{block.name: block.code for block in FORMATS},
     "FORMATS": len(FORMATS),
     **GROUPED,
     "KINDS": KINDS,
 }
+
+
+class _Entry(ctypes.Structure):
+    """`struct entry` of layout.c."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_int64)]
+
+
+def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS) -> None:
+    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference."""
+    compiled, mirrored = _compiled(library), dict(CONSTANTS)
+    for name, mirror in mirrors.items():
+        mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
+        for field in mirror._fields_:
+            mirrored[f"{name}.{field[0]}"] = getattr(mirror, field[0]).offset
+    for name in [*compiled, *mirrored]:
+        if compiled.get(name) != mirrored.get(name):
+            raise SlipstreamError(
+                f"the compiled kernels and their mirror in Python disagree: {name} is "
+                f"{compiled.get(name, 'unknown')} in C and {mirrored.get(name, 'unknown')} in Python"
+            )
+
+
+def _compiled(library: ctypes.CDLL) -> dict[str, int]:
+    """What layout.c exports."""
+    entries = ctypes.cast(ctypes.addressof(_Entry.in_dll(library, "layout")), ctypes.POINTER(_Entry))
+    values, at = dict[str, int](), 0
+    while entries[at].name is not None:
+        values[entries[at].name.decode()] = entries[at].value
+        at += 1
+    return values

@@ -213,7 +213,6 @@ class GraphedBackend:
 
     @property
     def attended_unit(self) -> int:
-        """See `Backend`."""
         return self.cache.attended_unit
 
     @attended_unit.setter
@@ -221,11 +220,10 @@ class GraphedBackend:
         self.cache.attended_unit = unit
 
     def weights_digest(self) -> str:
-        """See `LayerSubsets.weights_digest`."""
         return self.eager.weights_digest()
 
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
-        """See `LayerSubsets.layer_subset`; with graphs of its own."""
+        """With graphs of its own."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
@@ -258,7 +256,7 @@ class GraphedBackend:
 
     @torch.inference_mode()
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """See `TreeForwards.forward_tree`; captured if it is narrow, from slot 0 on.
+        """Captured if it is narrow, from slot 0 on.
 
         A row's tokens stand in its slot as they are numbered, and a mask says which of them each one follows; so a
         branch attends to its path among others that are masked, and rounds as that does.
@@ -280,11 +278,10 @@ class GraphedBackend:
         return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """See `TreeForwards.move`."""
         self.eager.move(slot, places, start)
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """See `PromptLogits.answer`; never captured."""
+        """Never captured."""
         return self.eager.answer(tokens, start, slot=slot, columns=columns)
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -295,7 +292,7 @@ class GraphedBackend:
     def draft_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
     ) -> Tensor:
-        """See `GreedyRounds.draft_greedy`: all steps in one replay."""
+        """All steps in one replay."""
         last = max(start + count for start, count in zip(starts, counts, strict=True))
         bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
         limit = min(vocab_size, self.vocab_size)
@@ -310,7 +307,7 @@ class GraphedBackend:
     def verify_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
     ) -> Tensor:
-        """See `GreedyRounds.verify_greedy`: forward, choice and comparison in one replay."""
+        """Forward, choice and comparison in one replay."""
         bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
         if bucket is not None:
             self._bodies.fill(bucket, tokens, starts, counts, lengths, width)

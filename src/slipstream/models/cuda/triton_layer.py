@@ -48,15 +48,12 @@ class TritonOps:
         self._head_norms = (torch.stack(heads), ops.head_norms[0].eps) if heads else None
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         return self._plain.project_qkv_rope(hidden, rope)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         return self._plain.residual_mlp(hidden, attended)
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        """See `Ops.whole_layer`."""
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None

@@ -357,7 +357,6 @@ class RaggedCache(SlotCache):
         self.prepared: Any = None
 
     def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
-        """See `SlotCache.place`."""
         width = columns.shape[1]
         long = width >= LONG and self.attended_lengths and len(starts) == 1
         self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None)

@@ -189,7 +189,6 @@ class LayerOps:
         self.after_attention, self.after_feed_forward = after
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         batch, width = hidden.shape[:2]
         both = self.heads + self.key_heads
         heads = self.qkv(self.before_attention(hidden)).view(batch, width, -1, self.size)
@@ -200,7 +199,6 @@ class LayerOps:
         return self._rope(qk, rope).transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         x: Tensor = self.out(attended)
         x = hidden + (x if self.after_attention is None else self.after_attention(x))
         gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)

@@ -172,7 +172,6 @@ class OwnCacheBackend:
         self._ids.extend([] for _ in range(rows - len(self._ids)))
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """See `Checkpoints.checkpoint`."""
         return self.caches.last(slot, limit)
 
     def settle(self, slot: int, position: int) -> None:
@@ -180,7 +179,7 @@ class OwnCacheBackend:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """See `Backend.forward`; every column counts as a token, padding too."""
+        """Every column counts as a token, padding too."""
         rows = [self._feed(first_slot + i, start, tokens[i].tolist(), logits) for i, start in enumerate(starts)]
         return torch.stack(rows) if logits else torch.empty(0, device=self.device)
 
@@ -193,7 +192,7 @@ class OwnCacheBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """See `RaggedForwards.forward_ragged`; row after row."""
+        """Row after row."""
         parts = tokens.tolist()
         found, begin = [], 0
         for segment in segments:
@@ -203,7 +202,6 @@ class OwnCacheBackend:
         return logits if columns is None else logits[columns.to(self.device)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """See `Backend.copy`."""
         self.caches.copy(source, destination, length)
         self._ids[destination] = self._ids[source][:length]
 
