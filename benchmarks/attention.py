@@ -32,7 +32,7 @@ from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.hf.grouped_attention import group_mask, grouped_attention, repeats_of
+from slipstream.models.decoder.attention import group_mask, grouped_attention, repeats_of
 from slipstream.models.weights.model_files import quiet
 from slipstream.models.weights.resolve import resolve
 

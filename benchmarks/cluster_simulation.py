@@ -158,7 +158,7 @@ def blocks_of(nodes: int, each: int, batch: int) -> Iterator[list[int]]:
 def measured(blocks: int, batch: int, address: str) -> dict[str, float]:
     """Seconds to the first block and per further one of a job whose engines answer at once, each block synced."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from slipstream.integrations.ray.ray_job import ray_module
+    from slipstream.integrations.ray.ray_options import ray_module
 
     ray: Any = ray_module()
     begun = perf_counter()

@@ -27,10 +27,9 @@ from terminal import Count, JsonFile, console, numbers, run
 
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.kernel_build import SWITCH
+from slipstream.models.cpu.kernel_libraries import SWITCH, kernels
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.model_files import quiet

@@ -20,10 +20,9 @@ from slipstream.core.types import Draft, Row, Verdict
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
-from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.fast_forwards import OwnLogits
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.sampling.sampler import Sampler
 
 SPREAD = 16.0  # of embeddings: the last token outweighs what random layers add to it

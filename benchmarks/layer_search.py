@@ -33,7 +33,10 @@ from terminal import Count, console, run
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.speed_model.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import expected_tokens, predicted_speed_up
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.interfaces import Backend
 from slipstream.drafters.layer_skip import layer_subset, num_layers, remember_layers
 from slipstream.models.weights.model_files import quiet

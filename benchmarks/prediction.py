@@ -25,13 +25,10 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
-from slipstream.bench.speed_model.formula import (
-    Acceptance,
-    Costs,
-    measure_costs,
-    predict_from_stats,
-    predicted_speed_up,
-)
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import predict_from_stats, predicted_speed_up
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts, spread
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from slipstream.core.interfaces import RaggedForwards, RowSegment
 from slipstream.core.session import Session
 from slipstream.errors import UsageError
-from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import RaggedLayout, end_to_end, make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.model_files import quiet

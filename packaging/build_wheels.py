@@ -20,18 +20,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.models.cpu.bfloat16_kernels import recipe_of
-from slipstream.models.cpu.block_kernels import recipe_for
-from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SOURCES, Recipe, compile_library, prebuilt_name
+from slipstream.models.cpu.kernel_libraries import (
+    COMMON_FLAGS,
+    SOURCES,
+    Recipe,
+    bfloat16_recipe,
+    block_recipe,
+    compile_library,
+    prebuilt_name,
+)
 
 ROOT, PREBUILT = Path(__file__).parents[1], "slipstream/models/cpu/prebuilt"
 SOURCE = ("src", "pyproject.toml", "README.md", "LICENSE")
 WHEN = (2020, 1, 1, 0, 0, 0)  # of every file in a wheel, so that the same sources give the same bytes
 DETECTION = Recipe("detection", (SOURCES / "detection" / "detection.c",), COMMON_FLAGS)
 UNIX = ("-lpthread", "-ldl", "-lm")
-X86 = (*map(recipe_for, ("avx512", "avxvnni", "avx2")), *map(recipe_of, ("avx512bf16", "avx512", "avx2")), DETECTION)
-OF_LINUX = (recipe_for("amx"), recipe_of("amx"), *X86)  # which is asked for the tiles of AMX
-ARM = (recipe_for("neon"), recipe_of("neon"))
+X86 = (
+    *map(block_recipe, ("avx512", "avxvnni", "avx2")),
+    *map(bfloat16_recipe, ("avx512bf16", "avx512", "avx2")),
+    DETECTION,
+)
+OF_LINUX = (block_recipe("amx"), bfloat16_recipe("amx"), *X86)  # which is asked for the tiles of AMX
+ARM = (block_recipe("neon"), bfloat16_recipe("neon"))
 
 
 @dataclass(frozen=True)

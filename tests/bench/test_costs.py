@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.speed_model.formula import Costs, Machine, best_length, measure_costs, paper_costs
+from slipstream.bench.speed_model.formula import best_length
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
 from slipstream.models.toy import load_toy
 from tests.support.architectures import tiny_model
 from tests.support.cost_cases import linear_costs

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (
-    Costs,
     best_length,
     break_even_acceptance,
     expected_tokens,
@@ -23,6 +22,7 @@ from slipstream.bench.speed_model.formula import (
     round_milliseconds,
     simulate,
 )
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
 

@@ -18,20 +18,16 @@ from slipstream.apps.cli.application import app, out
 from slipstream.bench.records import compact
 from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
 from slipstream.bench.speed_model.formula import (
-    Costs,
-    Machine,
     best_length,
     conclusions,
     expected_tokens,
-    measure_costs,
-    paper_costs,
     predict_from_stats,
     predicted_speed_up,
     round_milliseconds,
     simulate,
 )
-from slipstream.bench.speed_model.probe import uneven
-from slipstream.bench.speed_model.round_costs import TokenCosts
+from slipstream.bench.speed_model.probe import measure_costs, uneven
+from slipstream.bench.speed_model.round_costs import Costs, Machine, TokenCosts, paper_costs
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs

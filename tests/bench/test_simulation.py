@@ -14,13 +14,13 @@ from slipstream.apps.cli.application import app, out
 from slipstream.apps.cli.tables import print_simulation, simulation_table
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import (
-    Costs,
     best_length,
     break_even_acceptance,
     pays_until,
     predicted_speed_up,
     simulate,
 )
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
 from tests.support.simulated_rounds import Load, play

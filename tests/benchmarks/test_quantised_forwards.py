@@ -11,8 +11,7 @@ import quantised_forwards
 import torch
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 from tests.support.gguf_files import write_model
 from tests.support.quantised_files import SHAPE
 from tests.support.tiny_models import fresh, tokenizer

@@ -10,8 +10,7 @@ import pytest
 import quantised_texts
 import torch
 
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 from tests.support.gguf_files import write_model
 
 pytest.importorskip("gguf")

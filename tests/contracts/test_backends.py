@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import Backend
+from slipstream.models.decoder.cache import ATTENDED_UNIT
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.kv_cache import ATTENDED_UNIT
 from slipstream.models.toy import ToyBackend
 from tests.support.tiny_models import ARCHITECTURES, HashBackend, prompts, shared
 

@@ -19,8 +19,8 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.models import pretrained as loading
 from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.loaded import LoadOptions
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from slipstream import Draft, Drafter, SamplingParams, SpeculativeDecoder, Stats, UsageError
+from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.core.session import Session
 from slipstream.core.types import Row
-from slipstream.draft_length.policies import MAX_DRAFT_TOKENS, Fixed
+from slipstream.draft_length.policies import Fixed
 from slipstream.drafters import Setup, load
 from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run

@@ -17,11 +17,10 @@ from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import Rectangle
 from slipstream.core.types import Row
+from slipstream.models.decoder.cache import lay_out
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
-from slipstream.models.hf.ragged_attention import lay_out
-from slipstream.models.layouts.ragged_layout import RaggedLayout, end_to_end, last_of_each, portions
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import RaggedLayout, end_to_end, last_of_each, make_session, portions
 from slipstream.reproducibility.calibration import TOTALS, calibrate
 from tests.support.markers import mostly_slow
 from tests.support.rounding_backends import BATCH, BIT, RoundingBackend

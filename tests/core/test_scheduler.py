@@ -20,7 +20,7 @@ from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed, drafts_for
 from slipstream.drafters.model import ModelDrafter
 from slipstream.drafters.ngram import NgramDrafter
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.toy import FABLE, ToyBackend
 from tests.support.engine_parts import engine
 

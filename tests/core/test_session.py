@@ -19,7 +19,7 @@ from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.toy import ToyBackend
 from tests.support.markers import mostly_slow
 from tests.support.session_cases import CAPACITY, commit, from_scratch, new_row, table

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.core.kv_slots import EXACT_FIT, Shapes
-from slipstream.core.session import CATCH_UP, Session
+from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, Shapes
+from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.ngram import NgramDrafter

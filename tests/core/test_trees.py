@@ -17,7 +17,7 @@ from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core import kv_slots, session
 from slipstream.core.trees import TreeSegment, arranged, chain_lengths, depths, main_chain, match_tree, segments_of
 from slipstream.core.types import Row
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler

@@ -13,7 +13,7 @@ from slipstream import SamplingParams, SlipstreamError
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.toy import ToyTokenizer
 from slipstream.text.hf_tokenizer import HFTokenizer
 from slipstream.text.vocabulary import VocabularyInfo

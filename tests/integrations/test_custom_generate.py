@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
-from slipstream.models.hf.cache_names import cache_name
+from slipstream.models.hf.prepared_inputs import cache_name
 from tests.support.hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
 from tests.support.tiny_models import VOCAB, fresh, perturbed, shared, tokenizer
 from tests.support.vocabularies import speaking

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from slipstream import UsageError
-from slipstream.integrations.ray import RayOptions
+from slipstream.integrations.ray.ray_options import RayOptions
 from tests.support.job_cases import by_id, chat, requests, toy, write
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra 'ray')")

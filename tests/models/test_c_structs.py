@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu import c_structs
-from slipstream.models.cpu.c_structs import MIRRORS, LinearStruct, check_layout
-from slipstream.models.cpu.kernel_build import SOURCES
+from slipstream.models.cpu import structs
+from slipstream.models.cpu.kernel_libraries import SOURCES
+from slipstream.models.cpu.structs import MIRRORS, LinearStruct, check_layout
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def test_sizes_offsets_and_constants_are_those_of_the_compiler(library: ctypes.CDLL) -> None:
     check_layout(library)
-    compiled = c_structs._compiled(library)
+    compiled = structs._compiled(library)
     assert compiled["linear.data"] == 3 * ctypes.sizeof(ctypes.c_int64) and compiled["QUAD"] == 192
     assert sum(name.startswith("layer.") for name in compiled) == len(MIRRORS["layer"]._fields_)
 
@@ -63,7 +63,7 @@ def test_a_mirror_that_differs_is_an_error(library: ctypes.CDLL, mirror: type, n
 
 
 def test_a_constant_that_differs_is_an_error(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c_structs, "CONSTANTS", {**c_structs.CONSTANTS, "PANEL": 16})
+    monkeypatch.setattr(structs, "CONSTANTS", {**structs.CONSTANTS, "PANEL": 16})
     with pytest.raises(SlipstreamError, match="PANEL is 32 in C and 16 in Python"):
         check_layout(library)
 
@@ -75,5 +75,5 @@ def test_a_struct_that_only_one_side_knows_is_an_error(library: ctypes.CDLL) -> 
 
 
 def test_every_struct_of_the_header_is_mirrored() -> None:
-    lines = [line for name in ("structs.h", "stacked_layer.h") for line in (SOURCES / name).read_text().splitlines()]
+    lines = (SOURCES / "structs.h").read_text().splitlines()
     assert {line.split()[1] for line in lines if line.startswith("struct ")} == set(MIRRORS)

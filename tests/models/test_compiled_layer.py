@@ -10,20 +10,25 @@ from torch import Tensor
 
 from slipstream.core.trees import depths, path_to, segments_of
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.block_kernels import block_kernels
-from slipstream.models.cpu.block_structs import BlockLinearStruct, FloatCacheStruct, FloatLayerStruct, FloatNormStruct
-from slipstream.models.cpu.c_structs import CacheStruct, LayerStruct, LinearStruct, NormStruct
-from slipstream.models.cpu.compiled_layer import CompiledOps, recognise
-from slipstream.models.cpu.kernel_build import address
+from slipstream.models.cpu.compiled_layers import CompiledOps, recognise
+from slipstream.models.cpu.kernel_libraries import address, block_kernels, kernels
 from slipstream.models.cpu.packed_linear import pack
 from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
-from slipstream.models.hf.activation import GELU, SILU
+from slipstream.models.cpu.structs import (
+    BlockLinearStruct,
+    CacheStruct,
+    FloatCacheStruct,
+    FloatLayerStruct,
+    FloatNormStruct,
+    LayerStruct,
+    LinearStruct,
+    NormStruct,
+)
+from slipstream.models.decoder.cache import TreeRows, tree_rows
+from slipstream.models.decoder.fused_layer import GELU, SILU, FusedLayer, LayerOps
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_layer import FusedLayer, LayerOps
-from slipstream.models.hf.fused_linear import fuse
-from slipstream.models.hf.tree_attention import TreeRows, tree_rows
 from tests.support.tiny_models import fast, fresh
 from tests.support.tiny_models import ragged_logits as logits
 

@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu import bfloat16_kernels, kernel_build
-from slipstream.models.cpu.bfloat16_kernels import VARIANTS, kernels, recipe_of, variants_of
-from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.instruction_sets import NoKernelsError
-from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, built
-from slipstream.models.cpu.packed_linear import PackedLinear, pack
-from slipstream.models.cpu.processor import parse
+from slipstream.models.cpu import kernel_libraries
+from slipstream.models.cpu.kernel_libraries import (
+    COMMON_FLAGS,
+    SWITCH,
+    VARIANTS,
+    Recipe,
+    bfloat16_recipe,
+    built,
+    kernels,
+    variants_of,
+)
+from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed, pack
+from slipstream.models.cpu.processor import NoKernelsError, parse
 from slipstream.models.fast_path_warnings import warn_slower
 from tests.support.tiny_models import fast, fresh
 
@@ -124,7 +130,7 @@ def test_a_layer_is_compressed_where_that_gains() -> None:
 
 
 def test_without_kernels_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.cpu.compressed_linear.kernels", lambda: None)
+    monkeypatch.setattr("slipstream.models.cpu.packed_linear.kernels", lambda: None)
     assert type(compressed_or_packed(layer(64, 64))) is PackedLinear
 
 
@@ -140,7 +146,7 @@ def test_a_model_gives_its_own_logits() -> None:
 
 
 FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
-PLAIN = recipe_of("plain")
+PLAIN = bfloat16_recipe("plain")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +219,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(folder: Path, tmp_pa
 @needs_kernels
 def test_the_library_is_compiled_once(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     made = built(folder, {}, recipe)
-    monkeypatch.setattr(kernel_build, "_run", lambda command: pytest.fail("compiled again"))
+    monkeypatch.setattr(kernel_libraries, "_run", lambda command: pytest.fail("compiled again"))
     assert built(folder, {}, recipe) == made and list(folder.iterdir()) == [made]
     with pytest.raises(pytest.fail.Exception):
         built(folder, {}, replace(recipe, flags=(*recipe.flags, "-g")))
@@ -227,9 +233,9 @@ def test_without_kernels_a_warning_says_why_once(
 ) -> None:
     warn_slower.cache_clear()
     caplog.set_level("INFO", "slipstream")
-    monkeypatch.setattr(bfloat16_kernels, "processor", lambda: parse("flags: fpu"))
+    monkeypatch.setattr(kernel_libraries, "processor", lambda: parse("flags: fpu"))
     for _ in range(2):
-        assert bfloat16_kernels.kernels_for.__wrapped__(None) is None
+        assert kernel_libraries.kernels_for.__wrapped__(None) is None
     (reason,) = [record for record in caplog.records if "PyTorch's kernels are used" in record.message]
     assert reason.levelname == "WARNING" and "a processor with AVX2" in reason.getMessage()
 

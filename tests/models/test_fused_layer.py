@@ -12,12 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
+from slipstream.models.decoder import attention as grouped
+from slipstream.models.decoder.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries, later_starts, tolerance
-from slipstream.models.hf.fused_layer import LayerOps, RootMeanSquare, UnknownLayerError, fused_layers, is_fused
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.tiny_models import VOCAB, fast, fresh
@@ -81,7 +81,7 @@ def test_layers_that_compute_something_else_keep_their_forward_with_a_warning(
     backend = fast("llama", fused=False)
     expected = logits(backend)
     monkeypatch.setattr(RootMeanSquare, "__call__", lambda self, x: x)
-    monkeypatch.setattr("slipstream.models.hf.fused_layer.CLOSE", float("inf"))
+    monkeypatch.setattr("slipstream.models.decoder.fused_layer.CLOSE", float("inf"))
     assert fused_layers(backend.model, [None, None])
     fuse_layers(backend)
     assert num_fused(backend) == 0
@@ -94,7 +94,7 @@ def test_a_mistake_of_our_own_in_a_fused_layer_rises(kind: type[Exception], monk
     def broken(*_: Any) -> Tensor:
         raise kind("a typo")
 
-    monkeypatch.setattr("slipstream.models.hf.fused_layer.FusedLayer._attend", broken)
+    monkeypatch.setattr("slipstream.models.decoder.fused_layer.FusedLayer._attend", broken)
     with pytest.raises(kind, match="a typo"):
         fast("llama")
 
@@ -105,7 +105,7 @@ def test_a_mistake_of_our_own_in_the_structure_check_rises(name: str, monkeypatc
         raise AttributeError("a typo")
 
     monkeypatch.setattr(LayerOps, name, broken) if name == "project_qkv_rope" else monkeypatch.setattr(
-        f"slipstream.models.hf.fused_layer.{name}", broken
+        f"slipstream.models.decoder.fused_layer.{name}", broken
     )
     with pytest.raises(AttributeError, match="a typo"):
         fast("llama")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
+from slipstream.models.decoder.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.fused_linear import FusedLinear, FusedOutput, called_by_none, fuse, linear_calls
 from tests.support.tiny_models import ARCHITECTURES, fresh
 
 GROUPS = {

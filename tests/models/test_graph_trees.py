@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
-from slipstream.models.cuda.tree_table import TreeTable
+from slipstream.models.cuda.indexed_cache import TreeTable
 from tests.support.graph_cases import MODELS, STARTS, Case
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.acceptance import match
 from slipstream.core.types import Draft
 from slipstream.models.cuda.graph_backend import MAX_STEPS, GraphedBackend
-from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, unsupported
+from slipstream.models.cuda.graph_store import REPLAYS, GraphMemory, GraphStore, NoWaiting, Rerun, why_not_captured
 from slipstream.models.cuda.indexed_cache import SPARE, WIDTHS
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries, later_logits
@@ -305,16 +305,16 @@ def test_a_model_that_waits_for_the_device_is_not_captured(caplog: pytest.LogCap
 
 def test_what_cannot_be_captured_is_known_beforehand(caplog: pytest.LogCaptureFixture) -> None:
     model = fresh("llama")
-    assert unsupported(model) is None
+    assert why_not_captured(model) is None
     model.quantization_method = "bitsandbytes"
-    assert "bitsandbytes" in str(unsupported(model))
+    assert "bitsandbytes" in str(why_not_captured(model))
     model.quantization_method = "awq"
-    assert unsupported(model) is None
+    assert why_not_captured(model) is None
     model.model.layers[0]._hf_hook = SimpleNamespace()
-    assert "accelerate" in str(unsupported(model))
+    assert "accelerate" in str(why_not_captured(model))
     del model.model.layers[0]._hf_hook
     model.lm_head.to("meta")
-    assert unsupported(model) == "its weights are on several devices (cpu, meta)"
+    assert why_not_captured(model) == "its weights are on several devices (cpu, meta)"
     with caplog.at_level(logging.WARNING):
         GraphedBackend(model, Tape())
     assert "LlamaForCausalLM runs without CUDA graphs: its weights are on several devices" in caplog.text

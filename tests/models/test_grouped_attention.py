@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream import SlipstreamError, SpeculativeDecoder
+from slipstream.models.decoder import attention as grouped
+from slipstream.models.decoder.attention import UngroupableError
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries
-from slipstream.models.hf.grouped_attention import UngroupableError
 from tests.support.tiny_models import fresh
 from tests.support.tiny_models import ragged_logits as logits
 
@@ -26,7 +26,7 @@ FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
 def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtype) -> None:
     plain, fast = HFBackend(fresh(name, dtype=dtype)), HFBackend(fresh(name, dtype=dtype))
     group_queries(fast)
-    assert fast.model.config.get_text_config()._attn_implementation == grouped.NAME
+    assert fast.model.config.get_text_config()._attn_implementation == grouped.GROUPED
     expected, got = logits(plain), logits(fast)
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
@@ -76,7 +76,7 @@ def test_a_model_that_answers_differently_keeps_its_own_attention(monkeypatch: p
     def wrong(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, None]:
         return query.transpose(1, 2) * 3, None
 
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, wrong)
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, wrong)
     backend = HFBackend(fresh("llama"))
     group_queries(backend)
     assert backend.model.config._attn_implementation == "sdpa" and backend.masks.repeats is None
@@ -98,7 +98,7 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_slower.cache_clear()
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, Raising(error))
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
     for _ in range(2):
         backend = HFBackend(fresh("llama"))
         group_queries(backend)
@@ -110,7 +110,7 @@ def test_a_model_that_refuses_the_grouped_mask_keeps_its_own_attention_with_one_
 
 @pytest.mark.parametrize("error", [AttributeError("a typo"), TypeError("a typo"), KeyError("a typo")])
 def test_a_mistake_of_our_own_is_not_taken_for_a_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, Raising(error))
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.GROUPED, Raising(error))
     with pytest.raises(type(error), match="a typo"):
         group_queries(HFBackend(fresh("llama")))
 

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.quantised_linear import FewLinear, QuantisedLinear, _few
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.quantised_linear import FewLinear, Int4Linear, QuantisedLinear, _few
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
 

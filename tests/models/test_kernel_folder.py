@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.cpu import kernel_build, private_folder
-from slipstream.models.cpu.instruction_sets import NoKernelsError
-from slipstream.models.cpu.kernel_build import COMMON_FLAGS, Recipe, loaded
+from slipstream.models.cpu import kernel_libraries
+from slipstream.models.cpu.kernel_libraries import COMMON_FLAGS, Recipe, loaded
+from slipstream.models.cpu.processor import NoKernelsError
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
@@ -40,7 +40,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     home.mkdir()
     monkeypatch.setenv("SLIPSTREAM_MODELS", str(shared))
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr(kernel_build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(kernel_libraries, "PREBUILT", tmp_path / "prebuilt")
     loaded.cache_clear()
     return shared / "kernels", home / ".cache" / "slipstream" / "models" / "kernels"
 
@@ -59,8 +59,8 @@ def plant(recipe: Recipe, library: Path, *, sealed: bool = True) -> None:
     other = library.parent.parent / "other.c"
     other.write_text(SOURCE.format(666))
     made = other.with_suffix(".so")
-    kernel_build.compile_library(["cc"], Recipe("other", (other,), COMMON_FLAGS), made)
-    private_folder.save(made.read_bytes(), library) if sealed else shutil.copy(made, library)
+    kernel_libraries.compile_library(["cc"], Recipe("other", (other,), COMMON_FLAGS), made)
+    kernel_libraries.save(made.read_bytes(), library) if sealed else shutil.copy(made, library)
 
 
 def mode(path: Path) -> int:
@@ -160,13 +160,13 @@ def test_a_library_with_a_wrong_byte_is_made_anew(at: int, recipe: Recipe, folde
     whole = bytearray(library.read_bytes())
     whole[at] ^= 0xFF
     library.write_bytes(bytes(whole))
-    assert answer(recipe) == 42 and private_folder.is_whole(library)
+    assert answer(recipe) == 42 and kernel_libraries.is_whole(library)
 
 
 def test_a_library_of_another_system_is_made_anew(recipe: Recipe, folders: tuple[Path, Path]) -> None:
     assert answer(recipe) == 42
     (library,) = folders[0].iterdir()
-    private_folder.save(b"\x7fELF of a system with another C library", library)
+    kernel_libraries.save(b"\x7fELF of a system with another C library", library)
     assert answer(recipe) == 42
     assert ctypes.CDLL(str(library)).answer() == 42
 

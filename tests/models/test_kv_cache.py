@@ -11,11 +11,11 @@ from torch import Tensor
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import RowSegment, set_attended_lengths
 from slipstream.core.trees import segments_of
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cuda.indexed_cache import SPARE
-from slipstream.models.hf import kv_cache
+from slipstream.models.decoder import cache
+from slipstream.models.decoder.cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.kv_cache import ATTENDED_UNIT, FIRST_POSITIONS, SlotCache
 from tests.support.graph_cases import Case
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import VOCAB, fast, fresh, prompts, shared
@@ -128,8 +128,8 @@ def test_copies_move_less_than_is_held_in_the_end(monkeypatch: pytest.MonkeyPatc
         moved.append(cached.shape[0] * cached.shape[2])
         return enlarged(cached, *size)
 
-    enlarged = kv_cache._enlarged
-    monkeypatch.setattr(kv_cache, "_enlarged", counting)
+    enlarged = cache._enlarged
+    monkeypatch.setattr(cache, "_enlarged", counting)
     backend = HFBackend(fresh("llama", max_position_embeddings=1 << 15, num_hidden_layers=1))
     backend.reserve(2, 1 << 14)
     for start in range(0, 1 << 14, 64):
@@ -148,7 +148,7 @@ def test_growth_that_finds_no_memory_loses_nothing(failing: int, monkeypatch: py
             raise torch.OutOfMemoryError("out of memory")
         return enlarge(cached, *size)
 
-    enlarge = kv_cache._enlarged
+    enlarge = cache._enlarged
     text = torch.tensor(prompts([FIRST_POSITIONS + 9]))
     whole = HFBackend(shared("llama"))
     whole.reserve(1, 900)
@@ -156,7 +156,7 @@ def test_growth_that_finds_no_memory_loses_nothing(failing: int, monkeypatch: py
     backend = HFBackend(shared("llama"))
     backend.reserve(1, 900)
     backend.forward(text[:, :500], [0], first_slot=0, logits=False)
-    monkeypatch.setattr(kv_cache, "_enlarged", enlarged)
+    monkeypatch.setattr(cache, "_enlarged", enlarged)
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward(text[:, 500:], [500], first_slot=0, logits=True)
     got = backend.forward(text[:, 500:], [500], first_slot=0, logits=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.interfaces import RowSegment
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.layer_stack import LayerStack, Rotations
+from slipstream.models.cpu.compiled_layers import LayerStack, Rotations
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits, fuse_layers
 from tests.support.tiny_models import fast

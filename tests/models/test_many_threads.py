@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.hf.activation import activated
+from slipstream.models.decoder.fused_layer import activated
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_linear import fuse
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import fast, fresh, prompts
 

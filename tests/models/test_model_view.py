@@ -21,8 +21,7 @@ from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
 from slipstream.models.cpu.packed_linear import PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
-from slipstream.models.hf.model_view import ModelView
-from slipstream.models.hf.wrapped_model import unwrapped
+from slipstream.models.hf.model_view import ModelView, unwrapped
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 PROMPT, COUNT = [5, 9, 11, 5, 9, 11, 5], 12

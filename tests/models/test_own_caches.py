@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicLayer
 import slipstream
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.hf.cache_names import KEYS_AND_VALUES, cache_name
+from slipstream.models.decoder.cache import KEYS_AND_VALUES
 from slipstream.models.hf.own_caches import MOST, NEWEST, OwnCacheBackend, OwnCaches, State
+from slipstream.models.hf.prepared_inputs import cache_name
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.pretrained import wrap_model
 from tests.support.architecture_checks import PROMPTS, QUEUE, Checks, Liar, greedy

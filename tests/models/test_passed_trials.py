@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.compiled_layer import CompiledOps
+from slipstream.models.cpu.compiled_layers import CompiledOps
+from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf import fast_forwards
 from slipstream.models.hf.passed_trials import passed_trials
 from slipstream.models.load import load

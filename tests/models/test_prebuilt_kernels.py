@@ -13,27 +13,33 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.cpu import kernel_build
-from slipstream.models.cpu.bfloat16_kernels import recipe_of
-from slipstream.models.cpu.instruction_sets import NEEDED, NoKernelsError, isa_of
-from slipstream.models.cpu.kernel_build import SOURCES, Recipe, first_that_loads, loaded, prebuilt_file, prebuilt_name
-from slipstream.models.cpu.processor import AMX, Processor, asked, processor
+from slipstream.models.cpu import kernel_libraries
+from slipstream.models.cpu.kernel_libraries import (
+    SOURCES,
+    Recipe,
+    bfloat16_recipe,
+    first_that_loads,
+    loaded,
+    prebuilt_file,
+    prebuilt_name,
+)
+from slipstream.models.cpu.processor import AMX, NEEDED, NoKernelsError, Processor, asked, isa_of, processor
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".wheels" / "bin" / "python"
-RECIPE = recipe_of("plain")
+RECIPE = bfloat16_recipe("plain")
 # prints the libraries that a GGUF product and a product of 12-bit weights were computed by, and whether they are right
 USE = """
 import json, torch
-from slipstream.models.cpu import bfloat16_kernels, block_kernels
-from slipstream.models.cpu.compressed_linear import compressed_or_packed
+from slipstream.models.cpu import kernel_libraries
+from slipstream.models.cpu.packed_linear import compressed_or_packed
 layer = torch.nn.Linear(64, 48).bfloat16()
 with torch.inference_mode():
     x = torch.ones(3, 64).bfloat16()
     made = compressed_or_packed(layer)
     close = torch.allclose(made(x), layer(x), atol=0.02)
-blocks = block_kernels.block_kernels()
-files = [bfloat16_kernels.kernels()._name, blocks._name]
+blocks = kernel_libraries.block_kernels()
+files = [kernel_libraries.kernels()._name, blocks._name]
 print(json.dumps([type(made).__name__, bool(close), files, bool(blocks.uses_openmp())]))
 """
 
@@ -41,8 +47,8 @@ print(json.dumps([type(made).__name__, bool(close), files, bool(blocks.uses_open
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Of prebuilt libraries and of the cache."""
-    monkeypatch.setattr(kernel_build, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(kernel_build, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kernel_libraries, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(kernel_libraries, "cache_folder", lambda: tmp_path / "cache")
     (tmp_path / "prebuilt").mkdir()
     return tmp_path / "prebuilt", tmp_path / "cache"
 
@@ -81,7 +87,7 @@ def test_the_next_best_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
             raise NoKernelsError(f"gcc failed at {recipe.name}")
 
     recipes = [Recipe(name, (), ()) for name in ("best", "good", "fair")]
-    monkeypatch.setattr(kernel_build, "loaded", loaded)
+    monkeypatch.setattr(kernel_libraries, "loaded", loaded)
     caplog.set_level("INFO", "slipstream")
     refused = {"best"}
     assert first_that_loads(recipes).name == "good"

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
-from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.packed_linear import packed
-from slipstream.models.cpu.quantised_linear import QuantisedLinear, rounded
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_packed, packed
+from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear, rounded
 from slipstream.models.draft_vocabulary import RestrictedHead, restricted_head
 
 FIRST, OUTPUTS, INPUTS = 32, 96, 64

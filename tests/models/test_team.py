@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.cpu.kernel_build import SOURCES
+from slipstream.models.cpu.kernel_libraries import SOURCES
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

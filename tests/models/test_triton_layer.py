@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from slipstream.core.trees import segments_of
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
-from slipstream.models.cuda.graph_backend import GraphedBackend
+from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
 from slipstream.models.cuda.graph_store import Rerun
 from slipstream.models.cuda.indexed_cache import IndexedForward
 from slipstream.models.cuda.triton_layer import has_kernels, uses_kernels
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits
-from slipstream.models.hf.fused_linear import fuse
 from tests.support.tiny_models import VOCAB, fresh
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

@@ -64,6 +64,22 @@ def test_imports_point_one_way(package: str) -> None:
             assert reaches(ours, *allowed) == ours, f"{name}: {sorted(ours - reaches(ours, *allowed))}"
 
 
+# of what runs models, each may import those before it; a model is loaded above them
+RUNNING_MODELS = ("decoder", "cpu", "hf", "cuda")
+LOADING = {"slipstream.models.hf.pretrained"}
+
+
+@pytest.mark.parametrize("package", RUNNING_MODELS)
+def test_what_runs_models_imports_one_way(package: str) -> None:
+    below = RUNNING_MODELS[: RUNNING_MODELS.index(package) + 1]
+    others = {f"slipstream.models.{name}" for name in RUNNING_MODELS if name not in below}
+    prefix = f"slipstream.models.{package}"
+    names = [name for name in FILES if (name == prefix or name.startswith(f"{prefix}.")) and name not in LOADING]
+    assert len(names) > 1
+    for name in names:
+        assert not reaches(imports(name), *others), f"{name}: {sorted(reaches(imports(name), *others))}"
+
+
 def test_no_module_imports_one_that_imports_it() -> None:
     graph = {name: {m for m in imports(name, top_level=True) if m in FILES} for name in FILES}
     assert graph["slipstream.decoder"] >= {"slipstream.core.scheduler", "slipstream.drafters"}  # the graph is not empty
@@ -85,6 +101,7 @@ HF = (
     "slipstream.models.weights",
     "slipstream.models.plain_models",
     "slipstream.models.quantised_models",
+    "slipstream.models.decoder",
     "slipstream.models.hf",
     "slipstream.integrations.transformers",
 )

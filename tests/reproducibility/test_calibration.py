@@ -10,9 +10,9 @@ from torch import Tensor
 
 from slipstream.core.interfaces import set_attended_lengths
 from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.reproducibility import shape_trials
 from slipstream.reproducibility.calibration import Calibration, calibrate
 from slipstream.reproducibility.shape_trials import (

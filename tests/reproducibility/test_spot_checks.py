@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from slipstream.core.interfaces import RowSegment
 from slipstream.models.backend_capabilities import is_shape_independent
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.compressed_linear import compressed_or_packed
-from slipstream.models.cpu.packed_linear import pack, packed
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack, packed
 from slipstream.models.cpu.quantised_linear import rounded
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.reproducibility.calibration import TOTALS, Calibration, calibrate
 from slipstream.reproducibility.shape_trials import ATTENDED_LENGTHS, ATTENDED_UNITS, FURTHER_WIDTHS, WIDTHS
 from tests.support.markers import mostly_slow

@@ -13,8 +13,8 @@ import torch
 from slipstream import Draft, SamplingParams, SpeculativeDecoder
 from slipstream.core.types import Row
 from slipstream.errors import UsageError, first_line
+from slipstream.models.decoder.fused_layer import is_fused
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.fused_layer import is_fused
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.sampling.sampler import Sampler
 from tests.support.architectures import Unbuilt, tiny_model

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from tests.support.tiny_models import fresh
 
 ALPHABET = sorted(ByteLevel.alphabet(), key=ord)  # the characters that stand for bytes

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from slipstream import SpeculativeDecoder
-from slipstream.models.hf.cache_names import cache_name
+from slipstream.models.hf.prepared_inputs import cache_name
 
 
 def decoder_of(model: Any, drafter: str = "none", **settings: Any) -> SpeculativeDecoder:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.models.hf.recurrent.recurrence import Heads, Recurrence
-from slipstream.models.hf.recurrent.states import Advance, RecurrentStates
+from slipstream.models.decoder.recurrence import Advance, Heads, Recurrence, RecurrentStates
 
 KINDS = ("delta rule", "shared keys", "state space", "convolution")
 

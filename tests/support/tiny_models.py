@@ -18,11 +18,10 @@ from slipstream import Draft
 from slipstream.core.interfaces import RowSegment
 from slipstream.core.rng import Race, key
 from slipstream.core.types import Row
-from slipstream.models.cpu.compressed_linear import compressed_or_packed
-from slipstream.models.cpu.packed_linear import pack
+from slipstream.models.cpu.packed_linear import compressed_or_packed, pack
+from slipstream.models.decoder.fused_linear import fuse
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import fuse_layers, group_queries
-from slipstream.models.hf.fused_linear import fuse
 from slipstream.sampling.sampler import Sampler
 from tests.support.markers import mostly_slow
 

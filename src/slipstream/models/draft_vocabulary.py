@@ -16,9 +16,8 @@ from torch.nn.functional import linear as multiply
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
-from slipstream.models.cpu.compressed_linear import KernelLinear
-from slipstream.models.cpu.int4_linear import Int4Linear
-from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.packed_linear import KernelLinear
+from slipstream.models.cpu.quantised_linear import Int4Linear, QuantisedLinear
 
 COMMON = 40_960  # "auto" scores this many first tokens,
 FEWER = 2  # of vocabularies that are at least this many times larger,

@@ -12,34 +12,30 @@ from weakref import WeakSet
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.bfloat16_kernels import bfloat16_version
-from slipstream.models.cpu.block_kernels import block_version
 from slipstream.models.cpu.block_linear import arithmetic_of
-from slipstream.models.cpu.block_structs import INPUTS
-from slipstream.models.cpu.compressed_linear import CompressedLinear, compressed_or_packed
 from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.cpu.packed_linear import pack, unsupported
+from slipstream.models.cpu.kernel_libraries import bfloat16_version, block_version
+from slipstream.models.cpu.packed_linear import CompressedLinear, compressed_or_packed, pack, unsupported
 from slipstream.models.cpu.quantised_linear import BITS, SMALLEST, is_faster, num_weights, rounded
+from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.cpu.thread_placement import separate_threads
-from slipstream.models.cuda.faster_graphs import make_graphs_faster
-from slipstream.models.cuda.graph_backend import GraphedBackend
-from slipstream.models.cuda.graph_store import unsupported as not_captured
+from slipstream.models.cuda.graph_backend import GraphedBackend, make_graphs_faster
+from slipstream.models.cuda.graph_store import why_not_captured
 from slipstream.models.cuda.indexed_cache import WIDTHS
 from slipstream.models.cuda.triton_layer import uses_kernels
+from slipstream.models.decoder.fused_layer import is_fused
+from slipstream.models.decoder.fused_linear import called_by_none, fuse, linear_calls
 from slipstream.models.draft_vocabulary import Restriction
 from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.generation_settings import end_ids
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import OwnLogits, make_faster
-from slipstream.models.hf.fused_layer import is_fused
-from slipstream.models.hf.fused_linear import called_by_none, fuse, linear_calls
-from slipstream.models.hf.model_view import ModelView
+from slipstream.models.hf.model_view import ModelView, unwrapped
 from slipstream.models.hf.own_caches import OwnCacheBackend
 from slipstream.models.hf.passed_trials import PassedTrials, passed_trials
-from slipstream.models.hf.recurrent.mixers import recurrent_layers
+from slipstream.models.hf.recurrent_mixers import recurrent_layers
 from slipstream.models.hf.state_trials import differ, is_causal, own_cache_backend, why_not_on_slots
 from slipstream.models.hf.supported_models import not_by_position, without_weights
-from slipstream.models.hf.wrapped_model import unwrapped
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 from slipstream.models.quantised_models import QuantisedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
@@ -141,7 +137,7 @@ def _is_captured(model: Any, fast: bool | str) -> bool:
     """Whether forwards are to be captured as graphs. Raises `UsageError` where fast=True asks for the impossible."""
     if fast is False or model.device.type != "cuda":
         return False
-    reason = not_by_position(model) or not_captured(model)
+    reason = not_by_position(model) or why_not_captured(model)
     if reason is None and recurrent_layers(model):
         reason = "it has recurrent layers"
     if reason is not None and fast is True:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_kernels import block_kernels
-from slipstream.models.cpu.block_structs import INPUTS
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
+from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
 from slipstream.models.hf.packed_matrices import PackedMatrices
 from slipstream.models.loaded import LoadOptions

@@ -20,7 +20,7 @@ from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.layouts.unpadded_layout import UnpaddedForwards
+from slipstream.models.layouts import UnpaddedForwards
 from slipstream.models.loaded import Loaded
 from slipstream.reproducibility.calibration import Calibration, calibrate, progress_bar
 from slipstream.reproducibility.timing import DraftTimes

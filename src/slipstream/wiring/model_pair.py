@@ -19,7 +19,7 @@ from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
 from slipstream.models.backend_capabilities import Releasing
 from slipstream.models.exclusive_use import ExclusiveUse
-from slipstream.models.layouts.unpadded_layout import make_session
+from slipstream.models.layouts import make_session
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_toy, refuse_unused
 from slipstream.reproducibility.calibration import Calibration
@@ -194,7 +194,7 @@ def _inner(model: Any) -> Any:
     """A loaded model without wrappers; names as they are."""
     if not isinstance(model, torch.nn.Module):
         return model
-    from slipstream.models.hf.wrapped_model import unwrapped
+    from slipstream.models.hf.model_view import unwrapped
 
     return unwrapped(model)
 

@@ -10,10 +10,10 @@ import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models.backend_capabilities import Releasing
-from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.huge_pages import ALIGNED, CHUNK, HugePages
-from slipstream.models.quantised_models import described
+from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.weights import gguf_tensors
+from slipstream.models.weights.gguf_configuration import described
 from slipstream.models.weights.gguf_file import read_header
 from slipstream.models.weights.gguf_tensors import PackedAhead
 from tests.support.gguf_files import write_model

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import library_for
 from slipstream.models.cpu.block_linear import BlockLinear
-from slipstream.models.cpu.block_structs import BLOCK_CONSTANTS, BLOCK_MIRRORS, FORMATS, BlockFormat
-from slipstream.models.cpu.c_structs import check_layout
-from slipstream.models.cpu.instruction_sets import FORCED_ONLY, NEEDED, NoKernelsError, isa_of
-from slipstream.models.cpu.processor import Processor, processor
+from slipstream.models.cpu.kernel_libraries import library_for
+from slipstream.models.cpu.processor import FORCED_ONLY, NEEDED, NoKernelsError, Processor, isa_of, processor
+from slipstream.models.cpu.structs import FORMATS, BlockFormat, check_layout
 from tests.support.gguf_files import BY_NAME, HALVES, dequantised, part_of, random_blocks
 
 pytest.importorskip("gguf")
@@ -183,4 +181,4 @@ def test_the_best_instructions_are_chosen_and_others_can_be_named() -> None:
 
 
 def test_the_structs_are_those_of_the_compiler() -> None:
-    check_layout(LIBRARY, BLOCK_MIRRORS, BLOCK_CONSTANTS)
+    check_layout(LIBRARY)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions

@@ -19,12 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models import quantised_models
-from slipstream.models.cpu.block_layer import BlockLayerOps
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, block_linears
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.compiled_layers import BlockLayerOps
+from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.decoder.fused_layer import FusedLayer
 from slipstream.models.draft_vocabulary import RestrictedHead
-from slipstream.models.hf.fused_layer import FusedLayer
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_model

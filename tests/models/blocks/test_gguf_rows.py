@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.kernel_libraries import block_kernels
+from slipstream.models.cpu.processor import NEEDED, processor
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_file import GGUFHeader, TensorEntry, read_header

@@ -12,8 +12,7 @@ import torch
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.models import quantised_models
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.processor import processor
+from slipstream.models.cpu.processor import NEEDED, processor
 from slipstream.models.weights.resolve import embedded_model
 
 gguf = pytest.importorskip("gguf")

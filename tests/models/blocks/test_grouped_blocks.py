@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.models.cpu.block_kernels import NEEDED, library_for
 from slipstream.models.cpu.block_linear import BlockLinear, BlockPart
 from slipstream.models.cpu.grouped_blocks import GroupedMatrix, NotInBlocksError, number_format
+from slipstream.models.cpu.kernel_libraries import NEEDED, library_for
 from slipstream.models.cpu.processor import processor
 
 HERE = [name for name, flags in NEEDED.items() if set(flags) <= processor().flags]

@@ -16,14 +16,19 @@ from pathlib import Path
 import pytest
 
 from slipstream.models.cache_folder import cache_folder
-from slipstream.models.cpu.bfloat16_kernels import VARIANTS, recipe_of
-from slipstream.models.cpu.block_kernels import recipe_for
-from slipstream.models.cpu.instruction_sets import NEEDED
-from slipstream.models.cpu.kernel_build import LIBRARIES, SOURCES, Recipe, built
-from slipstream.models.cpu.processor import AMX, processor
+from slipstream.models.cpu.kernel_libraries import (
+    LIBRARIES,
+    SOURCES,
+    VARIANTS,
+    Recipe,
+    bfloat16_recipe,
+    block_recipe,
+    built,
+)
+from slipstream.models.cpu.processor import AMX, NEEDED, processor
 
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
-BLOCKS, BFLOAT16 = (recipe_for, "exercise.c", SOURCES / "blocks"), (recipe_of, "exercise_bfloat16.c", SOURCES)
+BLOCKS, BFLOAT16 = (block_recipe, "exercise.c", SOURCES / "blocks"), (bfloat16_recipe, "exercise_bfloat16.c", SOURCES)
 Kernels = tuple[Callable[[str], Recipe], str, Path]
 EMULATED = Path(__file__).with_name("emulated_tiles.h")
 OF_PAIRS = ("amx", "avx512bf16")  # multiply pairs of bfloat16 numbers
@@ -33,10 +38,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, 
 
 def printed(kernels: Kernels, isa: str, folder: Path) -> str:
     """What the driver prints: a checksum of every result."""
-    recipe_for, driver, headers = kernels
+    recipe_of, driver, headers = kernels
     is_arm = isa == "neon"
     compiler = CROSS if is_arm else "gcc"
-    recipe = recipe_for(isa)
+    recipe = recipe_of(isa)
     if is_arm:  # not compiled for other tests too: in less time
         recipe = replace(recipe, flags=("-Og", *recipe.flags[1:]))
     (cache_folder() / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,8 +87,8 @@ def test_other_roundings_would_be_noticed(variant: str, tmp_path: Path) -> None:
 @of_both
 def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
     """The kernels for AMX over tiles in plain C, and over its own where there are any."""
-    recipe_for, driver, headers = kernels
-    recipe = recipe_for("avx512" if kernels is BLOCKS else "avx512bf16")
+    recipe_of, driver, headers = kernels
+    recipe = recipe_of("avx512" if kernels is BLOCKS else "avx512bf16")
     if missing := set(NEEDED["amx"]) - {*AMX} - processor().flags:
         pytest.skip(f"needs a processor with {min(missing)}")
     emulated = ["-include", str(EMULATED), "-D__AMX_INT8__", "-D__AMX_BF16__", f"-I{headers}"]
@@ -99,9 +104,9 @@ def test_tiles_give_what_they_should(kernels: Kernels, tmp_path: Path) -> None:
 @of_both
 def test_sanitizers_find_nothing(kernels: Kernels, tmp_path: Path) -> None:
     """Buffers of the exact size, under the address and the undefined behaviour sanitizer."""
-    recipe_for, driver, headers = kernels
+    recipe_of, driver, headers = kernels
     needed = NEEDED if kernels is BLOCKS else VARIANTS
-    recipe = recipe_for(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
+    recipe = recipe_of(next(name for name, flags in needed.items() if set(flags) <= processor().flags))
     sources = [str(file) for file in recipe.sources if not file.stem.endswith("layout")]
     flags = [flag for flag in recipe.flags if flag not in ("-O3", "-fPIC")]
     checked = ["-Og", "-g0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{headers}"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.hf import block_model
 from slipstream.models.load import load

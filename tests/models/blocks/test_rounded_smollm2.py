@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.models.cpu.block_kernels import NEEDED
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 
 pytestmark = [

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.models.cpu.block_kernels import NEEDED
 from slipstream.models.cpu.block_linear import block_linears
+from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions

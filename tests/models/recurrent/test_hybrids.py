@@ -12,10 +12,9 @@ from stateful import make_model
 
 from slipstream import SpeculativeDecoder, custom_generate
 from slipstream.errors import UsageError
-from slipstream.models.cpu.bfloat16_kernels import kernels
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.decoder.recurrence import RecurrentStates, Segment
 from slipstream.models.hf.backend import HFBackend
-from slipstream.models.hf.recurrent.recurrence import Segment
-from slipstream.models.hf.recurrent.states import RecurrentStates
 from tests.support.architecture_checks import PROMPTS, Liar
 from tests.support.architectures import tiny_model
 from tests.support.markers import mostly_slow

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.compiled_recurrence import CompiledRecurrence, agrees, unsupported
-from slipstream.models.hf.recurrent.recurrence import Recurrence
-from slipstream.models.hf.recurrent.states import Advance
+from slipstream.models.cpu.kernel_libraries import kernels
+from slipstream.models.decoder.recurrence import Advance, Recurrence
 from tests.support.recurrent_layers import KINDS, feed, make_inputs, make_recurrence, make_states, read
 
 LENGTH = 40

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.hf.recurrent import states as module
-from slipstream.models.hf.recurrent.states import RING, RecurrentStates, SlotPositions
+from slipstream.models.decoder import recurrence as module
+from slipstream.models.decoder.recurrence import RING, RecurrentStates, SlotPositions
 from tests.support.recurrent_layers import feed, make_inputs, make_recurrence, make_states, read
 
 LENGTH = 200

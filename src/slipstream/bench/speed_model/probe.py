@@ -41,7 +41,7 @@ from slipstream.draft_length.choice import LengthChoice
 from slipstream.draft_length.policies import Fixed
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.errors import UsageError
-from slipstream.models.layouts.unpadded_layout import UnpaddedForwards, make_session
+from slipstream.models.layouts import UnpaddedForwards, make_session
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler as RequestSampler
 

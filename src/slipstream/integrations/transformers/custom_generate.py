@@ -28,7 +28,7 @@ from slipstream.integrations.transformers.generate_options import (
     refuse_row_hooks,
 )
 from slipstream.integrations.transformers.hf_processors import PaddedPrompt
-from slipstream.models.hf.wrapped_model import unwrapped
+from slipstream.models.hf.model_view import unwrapped
 from slipstream.text.results import Stats
 
 

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.block_structs import INPUTS, BlockFormat, BlockLinearStruct, PartStruct
-from slipstream.models.cpu.c_structs import LANES
 from slipstream.models.cpu.huge_pages import HugePages
-from slipstream.models.cpu.kernel_build import address
+from slipstream.models.cpu.kernel_libraries import address
+from slipstream.models.cpu.structs import INPUTS, LANES, BlockFormat, BlockLinearStruct, PartStruct
 
 ACTIVATIONS = {"int8": 1, "int15": 2}  # planes of a signed byte
 PACKED_AT_A_TIME = 1 << 24  # bytes of a file
@@ -40,8 +39,7 @@ class Table(Protocol):
     outputs: int
     inputs: int
 
-    def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`."""
+    def rows(self, outputs: Tensor) -> Tensor: ...
 
 
 class BlockPart:
@@ -142,7 +140,7 @@ class BlockLinear(nn.Module):
         return made
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """See `BlockPart.rows`; of a layer of one part."""
+        """Of a layer of one part."""
         (part,) = self.parts
         return part.rows(outputs)
 

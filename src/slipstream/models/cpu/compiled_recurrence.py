@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cpu.bfloat16_kernels import kernels
-from slipstream.models.cpu.c_structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
-from slipstream.models.cpu.kernel_build import address
+from slipstream.models.cpu.kernel_libraries import address, kernels
+from slipstream.models.cpu.structs import LANES, MAX_HEAD_SIZE, MAX_STATE, MAX_TAPS, RecurrenceStruct, SegmentStruct
+from slipstream.models.decoder.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf.recurrent.recurrence import Heads, LayerMemory, Recurrence, Segment, advance
 
 TRIED, CLOSE = 5, {torch.float32: 1e-4, torch.bfloat16: 0.05}  # tokens of a trial, and its largest relative difference
 NO_HEADS = (None, None, None), (0, 0, 0, 0, 0, 0, 0), (0, 0)

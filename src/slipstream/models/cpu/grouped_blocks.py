@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.cpu.block_structs import FORMATS, GROUPED, INPUTS, KINDS, BlockFormat
+from slipstream.models.cpu.structs import FORMATS, GROUPED, INPUTS, KINDS, BlockFormat
 
 Q4_0, Q8_0 = (next(block for block in FORMATS if block.name == name) for name in ("Q4_0", "Q8_0"))
 NUMBERS = {

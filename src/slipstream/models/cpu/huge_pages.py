@@ -36,7 +36,7 @@ class SmallPages:
     """PyTorch's own memory, for what is needed for a moment."""
 
     def zeros(self, size: int) -> Tensor:
-        """See `HugePages.zeros`; PyTorch aligns to 64 bytes."""
+        """PyTorch aligns to 64 bytes."""
         return torch.zeros(size, dtype=torch.uint8)
 
 

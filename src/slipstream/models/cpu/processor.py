@@ -1,6 +1,7 @@
-"""What the operating system or the processor says of itself: its model name and its instruction sets.
+"""What the processor is: its model name and its instruction sets, and which of those the kernels are written for.
 
 Linux tells in /proc/cpuinfo, macOS by sysctl. On Windows a function of the prebuilt kernels asks the processor.
+SLIPSTREAM_ISA in the environment names the instructions to use instead of the best.
 """
 
 from __future__ import annotations
@@ -8,15 +9,32 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from slipstream.errors import UsageError
 
 AMX = ("amx_tile", "amx_int8", "amx_bf16")  # used where the system gives its registers to a program that asks
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 CPU_INFO = Path("/proc/cpuinfo")
 DETECTION = Path(__file__).with_name("prebuilt")  # of csrc/detection/, where a wheel has it
 OF_APPLE = {"hw.optional.arm.FEAT_DotProd": "asimddp"}
+ISA = "SLIPSTREAM_ISA"
+# what the processor must have, best first, by the names of Linux's /proc/cpuinfo
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "amx": (*AVX512, "avx512_bf16", *AMX),
+    "avx512": AVX512,
+    "avxvnni": ("avx2", "fma", "f16c", "avx_vnni"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "neon": ("asimddp",),
+    "plain": (),
+}
+FORCED_ONLY = ("plain",)  # plain C is the specification, many times slower
+# without contraction, as everywhere: see COMMON_FLAGS of kernel_libraries.py
+OTHER_FLAGS = {"asimddp": "-march=armv8.2-a+dotprod", **{name: f"-m{name.replace('_', '-')}" for name in AMX}}
 
 
 @dataclass(frozen=True)
@@ -84,3 +102,32 @@ def _sysctl(library: ctypes.CDLL, name: str) -> bytes:
     size = ctypes.c_size_t(len(value))
     failed = library.sysctlbyname(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
     return b"" if failed else value.raw[: size.value]
+
+
+class NoKernelsError(Exception):
+    """Why the kernels cannot be used here."""
+
+
+def isas_of(processor: Processor, wanted: str | None) -> list[str]:
+    """The instructions that can be used, best first; `wanted` alone if there is one. Raises `NoKernelsError` if none of
+    these are there, `UsageError` for a wrong name or one that this processor lacks."""
+    there = [name for name, flags in NEEDED.items() if set(flags) <= processor.flags]
+    if wanted:
+        if wanted not in NEEDED or wanted not in there:
+            what = "this processor lacks them" if wanted in NEEDED else "no such instructions"
+            raise UsageError(f"{ISA}={wanted!r}: {what}; allowed here: {', '.join(there)}")
+        return [wanted]
+    usable = [name for name in there if name not in FORCED_ONLY]
+    if not usable:
+        raise NoKernelsError("they need a processor with AVX2, FMA and F16C or one of ARM with dot products")
+    return usable
+
+
+def isa_of(processor: Processor, wanted: str | None) -> str:
+    """The best of `isas_of`."""
+    return isas_of(processor, wanted)[0]
+
+
+def compiler_flags(needed: tuple[str, ...]) -> tuple[str, ...]:
+    """What tells a compiler of these instructions."""
+    return tuple(OTHER_FLAGS.get(name) or "-m" + name.replace("_", "") for name in needed)

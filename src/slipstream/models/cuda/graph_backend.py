@@ -2,7 +2,9 @@
 
 The specification of every method is `HFBackend`'s forward. Forwards of a few tokens from slot 0 on, which is what
 decoding consists of, run in buckets of (rows, width, attended length): tokens and positions go into fixed buffers;
-positions, mask and cache addresses are computed from them on the device. Everything else, mainly prompts, runs eagerly.
+positions, mask and cache addresses are computed from them on the device. Bodies take everything that changes from the
+buffers, and only shapes as arguments. Everything else, mainly prompts, runs eagerly. `make_graphs_faster` gives the
+model joint products and Triton kernels between them, if its logits stay the same.
 
 Shapes: B rows, W columns, R >= B and C >= W those of the bucket, V the vocabulary.
 """
@@ -14,10 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.core.trees import TreeSegment
-from slipstream.models.cuda.captured_forwards import CapturedForwards
 from slipstream.models.cuda.graph_store import (
     MAX_BYTES,
     MAX_GRAPHS,
@@ -26,14 +27,150 @@ from slipstream.models.cuda.graph_store import (
     GraphMemory,
     GraphStore,
     Rerun,
-    unsupported,
+    first_line,
+    why_not_captured,
 )
-from slipstream.models.cuda.indexed_cache import SPARE, Bucket, IndexedCache
-from slipstream.models.cuda.prefix_match import matching_prefix
-from slipstream.models.cuda.tree_table import tree_table
+from slipstream.models.cuda.indexed_cache import (
+    MAX_TOKENS,
+    SPARE,
+    Bucket,
+    IndexedCache,
+    IndexedForward,
+    TreeBuffers,
+    pinned,
+    tree_table,
+)
+from slipstream.models.cuda.triton_layer import TritonOps, has_kernels, uses_kernels, why_no_kernels
+from slipstream.models.decoder.attention import Masks
+from slipstream.models.decoder.fused_layer import FusedLayer, is_fused
+from slipstream.models.fast_path_warnings import warn_slower
 from slipstream.models.hf.backend import HFBackend
+from slipstream.models.hf.fast_forwards import OwnLogits, Trial, fuse_layers, group_queries, largest_error, tolerance
 
 MAX_STEPS = 16  # steps of one captured proposal; capturing takes as long as a few runs of all of them
+
+
+def matching_prefix(tokens: Tensor, chosen: Tensor, counts: Tensor, lengths: Tensor, widths: Tensor) -> Tensor:
+    """Longest matching prefix; the specification is `acceptance.match`.
+
+    tokens: [B, W], of which row i ends at counts[i] with a draft of widths[i] columns, lengths[i] of them proposed;
+    chosen: [B, W], the model's own token after each. Returns [B, 2]: draft tokens accepted, and the token after them.
+    """
+    last = tokens.shape[1] - 1
+    steps = torch.arange(last + 1, device=tokens.device)
+    index = ((counts - widths - 1).clamp(min=0)[:, None] + steps).clamp(max=last)
+    own, draft = chosen.gather(1, index), tokens.gather(1, index[:, 1:])
+    agree = (own[:, :last] == draft) & (steps[:last] < lengths[:, None])
+    accepted = agree.long().cumprod(1).sum(1)
+    return torch.stack([accepted, own.gather(1, accepted[:, None])[:, 0]], dim=1)
+
+
+class CapturedForwards:
+    """The buffers of a model's graphs and the bodies that read them. trees: the buffers of trees."""
+
+    def __init__(self, eager: HFBackend, cache: IndexedCache) -> None:
+        self._eager, self._cache, self._device = eager, cache, eager.device
+        self._tokens = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=self._device)
+        self._row_table = torch.zeros(MAX_TOKENS, 4, dtype=torch.int64, device=self._device)
+        self._offsets = torch.arange(MAX_TOKENS, device=self._device)
+        self.trees = TreeBuffers(self._device)
+        self._no_masks = eager.masks.nothing(self._device)
+
+    def fill(
+        self,
+        bucket: Bucket,
+        tokens: Tensor,
+        starts: list[int],
+        counts: list[int],
+        lengths: Sequence[int],
+        drafted: int = 0,
+    ) -> None:
+        """Put a forward's input where the graphs read it; rows that only pad have no real column."""
+        rows, width = tokens.shape
+        padding = [0] * (bucket.rows - rows)
+        table = self.table([*starts, *padding], [*counts, *padding], [*lengths, *padding], drafted)
+        self._row_table[: bucket.rows].copy_(table, non_blocking=True)
+        self._tokens_of(bucket)[:rows, :width].copy_(tokens)
+
+    def table(self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], drafted: int) -> Tensor:
+        """[B, 4]: per row its first position, how many real columns it has, and its draft's length and columns."""
+        widths = [drafted] * len(starts)
+        rows = list(zip(starts, counts, lengths, widths, strict=True))
+        return pinned(torch.tensor(rows, dtype=torch.int64), self._device)
+
+    def _tokens_of(self, bucket: Bucket) -> Tensor:
+        return self._tokens[: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+
+    def logits(self, bucket: Bucket) -> Tensor:
+        """[R, C, V] logits of the tokens in the buffer."""
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
+        return self._indexed_forward(self._tokens_of(bucket), starts, counts, bucket.attended)
+
+    def draft(self, bucket: Bucket, steps: int, limit: int) -> Tensor:
+        """[R, steps] greedy tokens, each fed to the next step."""
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
+        logits = self.logits(bucket)
+        at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[-1])
+        drafted = [logits.gather(1, at)[:, 0, :limit].argmax(-1)]
+        position, real = starts + counts, counts.clamp(max=1)
+        for step in range(steps - 1):
+            logits = self._indexed_forward(drafted[-1][:, None], position + step, real, bucket.attended)
+            drafted.append(logits[:, 0, :limit].argmax(-1))
+        return torch.stack(drafted, dim=1)
+
+    def verify(self, bucket: Bucket) -> Tensor:
+        """[R, 2] how many draft tokens are accepted and the next token."""
+        table = self._row_table[: bucket.rows]
+        chosen = self.logits(bucket).argmax(-1)
+        return matching_prefix(self._tokens_of(bucket), chosen, *table[:, 1:].unbind(1))
+
+    def tree(self, bucket: Bucket) -> Tensor:
+        """[R, C, V] logits of trees; `trees` says where tokens stand and which they follow."""
+        starts, counts = self._row_table[: bucket.rows, 0], self._row_table[: bucket.rows, 1]
+        positions, stands, visible = self.trees.places(bucket, starts, self._eager.key_positions()[: bucket.attended])
+        columns = self._columns(starts, counts, bucket.width)
+        slots, trees = self._offsets[: bucket.rows], self.trees.of(bucket)
+        forward = IndexedForward(slots, starts.contiguous(), positions, columns, bucket.attended, *trees)
+        masks = partial(self._eager.masks.build, positions, stands[:, None, None], visible[:, None])
+        return self._forward(self._tokens_of(bucket), forward, masks)
+
+    def _indexed_forward(self, tokens: Tensor, starts: Tensor, counts: Tensor, attended: int) -> Tensor:
+        """Logits [R, C, V] of tokens [R, C] at starts [R]; only the first counts [R] columns are cached.
+
+        Padding stands at its row's last position: beyond the attended length a sliding window might leave it no key.
+        """
+        rows, width = tokens.shape
+        last = (counts[:, None] - 1).clamp(min=0)
+        positions = starts[:, None] + torch.minimum(self._offsets[:width], last)
+        columns, slots = self._columns(starts, counts, width), self._offsets[:rows]
+        forward = IndexedForward(slots, starts.contiguous(), positions, columns, attended)
+        masks = partial(self._eager.masks.build, positions, self._eager.key_positions()[:attended])
+        return self._forward(tokens, forward, masks)
+
+    def _columns(self, starts: Tensor, counts: Tensor, width: int) -> Tensor:
+        """[R, C] places that tokens are written to.
+
+        Padding gets the spare positions at the end of its slot, which nothing ever attends to: NaN spreads.
+        """
+        offsets = self._offsets[:width]
+        return torch.where(offsets < counts[:, None], starts[:, None] + offsets, self._cache.spare + offsets)
+
+    def _forward(self, tokens: Tensor, forward: IndexedForward, masks: Callable[[], Masks]) -> Tensor:
+        self._cache.index(forward)
+        out = self._eager.model(
+            input_ids=self.known(tokens),
+            attention_mask=self._no_masks if uses_kernels(self._eager.model) else masks(),
+            position_ids=forward.positions.clamp(max=self._eager.max_length - 1),
+            use_cache=True,
+            logits_to_keep=0,
+            **{self._eager.cache_name: self._cache},
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the model's embedding has."""
+        return tokens.clamp(max=self._eager.vocab_size - 1)
 
 
 class GraphedBackend:
@@ -66,7 +203,7 @@ class GraphedBackend:
         self._graphs = GraphStore(type(model).__name__, capturer, max_graphs, max_bytes)
         self.longest_short, self.reads_anew = self.eager.longest_short, self.eager.reads_anew
         self.read_as = self.eager.read_as
-        reason = unsupported(model)
+        reason = why_not_captured(model)
         if reason is None and self.longest_short is not None:
             reason = "its rotations depend on how long each text is"
         if reason is not None:
@@ -76,7 +213,6 @@ class GraphedBackend:
 
     @property
     def attended_unit(self) -> int:
-        """See `Backend`."""
         return self.cache.attended_unit
 
     @attended_unit.setter
@@ -84,11 +220,10 @@ class GraphedBackend:
         self.cache.attended_unit = unit
 
     def weights_digest(self) -> str:
-        """See `LayerSubsets.weights_digest`."""
         return self.eager.weights_digest()
 
     def layer_subset(self, layers: Sequence[int]) -> GraphedBackend:
-        """See `LayerSubsets.layer_subset`; with graphs of its own."""
+        """With graphs of its own."""
         subset = GraphedBackend(self.eager.layer_subset(layers).model, cache=self.cache)
         if self._graphs.reason is not None and subset._graphs.reason is None:
             subset._graphs.disable(self._graphs.reason)
@@ -121,7 +256,7 @@ class GraphedBackend:
 
     @torch.inference_mode()
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """See `TreeForwards.forward_tree`; captured if it is narrow, from slot 0 on.
+        """Captured if it is narrow, from slot 0 on.
 
         A row's tokens stand in its slot as they are numbered, and a mask says which of them each one follows; so a
         branch attends to its path among others that are masked, and rounds as that does.
@@ -143,11 +278,10 @@ class GraphedBackend:
         return self.eager.forward_tree(self._bodies.known(tokens), segments, widths=widths)
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """See `TreeForwards.move`."""
         self.eager.move(slot, places, start)
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """See `PromptLogits.answer`; never captured."""
+        """Never captured."""
         return self.eager.answer(tokens, start, slot=slot, columns=columns)
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -158,7 +292,7 @@ class GraphedBackend:
     def draft_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], *, steps: int, vocab_size: int
     ) -> Tensor:
-        """See `GreedyRounds.draft_greedy`: all steps in one replay."""
+        """All steps in one replay."""
         last = max(start + count for start, count in zip(starts, counts, strict=True))
         bucket = self._bucket(starts, tokens.shape[1], last + steps - 1)
         limit = min(vocab_size, self.vocab_size)
@@ -173,7 +307,7 @@ class GraphedBackend:
     def verify_greedy(
         self, tokens: Tensor, starts: list[int], counts: list[int], lengths: Sequence[int], *, width: int
     ) -> Tensor:
-        """See `GreedyRounds.verify_greedy`: forward, choice and comparison in one replay."""
+        """Forward, choice and comparison in one replay."""
         bucket = self._bucket(starts, tokens.shape[1], max(starts) + tokens.shape[1])
         if bucket is not None:
             self._bodies.fill(bucket, tokens, starts, counts, lengths, width)
@@ -217,3 +351,39 @@ class GraphedBackend:
             logits = self.eager.forward(drafted[-1][:, None], positions, first_slot=0, logits=True)
             drafted.append(logits[:, 0, :limit].argmax(-1))
         return torch.stack(drafted, dim=1)
+
+
+def make_graphs_faster(backend: GraphedBackend, own: OwnLogits) -> None:
+    """Give a model whose products are fused grouped attention, fused layers and then Triton kernels.
+
+    Each stays if it gives the model's own logits; a warning says what does not.
+    """
+    if any(map(is_fused, backend.model.modules())):
+        return  # an earlier decoder has done it
+    group_queries(backend.eager, own)
+    layers = fuse_layers(backend.eager, own)
+    reason = _use_kernels(backend, layers) if layers else None
+    if reason is not None:
+        warn_slower(f"{type(backend.model).__name__} keeps PyTorch's operators: {reason}")
+
+
+def _use_kernels(backend: GraphedBackend, layers: Sequence[tuple[nn.Module, FusedLayer]]) -> str | None:
+    """Turn the kernels on if they give the layers' own numbers; None, or the reason why they are off."""
+    if not has_kernels():
+        return "Triton is not installed"
+    reasons = (why_no_kernels(forward.plain) for _, forward in layers)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return reason
+    kernels = [TritonOps(forward.plain) for _, forward in layers]
+    trials = [Trial(forward, forward.by(ops)) for (_, forward), ops in zip(layers, kernels, strict=True)]
+    rerun = GraphedBackend(backend.model, Rerun(), cache=backend.cache)
+    try:
+        with torch.cuda.device_of(backend.eager.key_positions()):  # Triton launches on the current device
+            error = largest_error(rerun, layers, trials)
+    except Exception as failed:  # kernels are compiled at first use, by compilers that may raise anything
+        return f"the kernels cannot be compiled or run: {first_line(failed)}"
+    if error > tolerance(backend.model):
+        return f"the kernels give other numbers (by {error:.2g} of what they add)"
+    for (_, forward), ops in zip(layers, kernels, strict=True):
+        forward.ops = ops
+    return None

@@ -266,7 +266,7 @@ class GraphStore:
             return None
 
 
-def unsupported(model: Any) -> str | None:
+def why_not_captured(model: Any) -> str | None:
     """Why a model cannot be captured, or None if nothing is known against it."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:

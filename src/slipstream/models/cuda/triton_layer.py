@@ -13,9 +13,15 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cuda.indexed_cache import IndexedCache, IndexedForward
-from slipstream.models.hf.activation import recognise_activation
-from slipstream.models.hf.fused_layer import AttentionSpec, FusedLayer, LayerOps, RootMeanSquare, Rope
-from slipstream.models.hf.ragged_attention import RaggedCache
+from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.fused_layer import (
+    AttentionSpec,
+    FusedLayer,
+    LayerOps,
+    RootMeanSquare,
+    Rope,
+    recognise_activation,
+)
 
 CHUNK = 128  # positions that one program attends to: always as many, so that bits do not depend on the length read
 STEP = 64  # of them, those in one product
@@ -29,7 +35,7 @@ class TritonOps:
     """See `Ops`: whole layers of forwards whose places tensors say; of all others the plain operators' parts."""
 
     def __init__(self, ops: LayerOps) -> None:
-        """ops: such that `unsupported` finds nothing, on a machine that has the kernels."""
+        """ops: such that `why_no_kernels` finds nothing, on a machine that has the kernels."""
         self._plain = ops
         self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
         activation = recognise_activation(ops.act)
@@ -42,15 +48,12 @@ class TritonOps:
         self._head_norms = (torch.stack(heads), ops.head_norms[0].eps) if heads else None
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         return self._plain.project_qkv_rope(hidden, rope)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         return self._plain.residual_mlp(hidden, attended)
 
     def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
-        """See `Ops.whole_layer`."""
         forward = cache.forward if isinstance(cache, IndexedCache) else None
         if forward is None:
             return None
@@ -191,7 +194,7 @@ def _kernels() -> Any:
     return triton_kernels
 
 
-def unsupported(ops: LayerOps) -> str | None:
+def why_no_kernels(ops: LayerOps) -> str | None:
     """Why the kernels cannot compute a layer; None if they can."""
     if ops.size != _power_of_two(ops.size) or not ROWS <= ops.size <= LARGEST_HEAD:
         return f"{ops.size} numbers in a head; allowed: a power of two from {ROWS} to {LARGEST_HEAD}"

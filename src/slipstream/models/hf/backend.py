@@ -17,17 +17,14 @@ from slipstream.core.interfaces import RowSegment
 from slipstream.core.kv_slots import PROMPT_UNIT
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
-from slipstream.models.cpu.layer_stack import LayerStack
+from slipstream.models.cpu.compiled_layers import LayerStack
+from slipstream.models.decoder.attention import BLOCK, Heads, MaskBuilder, Masks, attended_length_agrees
+from slipstream.models.decoder.cache import RaggedCache, lay_out, tree_rows
 from slipstream.models.hf import decoder_layers
-from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.attention_masks import MaskBuilder, Masks
-from slipstream.models.hf.cache_names import cache_name
-from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
-from slipstream.models.hf.ragged_attention import RaggedCache, lay_out
-from slipstream.models.hf.recurrent.mixers import recurrent_states
+from slipstream.models.hf.prepared_inputs import cache_name, input_device, vocab_size_of
+from slipstream.models.hf.recurrent_mixers import recurrent_states
 from slipstream.models.hf.rotations_by_length import drops_cache, rotate_by_length, texts_are_long
 from slipstream.models.hf.supported_models import check_supported
-from slipstream.models.hf.tree_attention import tree_rows
 
 
 class HFBackend:
@@ -65,7 +62,7 @@ class HFBackend:
 
     @property
     def attended_unit(self) -> int:
-        """See `Backend`; shared with all backends on the same cache."""
+        """Shared with all backends on the same cache."""
         return self.cache.attended_unit
 
     @attended_unit.setter
@@ -74,7 +71,7 @@ class HFBackend:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """See `AttendedLengths`; shared like the unit, and always empty on other devices than the CPU."""
+        """Shared like the unit, and always empty on other devices than the CPU."""
         return self.cache.attended_lengths
 
     @attended_lengths.setter
@@ -86,7 +83,6 @@ class HFBackend:
         self.cache.reserve(rows, length)
 
     def release(self) -> None:
-        """See `Releasing`."""
         self.cache.release()
 
     @torch.inference_mode()
@@ -97,7 +93,6 @@ class HFBackend:
 
     @torch.inference_mode()
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """See `PromptLogits.answer`."""
         return self._forward_rows(tokens, [start], slot, columns).to(self.device)
 
     @torch.inference_mode()
@@ -109,7 +104,6 @@ class HFBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """See `RaggedForwards.forward_ragged`."""
         layout = lay_out(segments, len(tokens), widths)
         attended = self.cache.place_ragged(layout)
         masks = partial(self.masks.build, layout.queries, self.key_positions()[:attended])
@@ -118,17 +112,16 @@ class HFBackend:
 
     @property
     def branching(self) -> bool:
-        """See `TreeForwards`; recurrent layers read one text."""
+        """Recurrent layers read one text."""
         return self.cache.states is None
 
     @property
     def flat(self) -> bool:
-        """See `TreeForwards`."""
         return self.ragged
 
     @torch.inference_mode()
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """See `TreeForwards.forward_tree`: a ragged forward of all chains, or one that pads them to a rectangle."""
+        """A ragged forward of all chains, or one that pads them to a rectangle."""
         tree = tree_rows(segments, len(tokens), self.device)
         if self.ragged:
             rows = [RowSegment(segment.slot, segment.start, segment.count) for segment in segments]
@@ -149,7 +142,6 @@ class HFBackend:
 
     @torch.inference_mode()
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """See `TreeForwards.move`."""
         self.cache.move(slot, places, start)
 
     @torch.inference_mode()
@@ -159,32 +151,26 @@ class HFBackend:
 
     @torch.inference_mode()
     def attended_length_agrees(self, widths: Sequence[int], length: int, whole: int) -> bool:
-        """See `AttendedLengths.attended_length_agrees`."""
         if self.shape_independent:  # its kernels read the positions that a token sees and no others
             return True
         repeats = self.masks.repeats
         shapes = {(layer.keys.shape[1], layer.keys.shape[3]) for layer in self.cache.layers if layer.keys is not None}
         if repeats is None or not shapes:
             return False
-        blocks = range(PROMPT_UNIT, grouped.BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
+        blocks = range(PROMPT_UNIT, BLOCK + 1, PROMPT_UNIT)  # prompts come in multiples of the unit
         return all(
-            grouped.attended_length_agrees(
-                grouped.Heads(repeats, key_heads, size, self.model.dtype), width, length, whole
-            )
+            attended_length_agrees(Heads(repeats, key_heads, size, self.model.dtype), width, length, whole)
             for key_heads, size in shapes
             for width in (*widths, *blocks)
         )
 
     def layer_kinds(self) -> Sequence[Hashable]:
-        """See `LayerKinds.layer_kinds`."""
         return decoder_layers.kinds(self.model, self.masks.windows)
 
     def weights_digest(self) -> str:
-        """See `LayerSubsets.weights_digest`."""
         return decoder_layers.digest(self.model)
 
     def layer_subset(self, layers: Sequence[int]) -> HFBackend:
-        """See `LayerSubsets.layer_subset`."""
         if self.cache.states is not None:
             raise UsageError(
                 f"drafter='layer_skip': {type(self.model).__name__} has recurrent layers, whose states a part of the "
@@ -193,21 +179,18 @@ class HFBackend:
         return HFBackend(decoder_layers.make_layer_subset(self.model, self.num_layers, layers), self.cache)
 
     def separate_subset(self, layers: Sequence[int]) -> HFBackend:
-        """See `LayerKinds.separate_subset`."""
         subset = decoder_layers.make_layer_subset(self.model, self.num_layers, layers)
         return HFBackend(subset, _new_cache(subset, self.num_layers))
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """See `Checkpoints.checkpoint`; any position for attention."""
+        """Any position for attention."""
         return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
 
     def settle(self, slot: int, position: int) -> None:
-        """See `Checkpoints.settle`."""
         if self.cache.states is not None:
             self.cache.states.settle(slot, position)
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
-        """See `LongTexts.read_as`."""
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)
 
     def key_positions(self) -> Tensor:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.models.cpu.block_kernels import block_kernels
 from slipstream.models.cpu.block_linear import BlockEmbedding, BlockLinear, BlockPart, Table
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
-from slipstream.models.cpu.instruction_sets import NoKernelsError
+from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.packed_linear import pack
-from slipstream.models.hf.fused_linear import Calls, fuse, linear_calls
+from slipstream.models.cpu.processor import NoKernelsError
+from slipstream.models.decoder.fused_linear import Calls, fuse, linear_calls
 from slipstream.models.weights.model_files import NO_OPTIONS
 from slipstream.models.weights.transformers_reader import READER_ERRORS, from_config, quietly
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UsageError
 from slipstream.models.cpu.block_linear import block_linears
-from slipstream.models.cpu.c_structs import LANES
+from slipstream.models.cpu.structs import LANES
 
 DIGEST_ROWS = 64  # rows of the embedding that enter a model's digest
 

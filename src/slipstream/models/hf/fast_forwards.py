@@ -12,18 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.core.interfaces import Backend
-from slipstream.models.cpu.block_layer import BlockLayerOps, block_layer_ops, is_of_blocks
 from slipstream.models.cpu.block_linear import BlockLinear, block_linears
-from slipstream.models.cpu.compiled_layer import CompiledOps, compiled_ops
-from slipstream.models.cpu.compressed_linear import CompressedLinear
-from slipstream.models.cpu.layer_stack import LayerStack, check_around
-from slipstream.models.cpu.packed_linear import PackedLinear
+from slipstream.models.cpu.compiled_layers import (
+    BlockLayerOps,
+    CompiledOps,
+    LayerStack,
+    block_layer_ops,
+    check_around,
+    compiled_ops,
+    is_of_blocks,
+)
+from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear
 from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.decoder.attention import GROUPED, UngroupableError, repeats_of
+from slipstream.models.decoder.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
 from slipstream.models.fast_path_warnings import warn_slower
-from slipstream.models.hf import grouped_attention as grouped
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.declared_numbers import AROUND_LAYERS, OF_LAYERS, thresholds, unimplemented
-from slipstream.models.hf.fused_layer import FusedLayer, LayerOps, UnknownLayerError, fused_layers
 from slipstream.models.hf.passed_trials import PassedTrials
 
 log = logging.getLogger("slipstream")
@@ -115,9 +120,9 @@ def make_faster(backend: HFBackend, own: OwnLogits) -> None:
 def group_queries(backend: HFBackend, own: OwnLogits | None = None) -> None:
     """Use grouped attention if it gives this model's own logits."""
     config = backend.model.config.get_text_config()
-    if config._attn_implementation == grouped.NAME:
+    if config._attn_implementation == GROUPED:
         return
-    repeats = grouped.repeats_of(config)
+    repeats = repeats_of(config)
     if config._attn_implementation != "sdpa":
         reason: str | None = f"its attention is {config._attn_implementation!r}"
     elif repeats is None:
@@ -133,12 +138,12 @@ def _try_grouped(backend: HFBackend, repeats: int, own: OwnLogits) -> str | None
     config, reason = backend.model.config, "the grouped one gives other logits"
 
     def turn_on() -> None:
-        config._attn_implementation, backend.masks.repeats = grouped.NAME, repeats
+        config._attn_implementation, backend.masks.repeats = GROUPED, repeats
 
     try:
         if own.stay("grouped attention", turn_on):
             return None
-    except (grouped.UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
+    except (UngroupableError, RuntimeError) as error:  # some models' own code reshapes or adds to the mask
         reason = str(error)
     config._attn_implementation, backend.masks.repeats = "sdpa", None
     return reason

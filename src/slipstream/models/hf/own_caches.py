@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from slipstream.core.interfaces import RowSegment
-from slipstream.models.hf.attention_masks import unmasked_window
-from slipstream.models.hf.cache_names import BUCKETS, KEYS_AND_VALUES, NAMES, cache_name, prepared_name
-from slipstream.models.hf.prepared_inputs import input_device, vocab_size_of
+from slipstream.models.decoder.attention import unmasked_window
+from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.hf.prepared_inputs import BUCKETS, NAMES, cache_name, input_device, prepared_name, vocab_size_of
 from slipstream.models.hf.rotations_by_length import rotate_by_length
 
 CACHE_NAMES = (*NAMES, "state", "mems", BUCKETS)  # of `forward`'s arguments
@@ -174,7 +174,6 @@ class OwnCacheBackend:
         self._ids.extend([] for _ in range(rows - len(self._ids)))
 
     def checkpoint(self, slot: int, limit: int) -> int:
-        """See `Checkpoints.checkpoint`."""
         return self.caches.last(slot, limit)
 
     def settle(self, slot: int, position: int) -> None:
@@ -182,7 +181,7 @@ class OwnCacheBackend:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """See `Backend.forward`; every column counts as a token, padding too."""
+        """Every column counts as a token, padding too."""
         rows = [self._feed(first_slot + i, start, tokens[i].tolist(), logits) for i, start in enumerate(starts)]
         return torch.stack(rows) if logits else torch.empty(0, device=self.device)
 
@@ -195,7 +194,7 @@ class OwnCacheBackend:
         widths: Sequence[int] | None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """See `RaggedForwards.forward_ragged`; row after row."""
+        """Row after row."""
         parts = tokens.tolist()
         found, begin = [], 0
         for segment in segments:
@@ -205,7 +204,6 @@ class OwnCacheBackend:
         return logits if columns is None else logits[columns.to(self.device)]
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """See `Backend.copy`."""
         self.caches.copy(source, destination, length)
         self._ids[destination] = self._ids[source][:length]
 

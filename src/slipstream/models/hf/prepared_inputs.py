@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,31 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
-from slipstream.models.hf.cache_names import NAMES, cache_name, prepared_name
+from slipstream.models.decoder.cache import KEYS_AND_VALUES
 
+STATES = ("cache", "cache_params")  # of models that have recurrent layers alone
+NAMES = (*KEYS_AND_VALUES, "cache_params")
+BUCKETS = "past_buckets_states"  # Reformer's
 SHORT, LONG = 9, 4096  # tokens of texts that are prepared
 LATEST = 3  # of them that are not cached yet, the second time
+
+
+def cache_name(model: Any, names: tuple[str, ...] = NAMES) -> str | None:
+    """The first of these names that is an argument of the model's forward, and no other thing by that name."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in names if name in accepted and _is_cache(accepted[name])), None)
+
+
+def prepared_name(model: Any, name: str) -> str:
+    """What `prepare_inputs_for_generation` calls the argument `name` of the model's forward."""
+    if name != BUCKETS:
+        return name
+    accepted = inspect.signature(model.prepare_inputs_for_generation).parameters
+    return next((name for name in KEYS_AND_VALUES if name in accepted), BUCKETS)
+
+
+def _is_cache(parameter: inspect.Parameter) -> bool:
+    return parameter.name != "cache" or "Cache" in str(parameter.annotation)  # XLM's is a dictionary of its own
 
 
 def input_device(model: Any) -> torch.device:

@@ -15,11 +15,10 @@ from transformers.cache_utils import (
 )
 
 from slipstream.errors import UsageError
-from slipstream.models.hf import grouped_attention as grouped
-from slipstream.models.hf.attention_masks import unmasked_window
-from slipstream.models.hf.cache_names import KEYS_AND_VALUES, STATES, cache_name
-from slipstream.models.hf.prepared_inputs import prepares_inputs_differently
-from slipstream.models.hf.recurrent.mixers import recurrent_layers
+from slipstream.models.decoder.attention import GROUPED, unmasked_window
+from slipstream.models.decoder.cache import KEYS_AND_VALUES
+from slipstream.models.hf.prepared_inputs import STATES, cache_name, prepares_inputs_differently
+from slipstream.models.hf.recurrent_mixers import recurrent_layers
 
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
@@ -59,7 +58,7 @@ def not_by_position(model: Any) -> str | None:
         reason = f"its forward takes no {missing[0]}"
     elif model.get_output_embeddings() is None:
         reason = "it has no language-modelling head"
-    elif attends and config._attn_implementation not in ("sdpa", "eager", grouped.NAME):
+    elif attends and config._attn_implementation not in ("sdpa", "eager", GROUPED):
         reason = f"attn_implementation={config._attn_implementation!r} takes no explicit mask; allowed: 'sdpa', 'eager'"
     elif attends and unmasked_window(model) is not None:
         reason = "its cache has a sliding window that its attention masks have not"

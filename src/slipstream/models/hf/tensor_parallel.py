@@ -62,43 +62,35 @@ class TensorParallelBackend(HFBackend):
             raise SlipstreamError(f"rank 0: another rank has ended: {first_line(error)}") from error
 
     def reserve(self, rows: int, length: int) -> None:
-        """See `Backend.reserve`."""
         self._do("reserve", rows, length)
 
     def forward(self, tokens: Tensor, starts: list[int], *, first_slot: int, logits: bool) -> Tensor:
-        """See `Backend.forward`."""
         found: Tensor = self._do("forward", tokens, starts, first_slot=first_slot, logits=logits)
         return found
 
     def answer(self, tokens: Tensor, start: int, *, slot: int, columns: Tensor) -> Tensor:
-        """See `PromptLogits.answer`."""
         found: Tensor = self._do("answer", tokens, start, slot=slot, columns=columns)
         return found
 
     def forward_tree(self, tokens: Tensor, segments: Sequence[TreeSegment], *, widths: Sequence[int] | None) -> Tensor:
-        """See `TreeForwards.forward_tree`."""
         found: Tensor = self._do("forward_tree", tokens, segments, widths=widths)
         return found
 
     def move(self, slot: int, places: Sequence[int], start: int) -> None:
-        """See `TreeForwards.move`."""
         self._do("move", slot, places, start)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """See `Backend.copy`."""
         self._do("copy", source, destination, length)
 
     def settle(self, slot: int, position: int) -> None:
-        """See `Checkpoints.settle`; models with recurrent layers are refused."""
+        """Models with recurrent layers are refused."""
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
-        """See `LongTexts.read_as`."""
         if is_long != (slot in self._long_slots):
             self._do("read_as", slot, is_long=is_long)
 
     @property
     def attended_unit(self) -> int:
-        """See `Backend`."""
         return self.cache.attended_unit
 
     @attended_unit.setter
@@ -108,7 +100,6 @@ class TensorParallelBackend(HFBackend):
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """See `AttendedLengths`."""
         return self.cache.attended_lengths
 
     @attended_lengths.setter
@@ -139,7 +130,6 @@ class TensorParallelBackend(HFBackend):
         raise UsageError("drafter='layer_skip' with a tensor-parallel target; allowed: another drafter")
 
     def separate_subset(self, layers: Sequence[int]) -> HFBackend:
-        """See `layer_subset`."""
         return self.layer_subset(layers)
 
     def follow(self) -> NoReturn:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from slipstream.errors import SlipstreamError, UsageError, one_line
 from slipstream.models.cache_folder import cache_folder, writable
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat
+from slipstream.models.cpu.structs import FORMATS, BlockFormat
 from slipstream.models.weights.model_files import MAGIC
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

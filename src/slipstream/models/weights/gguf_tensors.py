@@ -21,9 +21,9 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.block_linear import BlockPart, Memory, Table, fits_blocks
-from slipstream.models.cpu.block_structs import FORMATS, BlockFormat, FilePieceStruct
 from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.huge_pages import HugePages, SmallPages
+from slipstream.models.cpu.structs import FORMATS, BlockFormat, FilePieceStruct
 from slipstream.models.weights.gguf_configuration import FACTORS
 from slipstream.models.weights.gguf_file import FLOATS, GGUFHeader, TensorEntry, ends_within
 from slipstream.models.weights.transformers_reader import extra_bias, warn_of_unused

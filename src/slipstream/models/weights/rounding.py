@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cpu.block_linear import BlockPart
-from slipstream.models.cpu.block_structs import INPUTS, BlockFormat
 from slipstream.models.cpu.grouped_blocks import Q8_0, GroupedMatrix, NotInBlocksError, grouped_format
+from slipstream.models.cpu.structs import INPUTS, BlockFormat
 from slipstream.models.weights.safetensors_files import FLOATS, CheckpointFiles
 
 QUANTISED = ("int4", "int8")

@@ -1,12 +1,12 @@
-/* Attention of new tokens over the KV cache of their slots, for attention.c and blocks/float_attention.c.
+/* Attention of new tokens over the KV cache of their slots, for layer.c and blocks/float_layer.c.
  *
  * The query heads of a few neighbouring tokens that share a key head go through the cache together, 32 positions at a
  * time, with a running maximum and sum of the exponentials (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al.
  * 2022, arXiv:2205.14135, section 3.1). Positions are divided at multiples of 32 and masked ones count 0, so the bits
  * of a query depend neither on its neighbours nor on the length of the cache.
  *
- * To be defined before: `number`, of the cache and of heads; layer_type and cache_type; MAX_HEAD and MAX_SHARED;
- * NUMBERS_ARE_FLOATS; LOWEST, the exponent of the smallest weight; load_number and store_number, of 16 numbers.
+ * To be defined before: `number`, of the cache and of heads; layer_type and cache_type; NUMBERS_ARE_FLOATS; LOWEST, the
+ * exponent of the smallest weight; load_number and store_number, of 16 numbers.
  */
 #include <math.h>
 #include <string.h>
@@ -18,19 +18,19 @@ enum {
 };
 
 /* The positions that a group sees: from `fork` on those at the places of `path`, before it those of their own number. */
-struct sight {
+struct branch {
     int64_t fork;
     const int64_t *path;
 };
 
 /* Copies numbers [size] of positions `start` to `last`, at most KEYS of them, from where they stand. */
-static inline void collect(const number *from, struct sight sight, int64_t start, int64_t last, int64_t size, number *to) {
+static inline void collect(const number *from, struct branch branch, int64_t start, int64_t last, int64_t size, number *to) {
     for (int64_t i = 0; i < KEYS; i++) {
         int64_t position = start + i;
         if (position > last)
             memset(to + i * size, 0, size * sizeof *to);
         else
-            memcpy(to + i * size, from + (position < sight.fork ? position : sight.path[position - sight.fork]) * size,
+            memcpy(to + i * size, from + (position < branch.fork ? position : branch.path[position - branch.fork]) * size,
                    size * sizeof *to);
     }
 }
@@ -101,12 +101,12 @@ ALWAYS void attend_tile(const int count, struct query *q, int64_t start, int64_t
 
 /* Attention of all queries of a group over the positions that any of them sees. */
 static void attend_positions(struct query *group, int count, const number *keys, const number *values, int64_t size,
-                             float scaling, struct sight sight) {
+                             float scaling, struct branch branch) {
     struct tile tile;
     int64_t first = group[0].first, last = group[count - 1].last;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         int64_t there = last + 1 - start < KEYS ? last + 1 - start : KEYS;
-        fill_tile(&tile, keys, values, sight, start, last, size);
+        fill_tile(&tile, keys, values, branch, start, last, size);
         int all_finite = all_see(count, group, start, there) || values_are_finite(&tile, there, size);
         for (int i = 0; i < count; i += TOGETHER)
             switch (count - i) {
@@ -134,7 +134,7 @@ static void attend_group(const struct attention *of, int64_t token, int64_t coun
     const layer_type *layer = of->layer;
     const cache_type *m = of->cache;
     int64_t size = layer->size, repeats = layer->heads / layer->key_heads, all = layer->heads + 2 * layer->key_heads;
-    struct query group[QUERIES > (int)MAX_SHARED ? QUERIES : (int)MAX_SHARED];
+    struct query group[QUERIES > (int)MAX_SHARED_HEADS ? QUERIES : (int)MAX_SHARED_HEADS];
     for (int64_t t = 0; t < count; t++)
         for (int64_t r = 0; r < repeats; r++) {
             struct query *q = group + t * repeats + r;
@@ -145,10 +145,10 @@ static void attend_group(const struct attention *of, int64_t token, int64_t coun
             memset(q->out, 0, size * sizeof *q->out);
         }
     int64_t start = (m->slots[token] * layer->key_heads + head) * m->length * size;
-    struct sight sight = {0, NULL};
+    struct branch branch = {0, NULL};
     if (m->forks && m->forks[token] <= m->positions[token + count - 1])
-        sight.fork = m->forks[token], sight.path = m->paths + m->begins[token];
-    attend_positions(group, (int)(count * repeats), m->keys + start, m->values + start, size, m->scaling, sight);
+        branch.fork = m->forks[token], branch.path = m->paths + m->begins[token];
+    attend_positions(group, (int)(count * repeats), m->keys + start, m->values + start, size, m->scaling, branch);
     for (int64_t t = 0; t < count; t++)
         for (int64_t r = 0; r < repeats; r++)
             store_head(group + t * repeats + r, size, of->out + ((token + t) * layer->heads + head * repeats + r) * size);

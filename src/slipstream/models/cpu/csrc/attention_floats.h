@@ -4,17 +4,17 @@ struct query {
     const float *numbers;
     int64_t first, last; /* positions it sees */
     float most, sum;
-    _Alignas(64) float out[MAX_HEAD];
+    _Alignas(64) float out[MAX_HEAD_SIZE];
     _Alignas(64) float weights[KEYS];
 #if !NUMBERS_ARE_FLOATS
-    _Alignas(64) float own[MAX_HEAD];
+    _Alignas(64) float own[MAX_HEAD_SIZE];
 #endif
 };
 
 /* Keys [size][KEYS] and values [KEYS][size], which point to the cache or to `own_values`. */
 struct tile {
     const float *values;
-    _Alignas(64) float keys[MAX_HEAD * KEYS], own_values[MAX_HEAD * KEYS], own_keys[MAX_HEAD * KEYS];
+    _Alignas(64) float keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS], own_keys[MAX_HEAD_SIZE * KEYS];
 };
 
 #if NUMBERS_ARE_FLOATS
@@ -24,9 +24,9 @@ static void set_numbers(struct query *q, const float *numbers, int64_t size) {
 }
 
 /* The numbers [KEYS][size] of 32 positions: where they stand, or in `to`. */
-static const float *in_order(const float *from, struct sight sight, int64_t start, int64_t last, int64_t size, float *to) {
-    if (!sight.path || start + KEYS <= sight.fork) return from + start * size;
-    collect(from, sight, start, last, size, to);
+static const float *in_order(const float *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
+    if (!branch.path || start + KEYS <= branch.fork) return from + start * size;
+    collect(from, branch, start, last, size, to);
     return to;
 }
 #else
@@ -39,10 +39,10 @@ static void set_numbers(struct query *q, const number *numbers, int64_t size) {
     q->numbers = q->own;
 }
 
-static const float *in_order(const number *from, struct sight sight, int64_t start, int64_t last, int64_t size, float *to) {
+static const float *in_order(const number *from, struct branch branch, int64_t start, int64_t last, int64_t size, float *to) {
     for (int64_t i = 0; i < KEYS; i++) {
         int64_t position = start + i, place = position;
-        if (sight.path && position >= sight.fork && position <= last) place = sight.path[position - sight.fork];
+        if (branch.path && position >= branch.fork && position <= last) place = branch.path[position - branch.fork];
         if (position <= last) widen(from + place * size, size, to + i * size);
         else memset(to + i * size, 0, size * sizeof *to);
     }
@@ -50,10 +50,10 @@ static const float *in_order(const number *from, struct sight sight, int64_t sta
 }
 #endif
 
-static void fill_tile(struct tile *tile, const number *keys, const number *values, struct sight sight, int64_t start,
+static void fill_tile(struct tile *tile, const number *keys, const number *values, struct branch branch, int64_t start,
                       int64_t last, int64_t size) {
-    const float *these = in_order(keys, sight, start, last, size, tile->own_keys);
-    tile->values = in_order(values, sight, start, last, size, tile->own_values);
+    const float *these = in_order(keys, branch, start, last, size, tile->own_keys);
+    tile->values = in_order(values, branch, start, last, size, tile->own_values);
     for (int half = 0; half < KEYS; half += 16)
         for (int64_t i = 0; i < size; i += 16) transpose(these + half * size + i, size, tile->keys + i * KEYS + half, KEYS);
 }

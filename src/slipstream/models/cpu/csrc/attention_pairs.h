@@ -4,15 +4,15 @@ struct query {
     const uint16_t *numbers;
     int64_t first, last; /* positions it sees */
     float most, sum;
-    _Alignas(64) float out[MAX_HEAD];
+    _Alignas(64) float out[MAX_HEAD_SIZE];
     _Alignas(64) uint16_t weights[KEYS];
 };
 
 /* Keys [size / 2][KEYS] pairs; values [KEYS / 2][size] pairs of positions, in the order that unpacking leaves. */
 struct tile {
-    _Alignas(64) uint32_t keys[MAX_HEAD / 2 * KEYS];
-    _Alignas(64) uint16_t values[MAX_HEAD * KEYS];
-    _Alignas(64) uint16_t own_keys[MAX_HEAD * KEYS], own_values[MAX_HEAD * KEYS];
+    _Alignas(64) uint32_t keys[MAX_HEAD_SIZE / 2 * KEYS];
+    _Alignas(64) uint16_t values[MAX_HEAD_SIZE * KEYS];
+    _Alignas(64) uint16_t own_keys[MAX_HEAD_SIZE * KEYS], own_values[MAX_HEAD_SIZE * KEYS];
 };
 
 static void set_numbers(struct query *q, const uint16_t *numbers, int64_t size) {
@@ -40,12 +40,12 @@ static void interleave(const uint16_t *values, int64_t there, int64_t size, uint
         }
 }
 
-static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct sight sight, int64_t start,
+static void fill_tile(struct tile *tile, const uint16_t *keys, const uint16_t *values, struct branch branch, int64_t start,
                       int64_t last, int64_t size) {
     const uint16_t *these_keys = keys + start * size, *these_values = values + start * size;
-    if (sight.path && start + KEYS > sight.fork) {
-        collect(keys, sight, start, last, size, tile->own_keys), these_keys = tile->own_keys;
-        collect(values, sight, start, last, size, tile->own_values), these_values = tile->own_values;
+    if (branch.path && start + KEYS > branch.fork) {
+        collect(keys, branch, start, last, size, tile->own_keys), these_keys = tile->own_keys;
+        collect(values, branch, start, last, size, tile->own_values), these_values = tile->own_values;
     }
     transpose_keys(these_keys, size, tile->keys);
     interleave(these_values, last + 1 - start, size, tile->values);

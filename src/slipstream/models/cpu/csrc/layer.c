@@ -5,6 +5,8 @@ typedef uint16_t number;
 typedef struct layer layer_type;
 typedef struct kv_cache cache_type;
 typedef struct norm norm_type;
+#define NUMBERS_ARE_FLOATS 0
+#define LOWEST (-87)
 #define load_number load_bf16
 #define store_number store_bf16
 #define round_number round_bf16
@@ -31,6 +33,7 @@ static void rotate(uint16_t *head, int64_t size, const uint16_t *cosines, const 
     }
 }
 
+#include "attention.h"
 #include "layer_steps.h"
 
 /* How many bfloat16 numbers of space these functions need per token. */

@@ -1,4 +1,4 @@
-/* Structs and constants that Python mirrors (c_structs.py); layout.c exports their sizes. Plain C, no intrinsics.
+/* Structs and constants that Python mirrors (structs.py); layout.c exports their sizes. Plain C, no intrinsics.
  *
  * Numbers of type uint16_t are bfloat16.
  */
@@ -6,14 +6,12 @@
 
 #include <stdint.h>
 
-#include "stacked_layer.h"
-
 enum {
-    LANES = 16,            /* numbers in a register */
+    LANES = 16,            /* numbers in a register, outputs of a panel of blocks */
     PANEL = 32,            /* outputs computed together */
     BLOCK = 128,           /* inputs of a panel that are expanded at a time: 8 KB */
     QUAD = 192,            /* bytes of 4 inputs of a panel */
-    GROUP = 32,            /* inputs that share a scale at 4 bits */
+    GROUP = 32,            /* inputs that share a scale at 4 bits, or that of an activation */
     RECORD = 640,          /* bytes of a group of a panel at 4 bits */
     SPACE = 3,             /* bfloat16 numbers of space per input of a product: a float32 copy, and sums of them */
     MAX_HEAD_SIZE = 256,   /* numbers in an attention head */
@@ -57,6 +55,15 @@ struct kv_cache {
     const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };
 
+/* A layer of several that are computed one after the other: its struct, and what is its own of the cache's. rotation:
+ * which of the given cosines and sines are its own. */
+struct stacked_layer {
+    const void *layer;
+    void *keys, *values;
+    int64_t length, window, rotation;
+    float scaling;
+};
+
 /* A recurrent layer between its projections; see `Recurrence` of recurrence.py. Per token it has `inputs` numbers, the
  * channels and then the gates. weight: [taps][channels]; bias, skip: NULL where there is none; heads: 0 for a
  * convolution only. ring: how many of the latest inputs of a slot are kept, that of position p at p modulo it. */
@@ -70,4 +77,71 @@ struct recurrence {
  * so far; keep: that whose state is kept from now on. */
 struct segment {
     int64_t slot, start, count, known, keep;
+};
+
+/* Of the kernels for quantised files, blocks/.
+ *
+ * A panel is 16 outputs of a part of a linear layer: first the codes of all inputs, 32 inputs at a time, then the
+ * scales. Byte 4 * o + i of a vector of 64 bytes belongs to output o and input 4 * v + i, where v is the vector's
+ * number; vector v of the codes has those of v in the low four bits and those of v + 4 in the high ones. Further bits of
+ * a code follow: the fifth bits of vector v are bit v of one more vector; the fifth and sixth of vectors 0 to 3 are bits
+ * 2 * v and 2 * v + 1 of a first and those of 4 to 7 of a second. Codes of 8 bits fill 8 vectors, shifted by 128.
+ *
+ * Scales of blocks of 32 inputs: 16 float16 scales and, where the format has them, 16 minima. Of blocks of 256: 16
+ * float16 scales (and 16 of minima), then per 32 inputs 16 bytes of scales and at the end the same of minima (Q4_K,
+ * Q5_K), or 16 signed bytes of scales per 16 inputs (Q6_K).
+ */
+enum {
+    SUPER = 256,            /* inputs of a block of a format of blocks in blocks */
+    TILE = 8,               /* tokens multiplied at a time */
+    SMALLEST_CODE = 32,     /* what is subtracted from the codes of Q6_K */
+    LARGEST_INT8 = 127, LARGEST_INT15 = 16319 /* of an activation: 127 * 128 + 63, in two planes of a signed byte */
+};
+
+enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+
+/* Kinds of grouped.c; a part's format is its kind plus KINDS times the inputs that share a scale. The codes stand as
+ * those of Q4_0, then per group 16 scales and 16 offsets or minima; numbers 16 at a time, those of an input together. */
+enum grouped { INT4 = 16, INT4_MINIMA, BFLOAT16, FLOAT16, FLOAT32, KINDS = 64 };
+
+/* Outputs of one format. data: panels, see above. */
+struct block_part {
+    int64_t format, outputs;
+    const uint8_t *data;
+};
+
+/* Rows of a file, a multiple of 16 except at the end of a part. start: their first byte; to: their panels, zeroed. */
+struct file_piece {
+    int64_t format, rows, inputs, start;
+    uint8_t *to;
+};
+
+/* A linear layer of parts, one after the other. bias: [outputs] or NULL. */
+struct block_linear {
+    int64_t inputs, outputs, num_parts;
+    const struct block_part *parts;
+    const float *bias;
+};
+
+/* Root mean square norm. weight: [size], NULL where there is no norm. */
+struct float_norm {
+    const float *weight;
+    float eps;
+};
+
+/* heads: query heads; key_heads each of keys and values follow them. The gate's activation is
+ * x / (1 + exp(-(slope * x + cubic * x^3))). planes: of activations, 1 (int8) or 2 (int15). */
+struct float_layer {
+    struct block_linear qkv, out, gate_up, down;
+    struct float_norm before_attention, queries, keys, after_attention, before_feed_forward, after_feed_forward;
+    int64_t hidden, inner, heads, key_heads, size, planes;
+    float slope, cubic;
+};
+
+/* Keys and values [slots][key_heads][length][size] of a layer, and where its new tokens stand; as `struct kv_cache`. */
+struct float_cache {
+    float *keys, *values;
+    int64_t length, window;
+    float scaling;
+    const int64_t *slots, *positions, *places, *forks, *begins, *paths;
 };

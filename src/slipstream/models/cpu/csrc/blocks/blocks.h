@@ -4,8 +4,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "../structs.h"
 #include "../team.h"
-#include "block_structs.h"
 #include "simd.h"
 
 /* A format. size, bytes: values and bytes of a block of the file; codes, scales: bytes of 32 inputs and of a block of a
@@ -58,7 +58,7 @@ void multiply_blocks(const struct block_linear *w, const float *x, int64_t token
 void block_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, int64_t planes,
                 const uint8_t *x, float *sums);
 
-/* The same for a tile in rows, of 8, 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
+/* The same for a tile in rows, of 12 or 16 tokens, between `begin_tiles` and `end_tiles`, and for all formats with
  * codes. Where there is no AMX there are no such tiles. */
 void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_t inputs, int64_t rows, const uint8_t *x,
                float *sums);

@@ -5,6 +5,8 @@ typedef float number;
 typedef struct float_layer layer_type;
 typedef struct float_cache cache_type;
 typedef struct float_norm norm_type;
+#define NUMBERS_ARE_FLOATS 1
+#define LOWEST (-86)
 #define load_number load_floats
 #define store_number store_floats
 
@@ -28,6 +30,7 @@ static void rotate(float *head, int64_t size, const float *cosines, const float 
     }
 }
 
+#include "../attention.h"
 #include "../layer_steps.h"
 
 /* How many numbers of space these functions need. */

@@ -9,7 +9,7 @@
 
 #ifdef __AMX_INT8__
 #include "../tiles.h"
-#include "codes.h"
+#include "integer_sums.h"
 
 enum {
     LAG = 2,    /* groups between unpacking, multiplying and scaling */
@@ -132,12 +132,12 @@ typedef void panel_function(const uint8_t *panel, const uint8_t *next, int64_t i
                                 int64_t step, const uint8_t *x, float *sums) {                                \
         add_panel(format, rows, panel, next, inputs, block, step, x, sums);                                   \
     }
-#define ALL_ROWS(format) ONE(format, 8) ONE(format, 12) ONE(format, 16)
+#define ALL_ROWS(format) ONE(format, 12) ONE(format, 16)
 ALL_ROWS(Q4_0) ALL_ROWS(Q4_1) ALL_ROWS(Q5_0) ALL_ROWS(Q5_1) ALL_ROWS(Q8_0) ALL_ROWS(Q4_K) ALL_ROWS(Q5_K) ALL_ROWS(Q6_K)
 ALL_ROWS(INT4) ALL_ROWS(INT4_MINIMA)
 
-#define TABLE(format) [format] = {format##_8, format##_12, format##_16}
-static panel_function *const FUNCTIONS[][3] = {
+#define TABLE(format) [format] = {format##_12, format##_16}
+static panel_function *const FUNCTIONS[][2] = {
     TABLE(Q4_0), TABLE(Q4_1), TABLE(Q5_0), TABLE(Q5_1), TABLE(Q8_0),
     TABLE(Q4_K), TABLE(Q5_K), TABLE(Q6_K), TABLE(INT4), TABLE(INT4_MINIMA),
 };
@@ -147,7 +147,7 @@ void tile_sums(int64_t format, const uint8_t *panel, const uint8_t *next, int64_
     int64_t kind = is_grouped(format) ? format % KINDS : format;
     int64_t block = is_grouped(format) ? format / KINDS : SHAPES[format].size;
     int64_t step = is_grouped(format) ? grouped_scale_bytes(kind) : SHAPES[format].scales;
-    FUNCTIONS[kind][rows / 4 - 2](panel, next, inputs, block, step, x, sums);
+    FUNCTIONS[kind][rows / 4 - 3](panel, next, inputs, block, step, x, sums);
 }
 
 void begin_tiles(int64_t tokens) { shape_tiles((int)tokens, GROUP / 4, GROUP); }

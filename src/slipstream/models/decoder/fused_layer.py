@@ -8,6 +8,7 @@ specification: a layer that computes anything else gives other logits, and then 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from slipstream.models.hf.activation import activated
-from slipstream.models.hf.cache_names import given_cache
-from slipstream.models.hf.fused_linear import FusedOutput
-from slipstream.models.hf.grouped_attention import attend, attend_in_blocks
-from slipstream.models.hf.ragged_attention import RaggedCache, attend_ragged
+from slipstream.models.decoder.attention import attend, attend_in_blocks
+from slipstream.models.decoder.cache import RaggedCache, attend_ragged, given_cache
+from slipstream.models.decoder.fused_linear import FusedOutput
 
+SILU, GELU = (1.0, 0.0), (math.sqrt(8 / math.pi), 0.044715 * math.sqrt(8 / math.pi))
+CLOSE_ACTIVATION = 0.01  # relative difference from one of these; the module's outputs are bfloat16
+SINGLE, GRAIN = 16384, 32768  # numbers that one thread takes in any operator, and each of several in most
+VECTORS = 64  # numbers that they take at a time at most; what is left of a thread's share is rounded otherwise
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ATTENTION = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -34,7 +37,41 @@ AROUND_BOTH = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )  # Gemma
-CLOSE = 0.02  # largest relative difference of a norm from the module it replaces; its weights are bfloat16
+CLOSE_NORM = 0.02  # largest relative difference of a norm from the module it replaces; its weights are bfloat16
+
+
+Activation = tuple[float, float]  # slope and cubic term of x * sigmoid(slope * x + cubic * x^3)
+
+
+def activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """act(x) of x [..., size], each row with the bits that it has alone, by however many threads.
+
+    Where shares would end within a vector, whole rows are shared out instead, and the rest goes to one thread.
+    """
+    threads, size, count = torch.get_num_threads(), x.shape[-1], x.numel()
+    shares = {threads, min(threads, -(-count // GRAIN))}  # GELU has as many as there are threads
+    whole = size % VECTORS == 0 and all(-(-count // share) % VECTORS == 0 for share in shares)
+    if x.device.type != "cpu" or threads == 1 or count <= SINGLE or whole:
+        return act(x)
+    rows = x.flatten(0, -2)
+    shared = len(rows) - len(rows) % threads
+    shared = shared if shared * size >= threads * GRAIN else 0
+    step = max(1, SINGLE // size)
+    parts = [act(rows[:shared])] if shared else []
+    parts += [act(rows[first : first + step]) for first in range(shared, len(rows), step)]
+    return torch.cat(parts).view(x.shape)
+
+
+def recognise_activation(act: Callable[[Tensor], Tensor]) -> Activation | str:
+    """Slope and cubic term of an activation, or why it has none."""
+    x = torch.linspace(-9, 9, 1001, dtype=torch.float32).to(torch.bfloat16)
+    expected, exact = act(x.clone()).float(), x.float()
+    for slope, cubic in (SILU, GELU):
+        computed = exact * torch.sigmoid(slope * exact + cubic * exact**3)
+        if torch.allclose(computed, expected, rtol=CLOSE_ACTIVATION, atol=1e-4):
+            return slope, cubic
+    return f"the activation {type(act).__name__} is neither SiLU nor GELU by its tanh formula"
+
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines [B, W, D]
 
@@ -66,7 +103,7 @@ class RootMeanSquare:
 
         wide = torch.promote_types(weight.dtype, torch.float32)
         forms = (None, weight), (weight.repeat(2), None), ((1 + weight.to(wide)).repeat(2), None)
-        if error(min(forms, key=error)) > CLOSE * float(expected.abs().max()):
+        if error(min(forms, key=error)) > CLOSE_NORM * float(expected.abs().max()):
             raise UnknownLayerError(f"{type(norm).__name__} computes something other than RMSNorm")
 
     @property
@@ -152,7 +189,6 @@ class LayerOps:
         self.after_attention, self.after_feed_forward = after
 
     def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """See `Ops.project_qkv_rope`."""
         batch, width = hidden.shape[:2]
         both = self.heads + self.key_heads
         heads = self.qkv(self.before_attention(hidden)).view(batch, width, -1, self.size)
@@ -163,7 +199,6 @@ class LayerOps:
         return self._rope(qk, rope).transpose(1, 2), heads.narrow(2, both, self.key_heads).transpose(1, 2)
 
     def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Ops.residual_mlp`."""
         x: Tensor = self.out(attended)
         x = hidden + (x if self.after_attention is None else self.after_attention(x))
         gate, up = self.gate_up(self.before_feed_forward(x)).split(self.inner, -1)

@@ -1,4 +1,4 @@
-"""Attention for few queries: the query heads that share a key head become rows of one product.
+"""Attention for few queries, and the masks of a model: query heads that share a key head are rows of one product.
 
 Transformers repeats keys and values for every query head, which at decoding widths moves more bytes than attention
 itself reads. The specification is transformers' own "sdpa" attention. Rows come in multiples of `ROWS`, because CPU
@@ -7,6 +7,7 @@ kernels, which work in blocks of 32 or more, treat one, two or three rows differ
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,12 @@ from transformers.masking_utils import sdpa_mask
 
 from slipstream.errors import SlipstreamError
 
-NAME = "slipstream_grouped"
+GROUPED = "slipstream_grouped"
 ROWS = 4
 LONG = 33  # a forward of at least this many columns is a prompt
 BLOCK = 64  # columns of a prompt that attend together; each block reads as far as it has to
 _UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias")  # options of other attentions
+STATEFUL = frozenset(("linear_attention", "conv"))  # kinds of layers without a mask
 
 
 def group_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
@@ -167,8 +169,8 @@ def grouped_attention(
     return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls by transformers itself
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)  # for calls by transformers itself
 
 
 def repeats_of(config: Any) -> int | None:
@@ -178,3 +180,75 @@ def repeats_of(config: Any) -> int | None:
     if not isinstance(heads, int) or not isinstance(key_heads, int) or heads % key_heads:
         return None
     return heads // key_heads
+
+
+Masks = Tensor | dict[str, Tensor] | dict[str, Tensor | None] | None  # one for all layers, or one per kind
+
+
+def unmasked_window(model: Any) -> int | None:
+    """The sliding window of a model of transformers that has one in its cache and none in its masks; else None.
+
+    `generate` then reads a prompt without a window and goes on with one, token by token (Moshi).
+    """
+    config = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "layer_types", None):
+        return None
+    classes = {*type(model).__mro__, *type(model.base_model).__mro__}
+    homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models.")}
+    masked = any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
+    return window if homes and not masked else None
+
+
+class MaskBuilder:
+    """Builds the masks a model's layers expect.
+
+    repeats: query heads per key head if attention is grouped, else None. windows: of each layer's attention, the
+    positions a token sees, itself included; None for all of them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        self._window: int | None = getattr(config, "sliding_window", None)
+        everywhere = "sliding_attention" if self._window else "full_attention"
+        kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+        self.windows = [self._window if kind == "sliding_attention" else None for kind in kinds]
+        self._kinds = frozenset("full_attention" if kind == "hybrid" else kind for kind in kinds) - STATEFUL
+        self._dtype: torch.dtype = model.dtype
+        self._is_eager = config._attn_implementation == "eager"
+        self.repeats = repeats_of(config) if config._attn_implementation == GROUPED else None
+
+    def build(self, queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """What queries at positions [B, W] may see of keys at positions [S], or [B, 1, 1, S] where rows differ.
+
+        visible: [B, 1, W, S], which of the keys before a query it follows; None for all. Returns [B, 1, W, S] (grouped:
+        see `group_mask`), or one per kind of attention if the layers differ.
+        """
+        last = queries[:, None, :, None]
+        causal = keys <= last if visible is None else (keys <= last) & visible
+        masks = {"full_attention": self._form(causal)}
+        if "sliding_attention" in self._kinds and self._window is not None:
+            masks["sliding_attention"] = self._form(causal & (keys > last - self._window))
+        return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
+
+    def nothing(self, device: torch.device) -> Tensor | dict[str, Tensor]:
+        """In place of masks, for layers that need none."""
+        empty = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return dict.fromkeys(self._kinds, empty) if len(self._kinds) > 1 else empty
+
+    def build_hybrid(self, queries: Tensor, keys: Tensor) -> dict[str, Tensor | None] | None:
+        """The same for a model with recurrent layers, which take none; None if it has no others."""
+        if not self._kinds:
+            return None
+        built = self.build(queries, keys)
+        masks = built if isinstance(built, dict) else dict.fromkeys(self._kinds, built)
+        return {**dict.fromkeys(STATEFUL), **masks}
+
+    def _form(self, allowed: Tensor) -> Tensor:
+        """A boolean mask in the form that the model's attention takes."""
+        if self.repeats is not None:
+            return group_mask(allowed, self.repeats, self._dtype)
+        if not self._is_eager:
+            return allowed
+        blocked = torch.finfo(self._dtype).min
+        return torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device).masked_fill(~allowed, blocked)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.cpu.packed_linear import is_plain
 from slipstream.models.fast_path_warnings import warn_slower
 
 
@@ -181,3 +180,9 @@ def linear_calls(model: Any) -> list[tuple[nn.Linear, Tensor]]:
         for linear in plain:
             linear.__class__ = nn.Linear
     return [(linear, x) for linear, x in seen if names[linear] not in used]
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether this is an `nn.Linear` that computes nothing else: hooks and forwards of others' go with the layer."""
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return type(module) is nn.Linear and not hooked

@@ -1,9 +1,10 @@
-"""The structs and constants of `csrc/structs.h` as Python has them, and a check that both sides agree."""
+"""The structs and constants of the kernels' headers as Python has them, and a check that both sides agree."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from slipstream.errors import SlipstreamError
 
@@ -13,6 +14,9 @@ SPACE = 3  # bfloat16 numbers of space per input of a product
 GROUP, RECORD = 32, 640  # inputs that share a scale at 4 bits, and bytes of a group of a panel
 MAX_HEAD_SIZE, MAX_SHARED_HEADS = 256, 64  # of attention: numbers in a head, query heads of a key head
 MAX_STATE, MAX_TAPS = 65536, 8  # of recurrences: numbers in a head's state, tokens that a channel sees
+INPUTS = GROUP  # of a row of a block format, which share the scale of an activation
+GROUPED = {"INT4": 16, "INT4_MINIMA": 17, "BFLOAT16": 18, "FLOAT16": 19, "FLOAT32": 20}  # enum grouped
+KINDS = 64
 
 
 class LinearStruct(ctypes.Structure):
@@ -80,6 +84,80 @@ class SegmentStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("slot", "start", "count", "known", "keep")]
 
 
+@dataclass(frozen=True)
+class BlockFormat:
+    """A block type. code: as in the kernels; number: as in GGUF files, -1 if in none; size, bytes: of a block, values
+    and bytes."""
+
+    name: str
+    code: int
+    number: int
+    size: int
+    bytes: int
+
+
+FORMATS = (
+    BlockFormat("Q4_0", 0, 2, 32, 18),
+    BlockFormat("Q4_1", 1, 3, 32, 20),
+    BlockFormat("Q5_0", 2, 6, 32, 22),
+    BlockFormat("Q5_1", 3, 7, 32, 24),
+    BlockFormat("Q8_0", 4, 8, 32, 34),
+    BlockFormat("Q4_K", 5, 12, 256, 144),
+    BlockFormat("Q5_K", 6, 13, 256, 176),
+    BlockFormat("Q6_K", 7, 14, 256, 210),
+)
+
+
+class PartStruct(ctypes.Structure):
+    """`struct block_part`."""
+
+    _fields_ = [("format", ctypes.c_int64), ("outputs", ctypes.c_int64), ("data", ctypes.c_void_p)]
+
+
+class FilePieceStruct(ctypes.Structure):
+    """`struct file_piece`."""
+
+    _fields_ = [*((name, ctypes.c_int64) for name in ("format", "rows", "inputs", "start")), ("to", ctypes.c_void_p)]
+
+
+class BlockLinearStruct(ctypes.Structure):
+    """`struct block_linear`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "num_parts")),
+        *((name, ctypes.c_void_p) for name in ("parts", "bias")),
+    ]
+
+
+class FloatNormStruct(ctypes.Structure):
+    """`struct float_norm`."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("eps", ctypes.c_float)]
+
+
+class FloatLayerStruct(ctypes.Structure):
+    """`struct float_layer`."""
+
+    _fields_ = [
+        *((name, BlockLinearStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, FloatNormStruct) for name in ("before_attention", "queries", "keys", "after_attention")),
+        *((name, FloatNormStruct) for name in ("before_feed_forward", "after_feed_forward")),
+        *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size", "planes")),
+        *((name, ctypes.c_float) for name in ("slope", "cubic")),
+    ]
+
+
+class FloatCacheStruct(ctypes.Structure):
+    """`struct float_cache`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("length", "window")),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions", "places", "forks", "begins", "paths")),
+    ]
+
+
 MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "linear": LinearStruct,
     "norm": NormStruct,
@@ -88,6 +166,12 @@ MIRRORS: Mapping[str, type[ctypes.Structure]] = {
     "stacked_layer": StackedLayerStruct,
     "recurrence": RecurrenceStruct,
     "segment": SegmentStruct,
+    "block_part": PartStruct,
+    "file_piece": FilePieceStruct,
+    "block_linear": BlockLinearStruct,
+    "float_norm": FloatNormStruct,
+    "float_layer": FloatLayerStruct,
+    "float_cache": FloatCacheStruct,
 }
 CONSTANTS: Mapping[str, int] = {
     "LANES": LANES,
@@ -101,6 +185,10 @@ CONSTANTS: Mapping[str, int] = {
     "MAX_SHARED_HEADS": MAX_SHARED_HEADS,
     "MAX_STATE": MAX_STATE,
     "MAX_TAPS": MAX_TAPS,
+    **{block.name: block.code for block in FORMATS},
+    "FORMATS": len(FORMATS),
+    **GROUPED,
+    "KINDS": KINDS,
 }
 
 
@@ -110,16 +198,9 @@ class _Entry(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_int64)]
 
 
-def check_layout(
-    library: ctypes.CDLL,
-    mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS,
-    constants: Mapping[str, int] | None = None,
-) -> None:
-    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference.
-
-    constants: by default `CONSTANTS`.
-    """
-    compiled, mirrored = _compiled(library), dict(CONSTANTS if constants is None else constants)
+def check_layout(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]] = MIRRORS) -> None:
+    """Compare every size, offset and constant with the compiled ones; raises `SlipstreamError` at a difference."""
+    compiled, mirrored = _compiled(library), dict(CONSTANTS)
     for name, mirror in mirrors.items():
         mirrored[f"sizeof {name}"] = ctypes.sizeof(mirror)
         for field in mirror._fields_:

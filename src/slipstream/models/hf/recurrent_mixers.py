@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from slipstream.models.cpu.compiled_recurrence import compiled_recurrence
-from slipstream.models.hf.recurrent.recurrence import Heads, Recurrence
-from slipstream.models.hf.recurrent.states import RecurrentStates
+from slipstream.models.decoder.recurrence import Heads, Recurrence, RecurrentStates
 
 SILU = ("silu", "swish")
 NO_LIMIT = (0.0, float("inf"))  # of the time step of Mamba-2
@@ -57,14 +56,12 @@ class GatedDelta:
         self.recurrence = Recurrence(*_convolution(layer.conv1d), heads, self._dtype)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Form.project`."""
         layer = self._layer
         mixed, z = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
         b, a = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
         return torch.cat([mixed, b, a], -1), z
 
     def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
-        """See `Form.finish`."""
         layer, size = self._layer, self._layer.head_v_dim
         normed = layer.norm(mixed.to(self._dtype).reshape(-1, size), rest.reshape(-1, size))
         out: Tensor = layer.out_proj(normed.reshape(*mixed.shape[:2], -1))
@@ -75,7 +72,6 @@ class InterleavedGatedDelta(GatedDelta):
     """The same with projections in common, ordered head by head."""
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Form.project`."""
         layer = self._layer
         together = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
         query, key, value, z, b, a = layer.fix_query_key_value_ordering(*together)
@@ -108,7 +104,6 @@ class StateSpace:
         self._scales = getattr(layer, "mup_vector", None)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Form.project`."""
         if self._scale is not None:
             hidden = hidden * self._scale
         projected: Tensor = self._layer.in_proj(hidden)
@@ -118,7 +113,6 @@ class StateSpace:
         return projected[..., inner:], projected[..., :inner]
 
     def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
-        """See `Form.finish`."""
         norm = self._layer.norm
         gated = mixed * silu(rest) if isinstance(norm, nn.Identity) else norm(mixed, rest)
         out: Tensor = self._layer.out_proj(gated.to(self._dtype))
@@ -134,12 +128,10 @@ class ShortConvolution:
         self.recurrence = Recurrence(*_convolution(layer.conv), None, self._dtype)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Form.project`."""
         before, after, x = self._layer.in_proj(hidden).chunk(3, -1)
         return before * x, after
 
     def finish(self, mixed: Tensor, rest: Tensor) -> Tensor:
-        """See `Form.finish`."""
         out: Tensor = self._layer.out_proj(rest * mixed.to(self._dtype))
         return out
 

@@ -1,21 +1,23 @@
-"""Forwards that take a different number of tokens of each row, one row's after the other's, without padding.
+"""How rows of different length share a forward, where models can do without padding; and which layout is whose.
 
 The specification is `Rectangle`: the same logits, from forwards in which every row is padded to the longest and prompts
-are read one by one. Texts of several rows are read in the same forwards; one that begins as another does waits until
-that one was read, and copies it.
+are read one by one. `RaggedLayout` takes as many tokens of each row as it has, one row's after the other's. Texts of
+several rows are read in the same forwards; one that begins as another does waits until that one was read, and copies
+it. `UnpaddedLayout` is for models that run on caches of their own, a row at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from slipstream.core.interfaces import RaggedForwards, RowSegment
-from slipstream.core.kv_slots import CATCH_UP, PROMPT_UNIT, SlotTable, common_beginning, in_order
+from slipstream.core.interfaces import Backend, Checkpoints, RaggedForwards, RowSegment
+from slipstream.core.kv_slots import CATCH_UP, EXACT_FIT, PROMPT_UNIT, Shapes, SlotTable, common_beginning, in_order
 from slipstream.core.rng import argmax
-from slipstream.core.session import InputBatch, Rectangle
+from slipstream.core.session import InputBatch, Rectangle, Session
 from slipstream.core.types import Row
 
 
@@ -35,7 +37,7 @@ class RaggedLayout:
         return table.shapes.pad_total(rows + drafted) if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
-        """See `Session.prefill`; rows that share no beginning are read together."""
+        """Rows that share no beginning are read together."""
         if not self.allowed(table) or table.shapes.reuse > 1:
             return self._rectangle.prefill(table, rows, answer=answer)
         answers: dict[int, Tensor] = {}
@@ -59,7 +61,7 @@ class RaggedLayout:
         return last_of_each(*flat, [keep - width + n for n in lengths], keep)
 
     def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
-        """See `BatchLayout`; the tokens are put in rows, not the logits."""
+        """The tokens are put in rows, not the logits."""
         if (flat := self._flat(table, batch, draft, lengths)) is None:
             return self._rectangle.best(table, batch, draft, lengths)
         logits, counts = flat
@@ -174,3 +176,64 @@ def portions(needs: Sequence[RowSegment], most: int) -> Iterator[list[RowSegment
                 portion, room = [], most
     if portion:
         yield portion
+
+
+@runtime_checkable
+class UnpaddedForwards(Checkpoints, Protocol):
+    """Optional capability of a backend whose rows share no forward, and which knows a state where a forward ended.
+
+    Forwards of several rows are `RaggedForwards`, and nothing is padded.
+
+    reads_on: whether a forward of several tokens after a state is right, so that long prompts may be read in chunks.
+    rounds_alike: whether it also gives each token the logits that it gets alone, up to the rounding of float32.
+    """
+
+    reads_on: bool
+    rounds_alike: bool
+
+
+class UnpaddedLayout:
+    """The layout of sessions whose backend has `UnpaddedForwards`."""
+
+    def __init__(self) -> None:
+        self._rectangle = Rectangle()
+
+    def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
+        """As many tokens as there are."""
+        return rows + drafted if rows > 1 else None
+
+    def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
+        """Prompts are read one by one, without padding where no shapes are asked for."""
+        return self._rectangle.prefill(table, rows, answer=answer)
+
+    def score(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int], keep: int) -> Tensor:
+        """One forward of all rows' real tokens."""
+        width = draft.shape[1]
+        real = lengths if keep > width else [width] * len(lengths)  # a draft model that scores column by column
+        logits, counts = self._flat(table, batch, draft, real)
+        return last_of_each(logits, counts, [keep - width + n for n in real], keep)
+
+    def best(self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> Tensor:
+        logits, counts = self._flat(table, batch, draft, lengths)
+        return last_of_each(argmax(logits), counts, [n + 1 for n in lengths], draft.shape[1] + 1)
+
+    def _flat(
+        self, table: SlotTable, batch: InputBatch, draft: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """[T, V] logits of all rows one behind the other, and how many are whose."""
+        texts = without_padding(batch, draft, lengths)
+        counts = [len(text) for text in texts]
+        segments = [RowSegment(slot, start, counts[slot]) for slot, start in enumerate(batch.starts)]
+        pieces = texts
+        if table.shapes.token_by_token:
+            segments = [RowSegment(one.slot, one.start + i, 1) for one in segments for i in range(one.count)]
+            pieces = [[token] for text in texts for token in text]
+        return forward_segments(table, end_to_end(texts, sum(counts)), segments, pieces, None), counts
+
+
+def make_session(backend: Backend, shapes: Shapes = EXACT_FIT) -> Session:
+    """The session that makes the most of a backend."""
+    if isinstance(backend, UnpaddedForwards):
+        return Session(backend, shapes, UnpaddedLayout())
+    ragged = isinstance(backend, RaggedForwards) and backend.ragged
+    return Session(backend, shapes, RaggedLayout() if ragged else None)

@@ -1,0 +1,488 @@
+"""Compiled decoder layers: one in a call, one in two calls around an attention that the kernels lack, or all in one.
+
+`CompiledOps` computes in bfloat16 (`csrc/layer.c`), `BlockLayerOps` over a quantised file's blocks in float32
+(`csrc/blocks/float_layer.c`). What all layers of a forward share is prepared once. The specification is
+`fused_layer.LayerOps`, operator by operator; every layer is compared with it before it is used.
+
+`LayerStack` computes all of a model's layers in one call, between the model's own embedding and its own output layer:
+what Python does for each layer, and the model around them, is a sixth to a fifth of a small model's time for one token.
+Its specification is the model's own forward over its compiled layers; their logits are compared before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.cpu.block_linear import BlockLinear
+from slipstream.models.cpu.kernel_libraries import address, kernels
+from slipstream.models.cpu.packed_linear import CompressedLinear, KernelLinear
+from slipstream.models.cpu.quantised_linear import QuantisedLinear
+from slipstream.models.cpu.structs import (
+    LANES,
+    MAX_HEAD_SIZE,
+    MAX_SHARED_HEADS,
+    CacheStruct,
+    FloatCacheStruct,
+    FloatLayerStruct,
+    FloatNormStruct,
+    LayerStruct,
+    NormStruct,
+    StackedLayerStruct,
+)
+from slipstream.models.decoder.cache import RaggedCache
+from slipstream.models.decoder.fused_layer import (
+    Activation,
+    AttentionSpec,
+    FusedLayer,
+    LayerOps,
+    RootMeanSquare,
+    Rope,
+    UnknownLayerError,
+    recognise_activation,
+)
+from slipstream.models.fast_path_warnings import warn_slower
+
+MANY = 1 << 40  # tokens
+AROUND = {"rotary_emb", "layers", "norm"}  # the children of the module that calls the layers
+STATIC = frozenset(("default", "linear", "llama3", "yarn"))  # kinds of RoPE whose angles depend on the position alone
+
+
+@dataclass(frozen=True)
+class LayerFunctions:
+    """The functions of one library.
+
+    project: (layer, hidden, tokens, cosines, sines, out, scratch), from hidden states to queries, keys and values.
+    feed_forward: (layer, hidden, attended, tokens, out, scratch). whole: (layer, cache, hidden, tokens, cosines, sines,
+    out, scratch). all_layers: (stacked layers, count, cache, hidden, tokens, rotations, scratch). normalise: (norm, x,
+    tokens, size, out). cache: the struct of `whole`'s cache.
+    """
+
+    project: Any
+    feed_forward: Any
+    whole: Any
+    all_layers: Any
+    normalise: Any
+    cache: type[ctypes.Structure]
+
+    @classmethod
+    def of(cls, library: Any, cache: type[ctypes.Structure]) -> LayerFunctions:
+        """Those of `csrc/layer_steps.h`."""
+        taken = {  # pointers and numbers
+            "project": ("project_qkv_rope", "ppnpppp"),
+            "feed_forward": ("residual_mlp", "pppnpp"),
+            "whole": ("whole_layer", "pppnpppp"),
+            "all_layers": ("all_layers", "pnppnpp"),
+            "normalise": ("normalise_tokens", "ppnnp"),
+        }
+        functions = {part: getattr(library, name) for part, (name, _) in taken.items()}
+        for part, (_, kinds) in taken.items():
+            functions[part].argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+        return cls(**functions, cache=cache)
+
+
+@dataclass
+class PreparedForward:
+    """What all layers of a forward share: where its tokens are cached, its rotations and its scratch space.
+
+    held: tensors whose addresses the struct has.
+    """
+
+    struct: ctypes.Structure
+    held: tuple[Tensor, ...]
+    scratch: Tensor
+    rotations: dict[int, tuple[Rope, Rope]] = field(default_factory=dict)
+
+    def rope(self, rope: Rope, hidden: Tensor, size: int) -> Rope:
+        """Cosines and sines [tokens, size] in the type of the hidden states."""
+        known = self.rotations.get(id(rope[1]))
+        if known is None:
+            known = self.rotations[id(rope[1])] = rope, rotation(rope, hidden, size)  # the key's tensor stays alive
+        return known[1]
+
+    def space(self, size: int) -> Tensor:
+        """Scratch space of at least `size` numbers."""
+        if len(self.scratch) < size:
+            self.scratch = self.scratch.new_empty(size)
+        return self.scratch
+
+
+def rotation(rope: Rope, hidden: Tensor, size: int) -> Rope:
+    """Cosines and sines [B, W, size], one for each of the hidden states [B, W, H], in their type."""
+    cosines, sines = (part.to(hidden.dtype).expand(*hidden.shape[:2], size).contiguous() for part in rope)
+    return cosines, sines
+
+
+class LayerCalls(ABC):
+    """What `LayerOps` computes, compiled; see `Ops`.
+
+    shape_independent: whether whole layers are computed, and each token as if it were alone. Known once a layer has
+    been computed.
+    """
+
+    def __init__(self, ops: LayerOps, functions: LayerFunctions, layer: ctypes.Structure, *, alone: bool) -> None:
+        """layer: the struct of the layer that the functions read. alone: what `shape_independent` becomes."""
+        self.heads, self.key_heads, self.size = ops.heads, ops.key_heads, ops.size
+        self.functions, self._layer, self.this = functions, layer, ctypes.addressof(layer)
+        self._alone, self.shape_independent = alone, False
+
+    @abstractmethod
+    def scratch(self, tokens: int) -> int:
+        """How many numbers of scratch space the functions need."""
+
+    @abstractmethod
+    def takes(self, hidden: Tensor) -> bool:
+        """Whether whole layers are computed for these hidden states [B, W, H]."""
+
+    @abstractmethod
+    def norm(self, norm: RootMeanSquare | None) -> ctypes.Structure:
+        """The struct of a norm, valid as long as this object."""
+
+    def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        batch, width = hidden.shape[:2]
+        out = hidden.new_empty(batch, width, self.heads + 2 * self.key_heads, self.size)
+        rows, tokens, scratch = self._inputs(hidden)
+        cosines, sines = rotation(rope, hidden, self.size)
+        pointers = [part.data_ptr() for part in (cosines, sines, out, scratch)]
+        self.functions.project(self.this, rows.data_ptr(), tokens, *pointers)
+        heads = out.transpose(1, 2)
+        both = self.heads + self.key_heads
+        return heads[:, :both], heads[:, both:]
+
+    def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        rows, tokens, scratch = self._inputs(hidden)
+        given = attended.contiguous()
+        pointers = out.data_ptr(), scratch.data_ptr()
+        self.functions.feed_forward(self.this, rows.data_ptr(), given.data_ptr(), tokens, *pointers)
+        return out
+
+    def whole_layer(self, hidden: Tensor, rope: Rope, cache: RaggedCache, spec: AttentionSpec) -> Tensor | None:
+        if not self.takes(hidden):
+            return None
+        keys, values = self.cached(cache, spec, hidden)
+        if keys.dtype != hidden.dtype:
+            return None
+        ready = self.prepared(cache, hidden)
+        rows = hidden.contiguous()
+        tokens = rows.numel() // rows.shape[-1]
+        memory, (cosines, sines) = ready.struct, ready.rope(rope, hidden, self.size)
+        memory.keys, memory.values, memory.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+        memory.window, memory.scaling = spec.window or 0, spec.scaling
+        out, scratch = torch.empty_like(rows), ready.space(self.scratch(tokens))
+        pointers = cosines.data_ptr(), sines.data_ptr(), out.data_ptr(), scratch.data_ptr()
+        self.functions.whole(self.this, ctypes.addressof(memory), rows.data_ptr(), tokens, *pointers)
+        self.shape_independent = self._alone
+        return out
+
+    def cached(self, cache: RaggedCache, spec: AttentionSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, allocated in the type of the hidden states if there are none."""
+        return cache.of_layer(spec.index, hidden.new_empty(0, self.key_heads, 0, self.size))
+
+    def prepared(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+        """What all layers of the next forward share."""
+        ready: PreparedForward | None = cache.prepared
+        if ready is None or type(ready.struct) is not self.functions.cache:
+            ready = cache.prepared = self._prepare(cache, hidden)
+        return ready
+
+    def _prepare(self, cache: RaggedCache, hidden: Tensor) -> PreparedForward:
+        slots, positions = cache.destinations()
+        where: tuple[Tensor, ...] = (slots, positions, positions)
+        if cache.tree is not None:
+            where = slots, positions, cache.tree.into[1], cache.tree.forks, cache.tree.begins, cache.tree.paths
+        names = ("slots", "positions", "places", "forks", "begins", "paths")
+        struct = self.functions.cache(**dict(zip(names, map(address, where), strict=False)))
+        return PreparedForward(struct, where, hidden.new_empty(0))
+
+    def _inputs(self, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
+        """Hidden states one after the other, how many they are, and scratch space."""
+        rows = hidden.contiguous()
+        tokens = rows.numel() // rows.shape[-1]
+        return rows, tokens, rows.new_empty(self.scratch(tokens))
+
+
+class CompiledOps(LayerCalls):
+    """See `LayerCalls`; bfloat16. Each token is computed as if it were alone where the weights have 12 bits."""
+
+    def __init__(self, ops: LayerOps, library: Any, activation: Activation) -> None:
+        """ops: such that `recognise` gives this activation."""
+        self._plain = ops  # the struct has only the addresses of the weights
+        head_norms = ops.head_norms or (None, None)
+        norms = (ops.before_attention, *head_norms, ops.after_attention)
+        self._norm_weights: list[Tensor] = []
+        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+        linears = [_kernel(linear) for linear in _linears(ops)]
+        self._most_tokens = min(
+            (linear.narrow for linear in _linears(ops) if isinstance(linear, QuantisedLinear)), default=MANY
+        )
+        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size
+        weights = [linear.weights for linear in linears if linear is not None]
+        layer = LayerStruct(*weights, *structs, *sizes, *activation)
+        attends = ops.size % 64 == 0 and ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+        self._most_attended = self._most_tokens if attends else 0
+        self._scratch_per_token: int = library.scratch_per_token(ctypes.byref(layer))
+        alone = all(isinstance(linear, CompressedLinear) for linear in _linears(ops))
+        super().__init__(ops, LayerFunctions.of(library, CacheStruct), layer, alone=alone)
+
+    def norm(self, norm: RootMeanSquare | None) -> NormStruct:
+        if norm is None:
+            return NormStruct(None, 0.0, 0)
+        weight, rounds_first = norm.weight
+        self._norm_weights.append(weight)
+        return NormStruct(address(weight), norm.eps, rounds_first)
+
+    def scratch(self, tokens: int) -> int:
+        return tokens * self._scratch_per_token
+
+    def takes(self, hidden: Tensor) -> bool:
+        return hidden.shape[0] * hidden.shape[1] <= self._most_attended
+
+    def project_qkv_rope(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
+            return self._plain.project_qkv_rope(hidden, rope)
+        return super().project_qkv_rope(hidden, rope)
+
+    def residual_mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        if hidden.shape[0] * hidden.shape[1] > self._most_tokens:
+            return self._plain.residual_mlp(hidden, attended)
+        return super().residual_mlp(hidden, attended)
+
+
+def compiled_ops(ops: LayerOps) -> CompiledOps | None:
+    """The compiled form; None, with a warning, where the layer's weights are the kernels' but its form is not."""
+    if any(_kernel(linear) is None for linear in _linears(ops)):
+        return None  # its weights are not the kernels', which was said when they were packed
+    library = kernels()
+    if library is None:
+        return None
+    activation = recognise(ops)
+    if isinstance(activation, str):
+        warn_slower(f"layers are not compiled: {activation}")
+        return None
+    return CompiledOps(ops, library, activation)
+
+
+def recognise(ops: LayerOps) -> Activation | str:
+    """The slope and cubic term of the activation if the kernels can compute this layer, else why they cannot."""
+    sizes = {"hidden states": ops.qkv.in_features, "the feed-forward part": ops.inner}
+    if odd := [name for name, size in sizes.items() if size % LANES]:
+        return f"{sizes[odd[0]]} numbers in {odd[0]}, no multiple of {LANES}"
+    if ops.size % (2 * LANES):
+        return f"{ops.size} numbers in a head, no multiple of {2 * LANES}"
+    return recognise_activation(ops.act)
+
+
+def _linears(ops: LayerOps) -> tuple[Any, Any, Any, Any]:
+    return ops.qkv, ops.out, ops.gate_up, ops.down
+
+
+def _kernel(linear: Any) -> KernelLinear | None:
+    """The layer for few tokens, if our own kernels compute it."""
+    few = linear.few if isinstance(linear, QuantisedLinear) else linear
+    return few if isinstance(few, KernelLinear) else None
+
+
+class BlockLayerOps(LayerCalls):
+    """See `LayerCalls`; float32, each token as if it were alone."""
+
+    def __init__(self, ops: LayerOps, activation: Activation) -> None:
+        """ops: such that `recognise` gives this activation, over `BlockLinear`s."""
+        linears: tuple[BlockLinear, ...] = (ops.qkv, ops.out, ops.gate_up, ops.down)  # type: ignore[assignment]
+        self._linears, self._library = linears, linears[0].parts[0].library
+        self._norm_weights: list[Tensor] = []
+        norms = (ops.before_attention, *(ops.head_norms or (None, None)), ops.after_attention)
+        structs = [self.norm(norm) for norm in (*norms, ops.before_feed_forward, ops.after_feed_forward)]
+        sizes = ops.qkv.in_features, ops.inner, ops.heads, ops.key_heads, ops.size, linears[0].planes
+        layer = FloatLayerStruct(*(linear.weights for linear in linears), *structs, *sizes, *activation)
+        self._attends = ops.size <= MAX_HEAD_SIZE and ops.heads <= MAX_SHARED_HEADS * ops.key_heads
+        super().__init__(ops, LayerFunctions.of(self._library, FloatCacheStruct), layer, alone=True)
+
+    def norm(self, norm: RootMeanSquare | None) -> FloatNormStruct:
+        if norm is None:
+            return FloatNormStruct(None, 0.0)
+        self._norm_weights.append(norm.weight[0])
+        return FloatNormStruct(address(self._norm_weights[-1]), norm.eps)
+
+    def scratch(self, tokens: int) -> int:
+        needed: int = self._library.float_scratch(ctypes.byref(self._layer), ctypes.c_int64(tokens))
+        return needed
+
+    def takes(self, hidden: Tensor) -> bool:
+        return self._attends
+
+
+def is_of_blocks(ops: LayerOps) -> bool:
+    """Whether all weights of a layer are a file's blocks."""
+    return all(isinstance(linear, BlockLinear) for linear in (ops.qkv, ops.out, ops.gate_up, ops.down))
+
+
+def block_layer_ops(ops: LayerOps) -> BlockLayerOps | None:
+    """The compiled form of a layer of blocks; None, with a warning, where its form is not the kernels'."""
+    activation = recognise(ops)
+    if isinstance(activation, str):
+        warn_slower(f"layers are not compiled: {activation}")
+        return None
+    return BlockLayerOps(ops, activation)
+
+
+class Rotations:
+    """The cosines and sines of a model's positions, of each kind of layer that has its own.
+
+    Where they depend on the position alone they are computed once for many positions.
+    """
+
+    def __init__(self, module: nn.Module, kinds: Sequence[str]) -> None:
+        """kinds: of layers, each once."""
+        types = getattr(module, "rope_type", None)
+        self._module = module
+        self._options: list[dict[str, str]] = [{}]
+        if "layer_type" in inspect.signature(type(module).forward).parameters:
+            self._options = [{"layer_type": kind} for kind in kinds]
+        named = set(types.values()) if isinstance(types, dict) else {types}
+        self._is_static, self._known = named <= STATIC, list[Rope]()
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def at(self, positions: Tensor, hidden: Tensor, most: int) -> list[Rope]:
+        """Cosines and sines [B, W, size] of each kind at positions [B, W] below `most`, in the type of hidden states
+        [B, W, H]."""
+        if not self._is_static:
+            return [self._of(hidden, positions, options) for options in self._options]
+        if not self._known or len(self._known[0][0]) < most or self._known[0][0].dtype != hidden.dtype:
+            every = torch.arange(most)[None]
+            found = [self._of(hidden, every, options) for options in self._options]
+            self._known = [(cosines[0], sines[0]) for cosines, sines in found]
+        size = hidden.shape[:2]
+        return [
+            (cosines[positions].expand(*size, -1), sines[positions].expand(*size, -1)) for cosines, sines in self._known
+        ]
+
+    def _of(self, hidden: Tensor, positions: Tensor, options: dict[str, str]) -> Rope:
+        cosines, sines = self._module(hidden, positions, **options)
+        return cosines, sines
+
+
+class LayerStack:
+    """A model's forward, its decoder layers in one call."""
+
+    def __init__(self, model: Any, layers: Sequence[FusedLayer]) -> None:
+        """layers: all of the model's, compiled. Raises `UnknownLayerError` with the reason where it cannot be done."""
+        ops = [layer.ops for layer in layers if isinstance(layer.ops, LayerCalls)]
+        if len(ops) < len(layers):
+            raise UnknownLayerError("they are not all compiled")
+        inner = _caller_of(model, len(layers))
+        self._model, self._ops, self._specs = model, ops, [layer.spec for layer in layers]
+        self._functions, self._norm = ops[0].functions, ops[0].norm(RootMeanSquare(inner.get_submodule("norm")))
+        of_layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
+        kinds = sorted(set(of_layers))
+        self._rotations = Rotations(inner.get_submodule("rotary_emb"), kinds)
+        which = [kinds.index(kind) if len(self._rotations) > 1 else 0 for kind in of_layers]
+        self._structs = (StackedLayerStruct * len(layers))(
+            *(
+                StackedLayerStruct(one.this, None, None, 0, spec.window or 0, kind, spec.scaling)
+                for one, spec, kind in zip(ops, self._specs, which, strict=True)
+            )
+        )
+        self._cached: list[ReferenceType[Tensor]] = []  # the keys whose addresses the structs have
+        self._scratch = dict[int, int]()  # by tokens
+
+    def logits(self, tokens: Tensor, positions: Tensor, cache: RaggedCache, keep: int | Tensor) -> Tensor | None:
+        """[B, W', vocabulary] of tokens [B, W] at these positions; None where the layers are not computed whole.
+
+        keep: of which columns; 0 of all, 1 of the last.
+        """
+        hidden: Tensor = self._model.get_input_embeddings()(tokens)
+        if not all(one.takes(hidden) for one in self._ops) or not self._point_to(cache, hidden):
+            return None
+        hidden, ready = hidden.contiguous(), self._ops[0].prepared(cache, hidden)
+        self._compute(hidden, positions, ready, cache.shape[1])
+        kept = (hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]).contiguous()
+        normed, size = torch.empty_like(kept), kept.shape[-1]
+        norm = ctypes.addressof(self._norm)
+        self._functions.normalise(norm, kept.data_ptr(), kept.numel() // size, size, normed.data_ptr())
+        found: Tensor = self._model.get_output_embeddings()(normed)
+        return found
+
+    def _point_to(self, cache: RaggedCache, hidden: Tensor) -> bool:
+        """Give the structs the addresses of the cache's keys and values; whether these are of the right type."""
+        there = [cache.layers[spec.index].keys for spec in self._specs]
+        if self._cached and all(
+            keys is not None and keys is known() for keys, known in zip(there, self._cached, strict=True)
+        ):
+            return True
+        self._cached = []
+        for one, spec, struct in zip(self._ops, self._specs, self._structs, strict=True):
+            keys, values = one.cached(cache, spec, hidden)
+            if keys.dtype != hidden.dtype:
+                self._cached = []
+                return False
+            struct.keys, struct.values, struct.length = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+            self._cached.append(ref(keys))
+        return True
+
+    def _compute(self, hidden: Tensor, positions: Tensor, ready: PreparedForward, most: int) -> None:
+        tokens = hidden.numel() // hidden.shape[-1]
+        ropes = [rotation(rope, hidden, rope[0].shape[-1]) for rope in self._rotations.at(positions, hidden, most)]
+        pointers = (ctypes.c_void_p * (2 * len(ropes)))(*(address(part) for rope in ropes for part in rope))
+        if tokens not in self._scratch:
+            self._scratch[tokens] = max(one.scratch(tokens) for one in self._ops)
+        scratch = ready.space(self._scratch[tokens])
+        self._functions.all_layers(
+            ctypes.addressof(self._structs),
+            len(self._ops),
+            ctypes.addressof(ready.struct),
+            hidden.data_ptr(),
+            tokens,
+            ctypes.addressof(pointers),
+            scratch.data_ptr(),
+        )
+
+
+def _caller_of(model: Any, count: int) -> nn.Module:
+    """The module that calls the layers."""
+    inner = next((module for module in model.modules() if dict(module.named_children()).keys() >= AROUND), None)
+    if inner is None or len(inner.get_submodule("layers")) != count:
+        raise UnknownLayerError(f"no module has {', '.join(sorted(AROUND))} and these layers")
+    found: nn.Module = inner
+    return found
+
+
+@torch.inference_mode()
+def check_around(model: Any, layers: Sequence[nn.Module]) -> None:
+    """Raise `UnknownLayerError` where a model computes anything between its embedding, layers, norm and output layer.
+
+    A forward of two tokens shows it: each is given the bits that the one before it returned.
+    """
+    norm = _caller_of(model, len(layers)).get_submodule("norm")
+    chain = [model.get_input_embeddings(), *layers, norm, model.get_output_embeddings()]
+    passed: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def look(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        into = inputs[0] if inputs else options.get("hidden_states")
+        passed.append((module, into if isinstance(into, Tensor) else torch.empty(0), output))
+
+    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in chain]
+    try:
+        ids = torch.tensor([[1, 0]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if [module for module, _, _ in passed] != chain:
+        raise UnknownLayerError(
+            "its embedding, layers, norm and output layer do not run one after the other, once each"
+        )
+    given = [*(into for _, into, _ in passed[1:]), logits]
+    for (module, _, output), into in zip(passed, given, strict=True):
+        if not isinstance(output, Tensor) or not torch.equal(output, into.to(output.dtype)):
+            raise UnknownLayerError(f"it changes what {type(module).__name__} returns")

@@ -1,0 +1,346 @@
+"""Slipstream's own kernels: prebuilt libraries of a wheel, or compiled when first needed and saved in the cache folder.
+
+There are two libraries: for bfloat16 weights (`csrc/*.c`) and for blocks of quantised files (`csrc/blocks/*.c`), each
+for the best instructions of this processor. Blocks give the same bits with all instructions. For bfloat16 all sets of
+instructions give the same bits but AMX and AVX-512 with bfloat16, and each gives the same at any width; bits of 4-bit
+drafts may depend on it.
+
+A prebuilt library is used if it was made of these very sources. Otherwise a compiler is needed; what it makes is loaded
+again only from a folder that nobody but the user can have written to. Without either, or on a processor without the
+instructions that the kernels are written for, PyTorch's kernels are used and a warning says why; SLIPSTREAM_KERNELS=off
+in the environment does so without a warning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import UsageError
+from slipstream.models.cache_folder import cache_folder, users_cache_folder
+from slipstream.models.cpu.processor import (
+    ISA,
+    NEEDED,
+    NoKernelsError,
+    Processor,
+    compiler_flags,
+    isa_of,
+    isas_of,
+    processor,
+)
+from slipstream.models.cpu.structs import check_layout
+from slipstream.models.fast_path_warnings import warn_slower
+
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+DESCRIPTORS = Path("/proc/self/fd")
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+ROOT = 0
+SOURCES, PREBUILT = Path(__file__).with_name("csrc"), Path(__file__).with_name("prebuilt")
+# no contraction: a product and a sum become one operation only where the source says so, whatever is inlined where
+COMMON_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC")
+LIBRARIES = ("-lpthread", "-ldl", "-lm")
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}
+SWITCH = "SLIPSTREAM_KERNELS"
+BFLOAT16 = "avx512bf16"  # the variant of AVX-512 with products of bfloat16 numbers; the others are named as in `NEEDED`
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "amx": NEEDED["amx"],
+    BFLOAT16: (*NEEDED["avx512"], "avx512_bf16"),
+    "avx512": NEEDED["avx512"],
+    "avx2": NEEDED["avx2"],
+    "neon": NEEDED["neon"],
+    "plain": (),
+}
+
+
+class NotPrivateError(OSError):
+    """Why files of a folder cannot be trusted."""
+
+
+@contextmanager
+def private_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that only the user may write to, or make it so if it is the user's; yields a path to it.
+
+    On Linux the path leads to the very folder that was checked, whoever may rename those above it. A folder of the
+    administrator's that nobody else may write to is as good. Raises `NotPrivateError` for any other, and OSError where
+    there can be none. On Windows the system's own rights are relied upon.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not hasattr(os, "geteuid"):
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid() and status.st_mode & OTHERS_MAY_WRITE:
+            os.fchmod(descriptor, 0o700)
+        elif not _is_of_user(status):
+            raise NotPrivateError(f"{folder} belongs to another user, or others may write to it")
+        yield DESCRIPTORS / str(descriptor) if DESCRIPTORS.exists() else folder
+    finally:
+        os.close(descriptor)
+
+
+def save(content: bytes, file: Path) -> None:
+    """Write a file that nobody else may change, with a checksum at its end; it is there whole or not at all."""
+    descriptor, scratch = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content + hashlib.sha256(content).digest())
+        os.replace(scratch, file)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def is_whole(file: Path) -> bool:
+    """Whether `save` has written a file, for this user, and nothing has changed it since."""
+    try:
+        status = file.lstat()
+        content = file.read_bytes() if stat.S_ISREG(status.st_mode) and _is_of_user(status) else b""
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
+
+
+def _is_of_user(status: os.stat_result) -> bool:
+    """Whether nobody but the user and the administrator can have written this, or may."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid in (os.geteuid(), ROOT) and not status.st_mode & OTHERS_MAY_WRITE
+
+
+log = logging.getLogger("slipstream")
+
+
+def switched_on() -> bool:
+    """Whether the environment lets Slipstream use its own kernels."""
+    switch = os.environ.get(SWITCH) or "on"
+    if switch not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={switch!r}; allowed: 'on' or 'off'")
+    return switch == "on"
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is compiled to one library, and how. name: the library's; sources: its C files."""
+
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def headers(self) -> tuple[Path, ...]:
+        """All headers: those that the sources include are among them."""
+        return tuple(sorted(SOURCES.rglob("*.h")))
+
+
+def prebuilt_file(recipe: Recipe) -> Path | None:
+    """The prebuilt library of these sources; None if there is none."""
+    name = prebuilt_name(recipe, sys.platform)
+    if (PREBUILT / name).exists():
+        return PREBUILT / name
+    if others := sorted(PREBUILT.glob(f"{recipe.name}-*")):
+        log.info("%s was built of other sources: the kernels are compiled", others[0].name)
+    return None
+
+
+def prebuilt_name(recipe: Recipe, platform: str) -> str:
+    """The name of a prebuilt library, which tells its sources. platform: as `sys.platform`."""
+    return f"{recipe.name}-{_digest(recipe)}{SUFFIX.get(platform, '.so')}"
+
+
+def built(folder: Path, environment: Mapping[str, str], recipe: Recipe) -> Path:
+    """The compiled library in this folder; compiled if it is not there whole, by $CC, else gcc, else cc.
+
+    folder: see `private_folder`.
+    """
+    candidates = [shlex.split(environment["CC"])] if environment.get("CC") else [["gcc"], ["cc"]]
+    compiler = next((command for command in candidates if shutil.which(command[0])), None)
+    if compiler is None:
+        raise NoKernelsError(f"no C compiler ({' or '.join(command[0] for command in candidates)})")
+    library = folder / f"{version(*compiler, recipe=recipe)}.so"
+    if not is_whole(library):
+        with tempfile.TemporaryDirectory() as scratch:
+            linked = Path(scratch) / "library.so"
+            compile_library(compiler, recipe, linked)
+            save(linked.read_bytes(), library)
+    return library
+
+
+def compile_library(compiler: list[str], recipe: Recipe, library: Path, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Compile and link a library. Raises `NoKernelsError` with the compiler's first line where it fails."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [f"{scratch}/{source.stem}.o" for source in recipe.sources]
+        commands = [
+            [*compiler, *recipe.flags, "-c", str(source), "-o", made]
+            for source, made in zip(recipe.sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            list(compilers.map(_run, commands))
+        _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
+
+
+def version(*compiler: str, recipe: Recipe) -> str:
+    """A name for these kernels: a digest of their source and of the way they are compiled."""
+    return f"kernels-{_digest(recipe, *compiler)}"
+
+
+def _digest(recipe: Recipe, *compiler: str) -> str:
+    texts = [path.read_text(encoding="utf-8") for path in (*recipe.sources, *recipe.headers)]
+    return hashlib.sha256("\0".join((*texts, *compiler, *recipe.flags)).encode()).hexdigest()[:16]
+
+
+@cache
+def loaded(recipe: Recipe) -> ctypes.CDLL:
+    """The library, ready to compute with as many threads as PyTorch. Raises `NoKernelsError`."""
+    prebuilt = prebuilt_file(recipe)
+    try:
+        library = _compiled(recipe) if prebuilt is None else ctypes.CDLL(str(prebuilt))
+    except OSError as error:
+        raise NoKernelsError(str(error)) from error
+    library.set_pool_threads(ctypes.c_int64(torch.get_num_threads()))
+    return library
+
+
+def _compiled(recipe: Recipe) -> ctypes.CDLL:
+    """The library from the cache folder, compiled if need be; from the user's own where that one is shared."""
+    reasons = dict[Path, str]()
+    for folder in dict.fromkeys(parent / "kernels" for parent in (cache_folder(), users_cache_folder())):
+        try:
+            with private_folder(folder) as private:
+                library = built(private, os.environ, recipe)
+                try:
+                    return ctypes.CDLL(str(library))
+                except OSError as error:  # compiled by another system that has this folder too
+                    log.info("%s is compiled again: %s", folder / library.name, error)
+                    library.unlink(missing_ok=True)
+                    return ctypes.CDLL(str(built(private, os.environ, recipe)))
+        except OSError as error:
+            reasons[folder] = str(error)
+    raise NoKernelsError("; ".join(reasons.values()))
+
+
+def first_that_loads(recipes: Sequence[Recipe]) -> Recipe:
+    """The first recipe whose library can be had. Raises the last one's `NoKernelsError` if none can."""
+    for recipe in recipes[:-1]:
+        try:
+            loaded(recipe)
+        except NoKernelsError as error:
+            log.info("%s cannot be had: %s", recipe.name, error)
+        else:
+            return recipe
+    loaded(recipes[-1])
+    return recipes[-1]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+        raise NoKernelsError(f"{command[0]} failed: {reason}")
+
+
+def variants_of(processor: Processor, wanted: str | None) -> list[str]:
+    """The variants that can be used, best first. wanted: see `isa_of`, which raises the errors."""
+    best = isa_of(processor, wanted)
+    below = list(NEEDED)[list(NEEDED).index(best) :]
+    allowed = [name for name in VARIANTS if name in below or (name == BFLOAT16 and "avx512" in below)]
+    found = [name for name in allowed if set(VARIANTS[name]) <= processor.flags and name != "plain"]
+    return found or ["plain"]
+
+
+def bfloat16_recipe(variant: str) -> Recipe:
+    """How the kernels are compiled for these instructions."""
+    flags = (*COMMON_FLAGS, *compiler_flags(VARIANTS[variant]))
+    return Recipe(f"bfloat16-{variant}", tuple(sorted(SOURCES.glob("*.c"))), flags)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The compiled functions of `csrc/`, or None where they cannot be had or are switched off."""
+    return kernels_for(os.environ.get(ISA)) if switched_on() else None
+
+
+@cache
+def kernels_for(wanted: str | None) -> ctypes.CDLL | None:
+    """See `kernels`. wanted: of SLIPSTREAM_ISA."""
+    try:
+        library = loaded(best_bfloat16_recipe(wanted))
+    except NoKernelsError as error:
+        warn_slower(f"PyTorch's kernels are used, not Slipstream's own: {error}")
+        return None
+    check_layout(library)
+    library.scratch_per_token.restype = ctypes.c_int64
+    return library
+
+
+def best_bfloat16_recipe(wanted: str | None) -> Recipe:
+    """The best variant that can be had here; without `wanted` a lesser one where the compiler lacks the best."""
+    found = [bfloat16_recipe(variant) for variant in variants_of(processor(), wanted)]
+    return first_that_loads(found[:1] if wanted else found)
+
+
+def bfloat16_version() -> str:
+    """A name for the kernels in use, see `version`."""
+    return version(recipe=best_bfloat16_recipe(os.environ.get(ISA)))
+
+
+def block_recipe(isa: str) -> Recipe:
+    """How the kernels are compiled for these instructions."""
+    sources = (*sorted(SOURCES.joinpath("blocks").glob("*.c")), SOURCES / "layout.c", SOURCES / "team.c")
+    return Recipe(f"blocks-{isa}", sources, (*COMMON_FLAGS, *compiler_flags(NEEDED[isa])))
+
+
+def block_kernels() -> ctypes.CDLL:
+    """The compiled functions. Raises `NoKernelsError` with the reason where they cannot be had."""
+    if not switched_on():
+        raise NoKernelsError("SLIPSTREAM_KERNELS is off")
+    return library_of(best_block_recipe(os.environ.get(ISA)))
+
+
+def best_block_recipe(wanted: str | None) -> Recipe:
+    """The best instructions that can be had here; without `wanted` lesser ones where the compiler lacks the best."""
+    return first_that_loads([block_recipe(isa) for isa in isas_of(processor(), wanted)])
+
+
+def library_for(isa: str) -> ctypes.CDLL:
+    """The functions compiled for these instructions."""
+    return library_of(block_recipe(isa))
+
+
+@cache
+def library_of(recipe: Recipe) -> ctypes.CDLL:
+    """The functions of a recipe."""
+    library = loaded(recipe)
+    check_layout(library)
+    for name in ("panel_bytes", "activation_bytes", "float_scratch", "pack_pieces"):
+        if hasattr(library, name):  # `pack_pieces` is not there on Windows
+            getattr(library, name).restype = ctypes.c_int64
+    return library
+
+
+def block_version() -> str:
+    """A name for the kernels in use: a digest of their source and of the way they are compiled."""
+    return version(recipe=best_block_recipe(os.environ.get(ISA)))

@@ -1,0 +1,480 @@
+"""Slot-addressed KV cache for Hugging Face models, written at explicit slots and positions: rows, ragged rows, trees.
+
+A rejected token is simply written over. Room is reserved for the longest texts that rows may become; memory is taken
+for what forwards have reached, and doubles as they reach further.
+
+In a ragged forward the tokens of several rows come one after the other, as many of each as there are, without padding.
+Everything in a layer but attention treats each token alone, so its products see [1, T]. For attention, rows of few
+tokens are laid out as a rectangle and longer rows attend one by one. Where a row has fewer tokens than the rectangle
+has columns, the tokens that follow it, which belong to other rows, fill them; their results are dropped.
+
+Over a draft tree each chain of the tree attends as a row of its own, whose keys are gathered along its path, so a token
+gets the bits that it would get in a row without branches. Keys and values of branches are written behind those of the
+main chain, and only the positions that differ are gathered from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from slipstream.core.interfaces import RowSegment
+from slipstream.core.kv_slots import PROMPT_UNIT
+from slipstream.core.trees import TreeSegment
+from slipstream.errors import SlipstreamError
+from slipstream.models.decoder.attention import LONG, ROWS, Block, Cut, attend, cut_mask
+from slipstream.models.decoder.recurrence import RecurrentStates
+
+NOWHERE = 1 << 62  # a position behind all others
+ATTENDED_UNIT = 256  # attention reads the cache up to the next multiple of this, unless calibration found another
+FIRST_POSITIONS = 512  # of every slot, at least, where as many are reserved: most texts end before
+KEYS_AND_VALUES = ("cache", "past_key_values")  # the new name before the old one, which is accepted beside it
+ROW, CALL = 3, 12  # fixed cost, in columns, of a row of the rectangle and of attention for a row on its own
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """S rows, one per segment, over the slots of a KV cache.
+
+    slots: [S], where each row's keys are, but for those at `positions` of `rows`, which stand at `places`; all [N].
+    cells: row and column of each new token in the rectangle of all rows, [T] each. into: where each is written, slots
+    and places, [T] each. forks: [T], the first position that a token sees at another place: at that of number `begins`,
+    [T], of `paths`, and so on. reach: the first slot and place behind all that are written.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    positions: Tensor
+    places: Tensor
+    cells: tuple[Tensor, Tensor]
+    into: tuple[Tensor, Tensor]
+    forks: Tensor
+    begins: Tensor
+    paths: Tensor
+    reach: tuple[int, int]
+
+    def gathered(self, cached: Tensor, length: int) -> Tensor:
+        """[S, heads, length, size] of keys or values [slots, heads, positions, size]."""
+        rows = cached[self.slots, :, :length]
+        rows[self.rows, :, self.positions] = cached[self.slots[self.rows], :, self.places]
+        return rows
+
+
+def tree_rows(segments: Sequence[TreeSegment], total: int, device: torch.device) -> TreeRows:
+    """The rows of a forward of `total` tokens; those after the last segment continue it."""
+    counts = [segment.count for segment in segments]
+    written = [*counts[:-1], total - sum(counts[:-1])]
+    rows, positions, places = list[int](), list[int](), list[int]()
+    forks, begins, paths = [NOWHERE] * len(segments), [0] * len(segments), list[int]()
+    for row, (segment, count) in enumerate(zip(segments, written, strict=True)):
+        if segment.place != segment.start:
+            begin = segment.start - len(segment.detour)
+            own = [*segment.detour, *range(segment.place, segment.place + segment.count)]
+            rows += [row] * len(own)
+            positions += range(begin, begin + len(own))
+            places += own
+            forks[row], begins[row] = begin, len(paths)
+            paths += [*segment.detour, *range(segment.place, segment.place + count)]
+    of = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
+    column = torch.arange(total) - torch.tensor([0, *accumulate(counts)][:-1])[of]
+    place = torch.tensor([segment.place for segment in segments])[of] + column
+    slots = torch.tensor([segment.slot for segment in segments])
+    parts = slots, torch.tensor(rows, dtype=torch.int64), torch.tensor(positions), torch.tensor(places)
+    own_slots, own_rows, at, of_place = (part.to(device=device, dtype=torch.int64) for part in parts)
+    cells, into = (of.to(device), column.to(device)), (slots[of].to(device), place.to(device))
+    forked = torch.tensor(forks)[of], torch.tensor(begins)[of], torch.tensor(paths, dtype=torch.int64)
+    last = max(segment.place + count for segment, count in zip(segments, written, strict=True))
+    reach = max(segment.slot for segment in segments) + 1, last
+    return TreeRows(own_slots, own_rows, at, of_place, cells, into, *forked, reach)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one attention layer: [slots, heads, positions, head size], written where the cache says."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: `SlotCache.reserve` allocates."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """`SlotCache.update` writes; a layer on its own does not know where."""
+        raise SlipstreamError("a slot layer is written through its cache")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask is always given, so this is informative only."""
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        """Positions are always given, so no length is implied."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Number of positions."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    get_max_cache_shape = get_max_length
+
+
+class SlotCache(Cache):
+    """Slot-addressed KV cache of a model and its layer subsets. `place` says where the next forward writes.
+
+    attended_unit, attended_lengths: attention reads the first of the lengths that is enough, else a multiple of the
+    unit. tree: what the next forward is over, if over draft trees. shape: slots and positions reserved; held: those
+    that keys and values have memory for. moves: how often what forwards refer to by address may have moved. states:
+    those of recurrent layers, if there are any. spare_positions: held behind every text.
+    """
+
+    states: RecurrentStates | None = None
+    spare_positions = 0
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+        self.attended_unit = ATTENDED_UNIT
+        self.attended_lengths: tuple[int, ...] = ()
+        self.shape = self.held = (0, 0)
+        self.moves = 0
+        self._slots = slice(0, 0)
+        self._attended = 0
+        self._span: slice | None = None
+        self._rows = self._columns = torch.empty(0, dtype=torch.int64)
+        self.tree: TreeRows | None = None
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Allow `rows` slots of `length` positions at least; existing content stays."""
+        slots, positions = self.shape
+        if rows > slots or length > positions or positions % self.attended_unit:
+            longest = max(length, positions * 3 // 2) if length > positions else positions
+            unit = lcm(self.attended_unit, ATTENDED_UNIT)  # whole units: attention never reads less for want of room
+            self.shape = max(rows, slots), -(-longest // unit) * unit
+            self.moves += 1
+            if self.states is not None:
+                self.states.reserve(self.shape[0])
+
+    def hold(self, rows: int, length: int) -> None:
+        """Have memory for `rows` slots of `length` positions, as far as they are reserved.
+
+        What is held doubles, so that all copies together move less than twice what is held in the end.
+        """
+        slots, positions = self.held
+        if rows <= slots and length <= positions:
+            return
+        if rows > slots:
+            slots = min(max(rows, 2 * slots), self.shape[0])
+        if length > positions:
+            positions = min(max(length, 2 * positions, FIRST_POSITIONS), self.shape[1])
+        if (slots, positions) == self.held:
+            return
+        self.moves += 1
+        for layer in self.layers:
+            if layer.keys is not None:
+                layer.keys, layer.values = (_enlarged(part, slots, positions) for part in (layer.keys, layer.values))
+        self.held = slots, positions  # only now: growth that failed for lack of memory is tried again
+
+    def release(self) -> None:
+        """Give the memory of keys and values back; nothing that was written is read again."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+        self.shape = self.held = (0, 0)
+        self.moves += 1
+
+    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
+        """Make the next forward write the positions columns[i] of slot first_slot + i, from starts[i] on.
+
+        columns: [rows, width]. Returns the attended length, at most the positions reserved.
+        """
+        width = columns.shape[1]
+        self.tree = None
+        self._slots = slice(first_slot, first_slot + len(starts))
+        self._span = slice(starts[0], starts[0] + width) if len(set(starts)) == 1 else None
+        if self._span is None:
+            self._rows = torch.arange(first_slot, first_slot + len(starts), device=columns.device)[:, None]
+            self._columns = columns
+        end = max(starts) + width
+        return self._attend_up_to(end, self._slots.stop, end)
+
+    def place_tree(self, tree: TreeRows, end: int) -> int:
+        """The same for a forward over a tree; `end` is that of the positions attended to."""
+        self.tree = tree
+        return self._attend_up_to(end, *tree.reach)
+
+    def _attend_up_to(self, end: int, slots: int, positions: int) -> int:
+        """The attended length of a forward over keys below `end` that writes below these slots and positions."""
+        enough = next((length for length in self.attended_lengths if length >= end), None)
+        if enough is None:
+            enough = -(-end // self.attended_unit) * self.attended_unit
+        self._attended = min(enough, self.shape[1])
+        self.hold(slots, max(self._attended, positions + self.spare_positions))
+        return self._attended
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values [rows, heads, width, size] and return what attention reads."""
+        layer = self.layers[layer_idx]
+        if layer.keys is None:
+            layer.keys, layer.values = self._allocate(key_states), self._allocate(value_states)
+        return self._write(layer.keys, key_states), self._write(layer.values, value_states)
+
+    def move(self, slot: int, places: Sequence[int], start: int) -> None:
+        """What stands at these places of a slot is to stand from `start` on."""
+        for layer in self.layers:
+            if layer.keys is not None:
+                for cached in (layer.keys, layer.values):
+                    cached[slot, :, start : start + len(places)] = cached[slot, :, list(places)]
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another in every layer."""
+        self.hold(max(source, destination) + 1, length + self.spare_positions)
+        for layer in self.layers:
+            if layer.keys is not None:
+                layer.keys[destination, :, :length] = layer.keys[source, :, :length]
+                layer.values[destination, :, :length] = layer.values[source, :, :length]
+        if self.states is not None:
+            self.states.copy(source, destination, length)
+
+    def _write(self, cached: Tensor, states: Tensor) -> Tensor:
+        if self.tree is not None:
+            slots, places = self.tree.into
+            ragged = states.shape[0] == 1 and states.shape[2] == len(places)
+            rows, columns = self.tree.cells
+            cached[slots, :, places] = states[0].transpose(0, 1) if ragged else states[rows, :, columns]
+            return self.tree.gathered(cached, self._attended)
+        if self._span is not None:
+            cached[self._slots, :, self._span] = states
+        else:
+            rows, columns = self._rows.to(cached.device), self._columns.to(cached.device)
+            cached[rows, :, columns] = states.transpose(1, 2)
+        return cached[self._slots, :, : self._attended]
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        # zeros, not empty: a masked position still enters a product with weight 0, and 0 times NaN is NaN
+        return states.new_zeros(self.held[0], states.shape[1], self.held[1], states.shape[3])
+
+
+def _enlarged(cached: Tensor, slots: int, positions: int) -> Tensor:
+    """The same keys or values with at least so many slots and positions; zeros are written where nothing is copied."""
+    old_slots, heads, old_positions, size = cached.shape
+    slots, positions = max(slots, old_slots), max(positions, old_positions)
+    if (slots, positions) == (old_slots, old_positions):
+        return cached
+    enlarged = cached.new_empty(slots, heads, positions, size)
+    enlarged[:old_slots, :, :old_positions] = cached
+    enlarged[:old_slots, :, old_positions:] = 0
+    enlarged[old_slots:] = 0
+    return enlarged
+
+
+def given_cache(options: Mapping[str, Any]) -> Any:
+    """The cache of keys and values among the arguments of a forward, None if there is none."""
+    return next((options[name] for name in KEYS_AND_VALUES if name in options), None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of T tokens goes.
+
+    slots, positions: [T], in the KV cache; rows: the slots that attention reads. queries: [1, C], the positions of all
+    its columns: first those of a rectangle of `shape` (B, W), then those of `cuts`, the rows that attend one by one.
+    into: [B * W], the token of each column of the rectangle; out_of: [T], the column of each token; None without one.
+    end: the end of the positions attended to. reach: the first slot and position behind all that are written.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    rows: slice
+    queries: Tensor
+    shape: tuple[int, int]
+    into: Tensor | None
+    out_of: Tensor | None
+    cuts: list[Cut]
+    end: int
+    reach: tuple[int, int]
+
+
+def lay_out(segments: Sequence[RowSegment], total: int, widths: Sequence[int] | None) -> Layout:
+    """The layout of a forward of `total` tokens; those after the last segment continue it.
+
+    widths: as in `RaggedForwards.forward_ragged`.
+    """
+    counts = [segment.count for segment in segments]
+    first = [0, *accumulate(counts)][:-1]
+    written = [*counts[:-1], total - first[-1]]
+    starts = torch.tensor([segment.start for segment in segments])
+    row = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(written))
+    column = torch.arange(total) - torch.tensor(first)[row]
+    slots, positions = torch.tensor([segment.slot for segment in segments])[row], starts[row] + column
+    last = max(segment.start + count for segment, count in zip(segments, written, strict=True))
+    reach = max(segment.slot for segment in segments) + 1, last
+    if widths is None:
+        cuts = _prompts(segments, first, total)
+        end = max(cut.start + cut.width for cut in cuts)
+        return Layout(slots, positions, slice(None), _queries(cuts), (0, 0), None, None, cuts, end, reach)
+    width = _width(counts, widths)
+    cells = torch.tensor(first)[:, None] + torch.arange(width)
+    cuts, at = [], len(segments) * width
+    for i, (segment, begin) in enumerate(zip(segments, first, strict=True)):
+        if segment.count > width:
+            wide = _next(segment.count, widths)
+            cuts.append(Cut(i, begin, at, wide, segment.count, segment.start))
+            at += wide
+    queries = torch.cat([(starts[:, None] + torch.arange(width)).flatten()[None], _queries(cuts)], 1)
+    end = max(int(starts.max()) + width, *(cut.start + cut.width for cut in cuts), 0)
+    out_of = row * width + column.clamp(max=width - 1)
+    rows, shape = slice(segments[0].slot, segments[0].slot + len(segments)), (len(segments), width)
+    into = cells.clamp(max=total - 1).flatten()
+    return Layout(slots, positions, rows, queries, shape, into, out_of, cuts, end, reach)
+
+
+class RaggedCache(SlotCache):
+    """A slot cache for attention in parts: ragged forwards row by row, long forwards block by block.
+
+    prepared: what compiled layers keep from one layer of the next forward to another.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.layout: Layout | None = None  # of the next forward, if it is ragged
+        self._cuts: list[Cut] = []
+        self._blocks: dict[int, list[Block]] = {}
+        self._rectangles: dict[int, Tensor] = {}
+        self._written = torch.empty(0, dtype=torch.int64)
+        self._destinations: tuple[Tensor, Tensor] | None = None
+        self.prepared: Any = None
+
+    def place(self, first_slot: int, starts: list[int], columns: Tensor) -> int:
+        width = columns.shape[1]
+        long = width >= LONG and self.attended_lengths and len(starts) == 1
+        self._cut([Cut(0, 0, 0, width, width, starts[0])] if long else [], None)
+        self._destinations, self._written = None, columns
+        return super().place(first_slot, starts, columns)
+
+    def place_ragged(self, layout: Layout) -> int:
+        """The same for a ragged forward."""
+        self._cut(layout.cuts, layout)
+        self.tree = None
+        self._slots, self._span, self._destinations = layout.rows, None, (layout.slots, layout.positions)
+        self._rows, self._columns = layout.slots[None], layout.positions[None]
+        return self._attend_up_to(layout.end, *layout.reach)
+
+    def place_tree(self, tree: TreeRows, end: int, layout: Layout | None = None) -> int:
+        """The same for a forward over a tree. layout: of its rows, if it is ragged."""
+        self._cut([] if layout is None else layout.cuts, layout)
+        self._destinations = None if layout is None else (tree.into[0], layout.positions)
+        return super().place_tree(tree, end)
+
+    def of_layer(self, layer_idx: int, states: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [slots, heads, positions, size]; allocated like states [_, heads, _, size]."""
+        layer = self.layers[layer_idx]
+        if layer.keys is None:
+            layer.keys, layer.values = self._allocate(states), self._allocate(states)
+        return layer.keys, layer.values
+
+    def destinations(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions [tokens] to which the next forward's tokens are written, row by row."""
+        if self._destinations is None:
+            slots = torch.arange(self._slots.start, self._slots.stop).repeat_interleave(self._written.shape[1])
+            self._destinations = slots, self._written.flatten()
+        slots, positions = self._destinations
+        written = positions if self.tree is None else self.tree.into[1]
+        if int(slots.max()) >= self.held[0] or int(written.max()) >= self.held[1]:
+            raise SlipstreamError(f"slot {int(slots.max())}, position {int(written.max())}; reserved: {self.shape}")
+        return self._destinations
+
+    def blocks(self, mask: Tensor) -> list[Block]:
+        """The blocks a forward's attention is cut into, from its grouped mask; none if it is computed at once."""
+        if self._cuts and id(mask) not in self._blocks:
+            self._blocks[id(mask)] = cut_mask(mask, self._cuts, self.attended_lengths)
+        return self._blocks.get(id(mask), [])
+
+    def rectangle(self, mask: Tensor) -> Tensor | None:
+        """The mask of the rows that attend together in a ragged forward; None if there are none."""
+        if self.layout is None or self.layout.into is None:
+            return None
+        if id(mask) not in self._rectangles:
+            self._rectangles[id(mask)] = rectangle_mask(mask, self.layout)
+        return self._rectangles[id(mask)]
+
+    def _cut(self, cuts: list[Cut], layout: Layout | None) -> None:
+        self._cuts, self._blocks, self._rectangles, self.layout, self.prepared = cuts, {}, {}, layout, None
+
+
+def rectangle_mask(mask: Tensor, layout: Layout) -> Tensor:
+    """The rectangle's mask [B, 1, rows, length] out of the mask [1, 1, rows, length] of all columns."""
+    rows, width = layout.shape
+    columns, length = layout.queries.shape[1], mask.shape[3]
+    repeats = mask.shape[2] // columns
+    table = mask[0, 0, : repeats * columns].view(repeats, columns, length)[:, : rows * width]
+    segment = table.unflatten(1, (rows, width)).transpose(0, 1).flatten(1, 2)[:, None]
+    return pad(segment, (0, 0, 0, -segment.shape[2] % ROWS))
+
+
+def attend_ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    blocks: Sequence[Block],
+    layout: Layout,
+    scaling: float | None,
+) -> Tensor:
+    """Attention of the rectangle, with this mask, and of the longer rows' blocks. [1, heads, T, D] -> the same."""
+    assert layout.into is not None and layout.out_of is not None
+    cells = query[0].transpose(0, 1).index_select(0, layout.into)
+    table = cells.unflatten(0, layout.shape).transpose(1, 2)
+    out = attend(table, key, value, mask, scaling).transpose(1, 2).flatten(0, 1).index_select(0, layout.out_of)
+    for block in blocks:
+        own, length = slice(block.row, block.row + 1), block.mask.shape[3]
+        columns = query.narrow(2, block.token, min(block.width, query.shape[2] - block.token))
+        columns = pad(columns, (0, 0, 0, block.width - columns.shape[2]))
+        attended = attend(columns, key[own, :, :length], value[own, :, :length], block.mask, scaling)
+        out[block.token : block.token + block.count] = attended[0, :, : block.count].transpose(0, 1)
+    return out.transpose(0, 1)[None]
+
+
+def _prompts(segments: Sequence[RowSegment], first: Sequence[int], total: int) -> list[Cut]:
+    """A cut for each segment, as wide as if it were read alone, and one for the padding that is left."""
+    cuts: list[Cut] = []
+    for segment, begin, end in zip(segments, first, [*first[1:], total], strict=True):
+        wide = min(-(-segment.count // PROMPT_UNIT) * PROMPT_UNIT, total - begin)
+        cuts.append(Cut(segment.slot, begin, _end(cuts), wide, min(end - begin, wide), segment.start))
+        if end - begin > wide:
+            rest = end - begin - wide
+            cuts.append(Cut(segment.slot, begin + wide, _end(cuts), rest, rest, segment.start + wide))
+    return cuts
+
+
+def _end(cuts: Sequence[Cut]) -> int:
+    """The first column of the mask after these cuts."""
+    return cuts[-1].column + cuts[-1].width if cuts else 0
+
+
+def _queries(cuts: Sequence[Cut]) -> Tensor:
+    return torch.cat([torch.arange(0), *(cut.start + torch.arange(cut.width) for cut in cuts)])[None]
+
+
+def _width(counts: Sequence[int], widths: Sequence[int]) -> int:
+    """The width of the rectangle: a longer row attends on its own where that is cheaper than more columns for all."""
+
+    def cost(width: int) -> int:
+        return len(counts) * (ROW + width) + sum(CALL + count for count in counts if count > width)
+
+    return min(sorted({_next(count, widths) for count in counts}), key=cost)
+
+
+def _next(count: int, widths: Sequence[int]) -> int:
+    return next((width for width in widths if width >= count), count)

@@ -1,0 +1,363 @@
+"""What recurrent layers compute between their projections, token by token, and their states by slot.
+
+The functions are the specification of `csrc/recurrence.c`. A short causal convolution over each channel, then for each
+head a state S [key size, value size] that fades and takes in every token: S <- a S + k (b (v - m)), out = S^T q, all in
+float32. With m = (a S)^T k this is the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.1), with m = 0
+the state space of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060, section 3). Every token takes the same operations in the
+same order whatever comes with it.
+
+A state cannot be cut back to an earlier position. So of each row `RecurrentStates` keeps the state at the last settled
+position, with the inputs of the tokens behind it. A forward copies that state, repeats the kept inputs up to its own
+first token (the arithmetic of a token and none of the products with weights), and goes on from there. Rejected tokens
+cost nothing. Where prompts ended, further copies are kept for texts that begin alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from slipstream.errors import SlipstreamError
+
+EPSILON = 1e-6  # under the root of normalised queries and keys
+RING = 64  # inputs kept at first
+PROMPT = 16  # where a forward has read as many settled tokens, a copy is kept: others may begin alike
+COPIES = 1 << 30  # bytes of all copies together, at most
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a recurrence. queries, keys, values: their first channel of the convolution.
+
+    corrects: whether the delta rule's m is taken off; normalised: whether queries and keys have length 1. rate, shift:
+    [count], a = exp(rate * softplus(gate + shift)). skip: [count], of the values that are added to the output.
+    """
+
+    count: int
+    key_count: int
+    key_size: int
+    value_size: int
+    queries: int
+    keys: int
+    values: int
+    corrects: bool
+    normalised: bool
+    rate: Tensor
+    shift: Tensor
+    skip: Tensor | None = None
+
+    @property
+    def gates(self) -> int:
+        """Numbers per token that say how a state fades and takes in: with the delta rule b's, and a's."""
+        return self.count * (2 if self.corrects else 1)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A convolution of weight [C, taps] and bias [C], float32, and, behind SiLU, the heads, if there are any.
+
+    dtype: what the model rounds to.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    heads: Heads | None
+    dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return len(self.weight)
+
+    @property
+    def taps(self) -> int:
+        """How many tokens a channel sees."""
+        return self.weight.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        """Numbers per token: the channels, then the gates."""
+        return self.channels + (self.heads.gates if self.heads else 0)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers per token."""
+        return self.heads.count * self.heads.value_size if self.heads else self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of the state of one row; empty without heads."""
+        return (self.heads.count, self.heads.key_size, self.heads.value_size) if self.heads else (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A row's part of a forward: `count` tokens of `slot` from position `start` on.
+
+    known: the position whose state is kept, at most `start`; the inputs between them are kept as well. keep: the
+    position whose state is kept instead from now on.
+    """
+
+    slot: int
+    start: int
+    count: int
+    known: int
+    keep: int
+
+
+class LayerMemory:
+    """What is kept of one layer: states [slots, ...], float32, and the latest inputs [slots, ring, inputs].
+
+    The input at position p is at p modulo the ring's length.
+    """
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        device = recurrence.weight.device
+        self.states = torch.zeros(0, *recurrence.state_shape, dtype=torch.float32, device=device)
+        self.inputs = torch.zeros(0, 0, recurrence.inputs, dtype=recurrence.dtype, device=device)
+
+    def resize(self, slots: int, ring: int, ends: Sequence[int]) -> None:
+        """Hold this many slots and latest inputs. ends: of the inputs known of each slot there is."""
+        states, inputs = self.states, self.inputs
+        self.states = states.new_zeros(slots, *states.shape[1:])
+        self.states[: len(states)] = states
+        self.inputs = inputs.new_zeros(slots, ring, inputs.shape[2])
+        for slot, end in enumerate(ends):
+            positions = torch.arange(max(0, end - inputs.shape[1]), end)
+            self.inputs[slot, positions % ring] = inputs[slot, positions % max(1, inputs.shape[1])]
+
+    def between(self, slot: int, first: int, last: int) -> Tensor:
+        """The inputs [last - first, inputs] at these positions; zeros before the beginning."""
+        positions = torch.arange(max(0, first), last)
+        known = self.inputs[slot, positions % self.inputs.shape[1]]
+        return torch.cat([known.new_zeros(last - first - len(positions), known.shape[1]), known])
+
+    def write(self, slot: int, first: int, inputs: Tensor) -> None:
+        """Keep inputs from a position on, the latest of them."""
+        ring = self.inputs.shape[1]
+        positions = torch.arange(first, first + len(inputs))[-ring:]
+        self.inputs[slot, positions % ring] = inputs[-ring:]
+
+
+def advance(recurrence: Recurrence, memory: LayerMemory, segments: Sequence[Segment], x: Tensor) -> Tensor:
+    """A forward of rows x [B, W, inputs]: outputs [B, W, outputs], float32; the memory goes along."""
+    rows = [_advance_row(recurrence, memory, segment, row) for segment, row in zip(segments, x, strict=True)]
+    for segment, row in zip(segments, x, strict=True):
+        memory.write(segment.slot, segment.start, row)
+    return torch.stack(rows)
+
+
+def _advance_row(recurrence: Recurrence, memory: LayerMemory, segment: Segment, x: Tensor) -> Tensor:
+    before = memory.between(segment.slot, segment.known - recurrence.taps + 1, segment.start)
+    inputs, heads, kept = torch.cat([before, x]), recurrence.heads, memory.states[segment.slot]
+    mixed = convolve(recurrence, inputs[:, : recurrence.channels])
+    if heads is None:
+        return mixed[segment.start - segment.known :]
+    state = kept.clone() if segment.known else torch.zeros_like(kept)
+    gates, found = inputs[recurrence.taps - 1 :, recurrence.channels :], []
+    for at, position in enumerate(range(segment.known, segment.start + segment.count)):
+        state, out = _take_in(recurrence, heads, state, mixed[at], gates[at])
+        if position >= segment.start:
+            found.append(out)
+        if position + 1 == segment.keep:
+            kept.copy_(state)
+    return torch.stack(found)
+
+
+def convolve(recurrence: Recurrence, x: Tensor) -> Tensor:
+    """Channels x [taps - 1 + n, C] -> [n, C], float32, rounded where the model rounds; not activated yet."""
+    count = len(x) - recurrence.taps + 1
+    x = x.float()
+    mixed = torch.zeros(count, recurrence.channels, dtype=torch.float32, device=x.device)
+    for tap in range(recurrence.taps):
+        mixed = mixed + x[tap : tap + count] * recurrence.weight[:, tap]
+    if recurrence.bias is not None:
+        mixed = mixed + recurrence.bias
+    return mixed.to(recurrence.dtype).float()
+
+
+def _take_in(
+    recurrence: Recurrence, heads: Heads, state: Tensor, mixed: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The state after a token of channels [C] and gates, and the token's output [outputs].
+
+    One token at a time, since PyTorch rounds functions like exp in other ways at the end of a tensor.
+    """
+    fade, take = _gates(recurrence, heads, gates)
+    mixed = silu(mixed.to(recurrence.dtype)).float()
+    query, key = (_vectors(heads, mixed, first) for first in (heads.queries, heads.keys))
+    value = mixed.narrow(0, heads.values, heads.count * heads.value_size).view(heads.count, -1)
+    if heads.normalised:
+        query, key = _normalised(query) * heads.key_size**-0.5, _normalised(key)
+    state = state * fade[:, None, None]
+    taken = value - (key[:, None] @ state)[:, 0] if heads.corrects else value
+    state = torch.baddbmm(state, key[:, :, None], (taken * take[:, None])[:, None])
+    out = (query[:, None] @ state)[:, 0]
+    return state, (out if heads.skip is None else out + heads.skip[:, None] * value).flatten()
+
+
+def _gates(recurrence: Recurrence, heads: Heads, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of a state stays, a, and of a token is taken in, b: [heads] each, float32."""
+    if heads.corrects:
+        take, step = gates[: heads.count].sigmoid().float(), softplus(gates[heads.count :].float() + heads.shift)
+        return (heads.rate * step).exp(), take
+    step = softplus(gates + heads.shift.to(recurrence.dtype)).float()
+    return (heads.rate * step).exp(), step
+
+
+def _vectors(heads: Heads, mixed: Tensor, first: int) -> Tensor:
+    """Queries or keys [heads, key size]; neighbouring heads share them."""
+    own = mixed.narrow(0, first, heads.key_count * heads.key_size).view(heads.key_count, -1)
+    return own.repeat_interleave(heads.count // heads.key_count, 0)
+
+
+def _normalised(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
+
+
+Advance = Callable[[LayerMemory, Sequence[Segment], Tensor], Tensor]
+Copy = Sequence[tuple[Tensor, Tensor]]  # for each layer, a state and the inputs that the next token's convolution sees
+
+
+@dataclass
+class SlotPositions:
+    """What is known of a slot: the state at `kept`, and the inputs from there to `end`."""
+
+    kept: int = 0
+    end: int = 0
+
+
+class RecurrentStates:
+    """The states of all recurrent layers, by number, and what computes them; `advance` if nothing faster does."""
+
+    def __init__(self, layers: Mapping[int, tuple[Recurrence, Advance | None]]) -> None:
+        self._layers = {i: recurrence for i, (recurrence, _) in layers.items()}
+        self._advances = {i: compiled for i, (_, compiled) in layers.items() if compiled is not None}
+        self._memory = {i: LayerMemory(recurrence) for i, recurrence in self._layers.items()}
+        self._taps = max(recurrence.taps for recurrence in self._layers.values())
+        self._ring = RING
+        self._slots: list[SlotPositions] = []
+        self._settled: dict[int, int] = {}
+        self._segments: list[Segment] = []
+        self._copies: OrderedDict[tuple[int, int], Copy] = OrderedDict()  # (slot, position), the latest used last
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory that a row takes, besides copies."""
+        tensors = [part for memory in self._memory.values() for part in (memory.states, memory.inputs)]
+        return sum(part.nbytes // max(1, len(part)) for part in tensors)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels of ours advance them all."""
+        return len(self._advances) == len(self._layers)
+
+    def reserve(self, slots: int) -> None:
+        """Hold at least `slots` slots."""
+        if slots > len(self._slots):
+            ends = [slot.end for slot in self._slots]
+            self._slots.extend(SlotPositions() for _ in range(slots - len(self._slots)))
+            self._resize(self._ring, ends)
+
+    def settle(self, slot: int, position: int) -> None:
+        """Before a forward: none after it will begin before `position`, but at a copy. The text is true up to there.
+
+        Without this it may begin a few tokens before the forward's end.
+        """
+        self._settled[slot] = position
+
+    def checkpoint(self, slot: int, limit: int) -> int:
+        """The last position, at most `limit`, at which a forward of a slot can begin."""
+        known = self._slots[slot]
+        near = min(limit, known.end) if known.kept <= limit else 0
+        return max([near, *(position for position in self._positions(slot) if position <= limit)])
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Let a slot know what another one knows up to `length`."""
+        for position in self._positions(destination):
+            del self._copies[destination, position]
+        for position in self._positions(source):
+            if position <= length:
+                self._keep(destination, position, self._copies[source, position])
+        known = self._slots[source]
+        if known.kept <= length <= known.end:
+            for memory in self._memory.values():
+                memory.states[destination] = memory.states[source]
+                memory.inputs[destination] = memory.inputs[source]
+            self._slots[destination] = SlotPositions(known.kept, length)
+        else:
+            self._restore(destination, length)
+
+    def begin(self, first_slot: int, starts: Sequence[int], width: int) -> None:
+        """Prepare a forward of `width` tokens of each slot from `first_slot` on, written from these positions on."""
+        self._segments = []
+        for slot, start in enumerate(starts, first_slot):
+            known = self._slots[slot]
+            if not known.kept <= start <= known.end:
+                known = self._restore(slot, start)
+            for position in self._positions(slot):
+                if position > start:
+                    del self._copies[slot, position]
+            end = start + width
+            settled = self._settled.pop(slot, end - self._ring + self._taps - 1)
+            keep = max(known.kept, min(settled, end))
+            self._segments.append(Segment(slot, start, width, known.kept, keep))
+        needed = max(segment.start + width - segment.keep for segment in self._segments) + self._taps - 1
+        if needed > self._ring:
+            self._resize(1 << (needed - 1).bit_length(), [slot.end for slot in self._slots])
+        for segment in self._segments:  # a forward that fails leaves layers at different positions
+            self._slots[segment.slot] = SlotPositions()
+
+    def run(self, layer: int, x: Tensor) -> Tensor:
+        """A layer's part of the forward: inputs [B, W, inputs] -> outputs [B, W, outputs], float32."""
+        memory, compiled = self._memory[layer], self._advances.get(layer)
+        if compiled is not None:
+            return compiled(memory, self._segments, x)
+        return advance(self._layers[layer], memory, self._segments, x)
+
+    def end(self) -> None:
+        """Note what the forward has left."""
+        for segment in self._segments:
+            slot, end = segment.slot, segment.start + segment.count
+            self._slots[slot] = SlotPositions(segment.keep, end)
+            if segment.keep - segment.start >= PROMPT - 1:
+                self._keep(slot, segment.keep, self._copy_of(slot, segment.keep))
+
+    def _resize(self, ring: int, ends: Sequence[int]) -> None:
+        self._ring = ring
+        for memory in self._memory.values():
+            memory.resize(len(self._slots), ring, ends)
+
+    def _positions(self, slot: int) -> list[int]:
+        return [position for owner, position in self._copies if owner == slot]
+
+    def _copy_of(self, slot: int, position: int) -> Copy:
+        first = position - self._taps + 1
+        return [
+            (memory.states[slot].clone(), memory.between(slot, first, position)) for memory in self._memory.values()
+        ]
+
+    def _keep(self, slot: int, position: int, copy: Copy) -> None:
+        self._copies[slot, position] = copy
+        self._copies.move_to_end((slot, position))
+        while sum(state.nbytes + inputs.nbytes for one in self._copies.values() for state, inputs in one) > COPIES:
+            self._copies.popitem(last=False)
+
+    def _restore(self, slot: int, position: int) -> SlotPositions:
+        """Go back to the beginning or to a copy."""
+        copy = self._copies.get((slot, position))
+        if position and copy is None:
+            raise SlipstreamError(f"slot {slot}: the state at position {position} is not known")
+        if copy is not None:
+            self._copies.move_to_end((slot, position))
+            for memory, (state, inputs) in zip(self._memory.values(), copy, strict=True):
+                memory.states[slot] = state
+                first = max(0, position - self._taps + 1)
+                memory.write(slot, first, inputs[len(inputs) - (position - first) :])
+        self._slots[slot] = SlotPositions(position, position)
+        return self._slots[slot]
