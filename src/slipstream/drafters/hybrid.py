@@ -127,7 +127,6 @@ def _widened(tokens: Tensor, width: int) -> Tensor:
     return pad(tokens, (0, width - tokens.shape[1]))
 
 
-USAGE = "hybrid[:STEPS][+SUFFIX]"
 TRAITS = Traits(
     weighs_costs=True,
     reads_prompt=True,

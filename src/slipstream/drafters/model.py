@@ -28,7 +28,6 @@ from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError
 
 REPRODUCIBLE = 0.4  # least probability of the draft so far, where drafts must depend on nothing but the row
-USAGE = "model[:p=PERCENT]"
 TRAITS = Traits(
     reads_prompt=True,
     knows_probs=True,

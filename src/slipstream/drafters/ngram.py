@@ -64,7 +64,6 @@ class NgramDrafter:
         return index.follow(row.tokens, length)
 
 
-USAGE = "ngram[:N]"
 TRAITS = Traits(samples=False, costs_time=False, default_length=7, in_other_engines=True)
 
 

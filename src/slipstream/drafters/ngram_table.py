@@ -224,7 +224,6 @@ class NgramTableDrafter:
         return table
 
 
-USAGE = "ngram_table[:N][+fill]"
 TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
 
 

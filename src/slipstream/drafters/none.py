@@ -24,7 +24,6 @@ class NoDrafter:
         return Draft.empty(len(rows), self.device)
 
 
-USAGE = "none"
 TRAITS = Traits(samples=False, costs_time=False, default_length=0)
 
 

@@ -66,7 +66,6 @@ def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
     return [(tokens[:length], list(acceptance_prob or ())) for tokens, length, acceptance_prob in rows]
 
 
-USAGE = "retrieval[:SUFFIX]"
 TRAITS = Traits(samples=False, costs_time=False, default_length=7)
 
 

@@ -33,7 +33,6 @@ WIDTH, LIMIT = 4, 64  # alternatives stored per context
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
 BESIDE = (0.3, 0.2)  # chance of the second and third best, given that those before them are wrong
 CHANCES = (*PRIOR, *(chance for chance in BESIDE for _ in PRIOR))
-USAGE = "token_recycling[:WIDTH]"
 TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
 
 

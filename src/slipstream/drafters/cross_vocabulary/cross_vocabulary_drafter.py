@@ -25,7 +25,6 @@ from slipstream.drafters.model import ModelDrafter, Stop, annotated, stop_for
 from slipstream.errors import UsageError
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 
-USAGE = "cross_vocabulary[:p=PERCENT]"
 TRAITS = Traits(
     reads_prompt=True,
     knows_probs=True,

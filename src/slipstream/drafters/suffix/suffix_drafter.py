@@ -48,7 +48,6 @@ THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 BRANCHES = 2  # tokens beside the best one of each place
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
-USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
 TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
 
 
