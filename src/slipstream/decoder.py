@@ -416,7 +416,7 @@ class SpeculativeDecoder:
         """How many tokens of a row that begins now the target's KV cache has already."""
         with self._use:
             table = self._target_session.table
-            return max((table.usable(slot, row) for slot in range(len(table.states))), default=0)
+            return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)
 
     @property
     def _parts(self) -> _OpenParts:

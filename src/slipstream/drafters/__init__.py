@@ -44,7 +44,7 @@ class Setup:
 
     session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
     bridged: the draft model's over rows of the target, where their vocabularies differ.
-    siblings: tokens that may be verified beside each of a one-hot draft. shaped: the user asked for so many, beside
+    siblings: tokens that may be verified beside each of a one-hot draft. fixed_tree: the user asked for so many, beside
     chains of `depth` tokens.
     coupled: sample with the target's own random numbers (acceptance "match", which "auto" is here).
     controller: given where costs decide how much to draft.
@@ -62,7 +62,7 @@ class Setup:
     target: Session | None = None
     bridged: BridgedSession | None = None
     siblings: int = 0
-    shaped: bool = False
+    fixed_tree: bool = False
     depth: int = 0
 
 
@@ -103,7 +103,7 @@ def preferred(*, draft_model: bool, costs: bool) -> str:
     usable = {
         name: declared.preference
         for name, declared in by_name.items()
-        if (draft_model or not declared.needs_draft_model) and (costs or not declared.needs_costs)
+        if (draft_model or not declared.needs_draft_model) and (costs or not declared.needs_cost_model)
     }
     return max(usable, key=lambda name: usable[name])
 

@@ -26,8 +26,8 @@ from slipstream.errors import UsageError
 from slipstream.models.vocabulary_bridge import VocabularyBridge
 
 TRAITS = Traits(
-    reads_prompt=True,
-    knows_probs=True,
+    has_own_cache=True,
+    knows_confidence=True,
     default_length=6,
     needs_draft_model=True,
     other_vocabulary=True,

@@ -60,9 +60,9 @@ class WindowedSession:
         """See `Session.reserve`."""
         self.session.reserve(rows, length)
 
-    def settle(self, rows: Sequence[Row]) -> None:
-        """See `Session.settle`."""
-        self.session.settle(self._read(rows))
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
+        """See `Session.move_to_slots`."""
+        self.session.move_to_slots(self._read(rows))
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """See `Session.read_ahead`."""

@@ -201,10 +201,10 @@ class HFBackend:
         """See `Checkpoints.checkpoint`; any position for attention."""
         return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
-        """See `Checkpoints.settle`."""
+    def mark_final(self, slot: int, position: int) -> None:
+        """See `Checkpoints.mark_final`."""
         if self.cache.states is not None:
-            self.cache.states.settle(slot, position)
+            self.cache.states.mark_final(slot, position)
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         """See `LongTexts.read_as`."""

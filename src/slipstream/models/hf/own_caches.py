@@ -175,7 +175,7 @@ class OwnCacheBackend:
         """See `Checkpoints.checkpoint`."""
         return self.caches.last(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Nothing to do: states are kept where forwards end."""
 
     @torch.inference_mode()

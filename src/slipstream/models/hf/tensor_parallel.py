@@ -88,8 +88,8 @@ class TensorParallelBackend(HFBackend):
         """See `Backend.copy`."""
         self._do("copy", source, destination, length)
 
-    def settle(self, slot: int, position: int) -> None:
-        """See `Checkpoints.settle`; models with recurrent layers are refused."""
+    def mark_final(self, slot: int, position: int) -> None:
+        """See `Checkpoints.mark_final`; models with recurrent layers are refused."""
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         """See `LongTexts.read_as`."""
