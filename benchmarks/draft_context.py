@@ -25,7 +25,6 @@ from slipstream.drafters.model.restricted_scorer import RestrictedScorer
 from slipstream.drafters.model.windowed_session import WindowedSession
 from slipstream.errors import UsageError
 from slipstream.text.prompt_sets import read_prompts
-from slipstream.wiring.model_holder import ModelHolder
 
 LIMITS = [256, 512]
 
@@ -56,7 +55,7 @@ def main(
     raise typer.Exit(int(any(figures["identical_texts"] < len(results["full"]) for figures in report.values())))
 
 
-def _windowed(decoder: ModelHolder, limit: int) -> ModelDrafter:
+def _windowed(decoder: SpeculativeDecoder, limit: int) -> ModelDrafter:
     """The decoder's draft model, reading at most so many tokens of a prompt."""
     models = decoder._models
     if models.draft is None or models.draft_session is None:

@@ -28,7 +28,6 @@ from slipstream.drafters.model import ModelDrafter
 from slipstream.errors import UsageError
 from slipstream.sampling.sampler import Sampler
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, read_prompts
-from slipstream.wiring.model_holder import ModelHolder
 
 ARMS = ("full", "restricted")
 STEPS, WARM_UP = 4, 5  # draft tokens of a timed proposal; proposals before any is timed
@@ -72,7 +71,7 @@ def main(
     raise typer.Exit(int(temperature == 0 and report["identical_texts"] < report["prompts"]))
 
 
-def both(decoder: ModelHolder, draft_tokens: int) -> dict[str, SpeculativeDecoder]:
+def both(decoder: SpeculativeDecoder, draft_tokens: int) -> dict[str, SpeculativeDecoder]:
     """The decoder with a draft model that scores all tokens, and with one that scores some."""
     assert isinstance(decoder, SpeculativeDecoder)
     models = decoder._models

@@ -66,7 +66,7 @@ def _by_family(prompts: Sequence[Any]) -> dict[str, list[Any]]:
 @torch.inference_mode()
 def _continued(decoder: SpeculativeDecoder, tokens: list[int]) -> tuple[list[int], list[float]]:
     """What the draft model would say next, greedily, and how sure it is of each token."""
-    session = decoder._draft_session
+    session = decoder._models.draft_session
     assert session is not None
     row = Row(0, tokens, SamplingParams(max_tokens=STEPS), seed=0)
     session.reserve(1, len(tokens) + STEPS)

@@ -96,10 +96,10 @@ def _counts(text: str) -> list[int]:
 def _line(session: Session, tokens: Tensor, counts: list[int], contexts: list[int], turns: int) -> Line:
     backend, rows, starts = session.backend, len(counts), contexts[: len(counts)]
     assert isinstance(backend, RaggedForwards)
-    width = session.shapes.pad(max(counts), rows)
+    width = session.shapes.width_for(max(counts), rows)
     wide = torch.stack([row[start : start + width] for row, start in zip(tokens, starts, strict=False)])
     texts = [row[:count].tolist() for row, count in zip(wide, counts, strict=True)]
-    inputs = end_to_end(texts, session.shapes.pad_total(sum(counts)) or sum(counts))
+    inputs = end_to_end(texts, session.shapes.total_for(sum(counts)) or sum(counts))
     segments = [RowSegment(slot, start, count) for slot, (start, count) in enumerate(zip(starts, counts, strict=True))]
     seconds: tuple[list[float], list[float]] = [], []
     for turn in range(turns + 1):

@@ -177,7 +177,7 @@ class Scaling:
         yield from islice(steps, WARM_UP, WARM_UP + self.rounds)
 
     def _width(self) -> int:
-        return self._shapes.pad(self.num_draft_tokens + 1, 2)
+        return self._shapes.width_for(self.num_draft_tokens + 1, 2)
 
     def _attention(self, batch: int, context: int) -> list[float]:
         """Milliseconds of the attention of all layers, a few times; nothing where the model is no transformer."""

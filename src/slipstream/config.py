@@ -32,7 +32,7 @@ class DecoderConfig:
         "tokens drafted per round: auto (as many as pay) | chain (the same without branches) | a number | "
         "heuristic[:MOST] | confidence:CHANCE | DEPTHxWIDTH (a tree)",
     )
-    acceptance: str = setting("auto", "auto | block | rejection | match | gumbel (lossless), topk:K | typical (lossy)")
+    acceptance: str = setting("auto", "auto | block | rejection | match (lossless), topk:K | typical (lossy)")
     dtype: str = setting("auto", "auto | bfloat16 | float16 | float32")
     draft_dtype: str = setting(
         "auto", "the draft model's: auto (int4 on CPU) | int4 | int8 | bfloat16 | float16 | float32"

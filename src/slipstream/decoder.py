@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, overload
 
 from torch import Tensor
 
@@ -13,27 +14,51 @@ from slipstream import drafters
 from slipstream.config import DecoderConfig
 from slipstream.core.acceptance import Rule, load_rule
 from slipstream.core.interfaces import Drafter, Learner
+from slipstream.core.kv_slots import Shapes
+from slipstream.core.loop import Engine
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.types import Row
+from slipstream.core.session import Session
+from slipstream.core.types import Row, Traits
 from slipstream.draft_length.planner import awaited_together
 from slipstream.errors import UsageError
+from slipstream.models.exclusive_use import ExclusiveUse
 from slipstream.models.generation_settings import warn_of_unread_settings
+from slipstream.models.loaded import Loaded
+from slipstream.reproducibility.calibration import Calibration
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message, Prompt, RequestReader, read_prompts
 from slipstream.text.results import Chunk, Result, chunks_of, result_of
-from slipstream.wiring.engine_choice import check_names, choose_engine, name_of
-from slipstream.wiring.model_holder import ModelHolder
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.vocabulary_bridge import VocabularyBridge
+from slipstream.wiring.engine_choice import EngineChoice, check_names, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
+from slipstream.wiring.prompt_scores import PromptScores
 from slipstream.wiring.run_order import ordered
 
 if TYPE_CHECKING:
     from slipstream.jobs.batch_job import JobReport
 
 log = logging.getLogger("slipstream")
+T = TypeVar("T")
 
 
-class SpeculativeDecoder(ModelHolder):
+@dataclass(frozen=True)
+class _OpenParts:
+    """What an open decoder works with; closing drops it.
+
+    use: the lock of the models. drafter: as the caller gave it. turn: by this the lock knows who had it last.
+    """
+
+    models: ModelPair
+    use: ExclusiveUse
+    drafter: str | Drafter
+    chosen: EngineChoice
+    reader: RequestReader
+    turn: object = field(default_factory=object)
+
+
+class SpeculativeDecoder:
     """Generates exactly what `target` would, faster.
 
     target, draft: a hub id, a local folder, a .gguf file, "smollm2", "toy" or a loaded `PreTrainedModel`.
@@ -43,8 +68,11 @@ class SpeculativeDecoder(ModelHolder):
     and streams round by round. A decoder belongs to the process that made it.
     """
 
-    KEPT = ("config", "rule", "_name")
-    TOLD_BY_GENERATE = False  # whether each call brings what the model's generation_config says
+    WARNS_OF_UNREAD_SETTINGS = True  # of the model's generation_config
+    config: DecoderConfig
+    rule: Rule | None  # an acceptance rule given as an object
+    _drafter_name: str
+    _parts_if_open: _OpenParts | None
 
     def __init__(
         self,
@@ -68,7 +96,7 @@ class SpeculativeDecoder(ModelHolder):
         max_batch_size: int = DecoderConfig.max_batch_size,
         load_options: dict[str, Any] | None = None,
     ) -> None:
-        self.config = DecoderConfig(
+        config = DecoderConfig(
             drafter=name_of(drafter),
             num_draft_tokens=num_draft_tokens,
             acceptance=acceptance,
@@ -84,81 +112,33 @@ class SpeculativeDecoder(ModelHolder):
             max_batch_size=max_batch_size,
             load_options=load_options or {},
         )
-        check_names(self.config, drafter)
-        self._drafter: str | Drafter = drafter
-        self.rule: Rule | None = None  # an acceptance rule given as an object
-        self._take(ModelPair.load(target, draft, self.config, tokenizer, draft_tokenizer))
-        if not self.TOLD_BY_GENERATE:
-            warn_of_unread_settings(self.target)
-        with self._use:
-            self._choose_engine()
-        if draft is not None and isinstance(drafter, str) and not drafters.traits(self._name).needs_draft_model:
-            log.warning("the draft model is loaded but not used: drafter=%r needs none", self._name)
+        check_names(config, drafter)
+        models = ModelPair.load(target, draft, config, tokenizer, draft_tokenizer)
+        if self.WARNS_OF_UNREAD_SETTINGS:
+            warn_of_unread_settings(models.target)
+        self._open(models, config, drafter, rule=None)
+        if draft is not None and isinstance(drafter, str) and not drafters.traits(self._drafter_name).needs_draft_model:
+            log.warning("the draft model is loaded but not used: drafter=%r needs none", self._drafter_name)
 
-    def _choose_engine(self) -> None:
-        chosen = choose_engine(self._models, self.config, self._drafter, self.rule)
-        self._engine, self._name, self.traits = chosen.engine, chosen.name, chosen.traits
-        self.coupled = chosen.coupled  # every token is the target's own draw, so that a seed has one text
-        self.reader, self._user = RequestReader(self.target, chosen.no_predictions), object()
-
-    def renew(self) -> None:
-        """See that the models are used as their owners have them now; every call that reads prompts begins so."""
-        with self._use:
-            models = self._models.current(self.config)
-            if models is not self._models:
-                self._take(models)
-                self._choose_engine()
-
-    @property
-    def drafter_name(self) -> str:
-        """The drafter in use, with "auto" resolved."""
-        return self._name
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter in use."""
-        return self._engine.drafter
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output keeps the target's distribution exactly."""
-        automatic = self.rule is None and self.config.acceptance == "auto"
-        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
-
-    def using(
-        self,
-        drafter: str | Drafter | None = None,
-        *,
-        num_draft_tokens: int | str | None = None,
-        acceptance: str | Rule | None = None,
-        reproducible: bool | str | None = None,
+    @classmethod
+    def _over(
+        cls, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None
     ) -> SpeculativeDecoder:
-        """The same loaded models and memory under other settings; models are not loaded again."""
-        with self._use:
-            other = self._clone()
-            other.config = replace(
-                self.config,
-                drafter=self.config.drafter if drafter is None else name_of(drafter),
-                num_draft_tokens=self.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
-                acceptance=self.config.acceptance if acceptance is None else name_of(acceptance),
-                reproducible=self.config.reproducible if reproducible is None else reproducible,
-            )
-            if reproducible is not None:
-                other._take(self._models.with_shapes(other.config))
-            other._drafter = self._drafter if drafter is None else drafter
-            other.rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
-            other._choose_engine()
-            return other
+        """A decoder over models that are loaded."""
+        decoder = cls.__new__(cls)
+        decoder._open(models, config, drafter, rule)
+        return decoder
 
-    def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:
-        """The same target and memory with another draft model, or none (None); drafter and length become "auto"."""
-        with self._use:
-            other = self._clone()
-            other._take(self._models.with_draft(draft, self.config, draft_tokenizer))
-        return other.using("auto", num_draft_tokens="auto")
+    def _open(self, models: ModelPair, config: DecoderConfig, drafter: str | Drafter, rule: Rule | None) -> None:
+        use = models.exclusive_use()
+        with use:
+            chosen = choose_engine(models, config, drafter, rule)
+            reader = RequestReader(models.target, chosen.no_predictions)
+        self.config, self.rule, self._drafter_name = config, rule, chosen.name
+        self._parts_if_open = _OpenParts(models, use, drafter, chosen, reader)
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self._parts_if_open is None:
             return f"{type(self).__name__}(closed)"
         draft = self.draft and self.draft.name
         length, rule = self.config.num_draft_tokens, self.rule.name if self.rule else self.config.acceptance
@@ -166,12 +146,12 @@ class SpeculativeDecoder(ModelHolder):
         models = f"{type(self).__name__}({self.target.name!r}, {draft!r}, drafter={self.drafter_name!r}"
         return f"{models}, {settings}, device={str(self.target.backend.device)!r}{self.target.precision})"
 
-    def scheduler(self) -> Scheduler:
-        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
-
-        Several threads may use it, and the decoder beside it: each call of a scheduler has the models to itself.
-        """
-        return Scheduler(self._engine, self.config.max_batch_size, turn=self._turn)
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a SpeculativeDecoder holds loaded models and cannot be pickled or deep-copied; allowed: to pickle its "
+            "arguments (the models' names and decoder.config) and make the decoder anew, or decoder.using() for "
+            "another one over the same models"
+        )
 
     @overload
     def generate(
@@ -227,20 +207,73 @@ class SpeculativeDecoder(ModelHolder):
         return run_batch(self, source, output, params, options)
 
     def rounds(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> Iterator[Round]:
-        """The facts as they come, over a list of prompts; `Round.row` is the index of the prompt."""
+        """Generate for a list of prompts, a `Round` at a time; `Round.row` is the index of the prompt."""
         yield from self.run(self.rows(prompts, params, chat=chat))
 
-    def forget_learned(self) -> None:
-        """Drop what the drafter learned from earlier requests, as measurements do before each."""
+    def using(
+        self,
+        drafter: str | Drafter | None = None,
+        *,
+        num_draft_tokens: int | str | None = None,
+        acceptance: str | Rule | None = None,
+        reproducible: bool | str | None = None,
+    ) -> SpeculativeDecoder:
+        """A decoder over the same loaded models and KV caches, with other settings."""
         with self._use:
-            if isinstance(self._engine.drafter, Learner):
-                self._engine.drafter.forget()
+            models, config = self._models, self.config
+            drafter = self._parts.drafter if drafter is None else drafter
+            config = replace(
+                config,
+                drafter=name_of(drafter),
+                num_draft_tokens=config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+                acceptance=config.acceptance if acceptance is None else name_of(acceptance),
+                reproducible=config.reproducible if reproducible is None else reproducible,
+            )
+            if reproducible is not None:
+                models = models.with_shapes(config)
+            rule = acceptance if isinstance(acceptance, Rule) else None if acceptance else self.rule
+            return self._over(models, config, drafter, rule)
 
-    def next_logits(self, token_ids: list[int]) -> Tensor:
-        """[V] logits of the target after these tokens, in the precision it works in."""
+    def with_draft(self, draft: Any, draft_tokenizer: Any = None) -> SpeculativeDecoder:
+        """A decoder with the same target and KV cache, and another draft model or none (None).
+
+        Its drafter and draft length are "auto".
+        """
         with self._use:
-            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
-            return self._models.next_logits(row)
+            models = self._models.with_draft(draft, self.config, draft_tokenizer)
+            return self._over(models, replace(self.config, drafter="auto", num_draft_tokens="auto"), "auto", self.rule)
+
+    def close(self) -> None:
+        """Give back what this decoder holds; a decoder that is closed refuses every call.
+
+        Decoders made from it by `using` and `with_draft` stay open: models and memory are freed with the last of them.
+        A stream under way ends with an error at its next round. Closing twice is allowed.
+        """
+        parts = self._parts_if_open
+        if parts is not None:
+            with parts.use:  # waits for another thread's round
+                self._parts_if_open = None
+
+    def __enter__(self) -> Self:
+        with self._use:  # refused once closed
+            return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def renew(self) -> None:
+        """Follow what the models' owners have changed since; every call that reads prompts begins so."""
+        with self._use:
+            models = self._models.current(self.config)
+            if models is not self._models:
+                self._open(models, self.config, self._parts.drafter, self.rule)
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler over this decoder's models: rows are added and cancelled while others are decoded.
+
+        Several threads may use it, and the decoder beside it: each call of a scheduler has the models to itself.
+        """
+        return Scheduler(self._engine, self.config.max_batch_size, turn=self._turn)
 
     def rows(self, prompts: Sequence[Prompt], params: Any = None, *, chat: bool = True) -> list[Row]:
         """The rows `generate` would decode for these prompts; for callers that run them with `run`."""
@@ -255,8 +288,8 @@ class SpeculativeDecoder(ModelHolder):
         """
         models = self._models
         num_writes = models.num_writes()
-        for facts in self.scheduler().run(rows):
-            yield facts
+        for round in self.scheduler().run(rows):
+            yield round
             if models.num_writes() != num_writes:
                 raise UsageError("weights were changed while a text was being written; allowed: before or after it")
 
@@ -269,5 +302,157 @@ class SpeculativeDecoder(ModelHolder):
             return [self.result(row) for row in rows]
 
     def result(self, row: Row) -> Result:
-        """What a finished row became."""
+        """The result of a finished row."""
         return result_of(row, self.tokenizer, lossless=self.lossless)
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """The token ids a prompt stands for."""
+        with self._use:  # tokenizers cannot encode in two threads at once
+            return self.reader.encode(prompt, chat=chat)
+
+    def next_logits(self, token_ids: list[int]) -> Tensor:
+        """[V] logits of the target after these tokens, in the precision it works in."""
+        with self._use:
+            row = self.rows([token_ids], SamplingParams(max_tokens=1))[0]  # first: the models may be renewed
+            return self._models.next_logits(row)
+
+    def score_prompt(self, scores: PromptScores | None, row: Row, count: int, budget: int) -> PromptScores:
+        """Score about `budget` more tokens of a row's text; `scores` is what the call before returned, at first None.
+
+        count: how many of the likeliest tokens to report besides each. The slot behind those of a full batch is used.
+        """
+        with self._turn():
+            scores = scores or PromptScores(self._target_session, self.config.max_batch_size, row, count)
+            scores.advance(budget)
+            return scores
+
+    def forget(self) -> None:
+        """Empty the KV caches, so that the next prompt is computed from its first token."""
+        with self._use:
+            self._models.forget()
+
+    def forget_learned(self) -> None:
+        """Drop what the drafter learned from earlier requests, as measurements do before each."""
+        with self._use:
+            if isinstance(self.drafter, Learner):
+                self.drafter.forget()
+
+    @property
+    def target(self) -> Loaded:
+        """The model that is decoded."""
+        return self._models.target
+
+    @property
+    def draft(self) -> Loaded | None:
+        """The draft model, if one is loaded."""
+        return self._models.draft
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer, if there is one."""
+        return self.target.tokenizer
+
+    @property
+    def reader(self) -> RequestReader:
+        """Makes rows of prompts."""
+        return self._parts.reader
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter in use."""
+        return self._engine.drafter
+
+    @property
+    def drafter_name(self) -> str:
+        """The name of the drafter in use, with "auto" resolved; a closed decoder still has it."""
+        return self._drafter_name
+
+    @property
+    def traits(self) -> Traits:
+        """What the drafter in use declares about itself."""
+        return self._parts.chosen.traits
+
+    @property
+    def coupled(self) -> bool:
+        """Whether every token is the target's own draw, so that a seed has one text."""
+        return self._parts.chosen.coupled
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output keeps the target's distribution exactly."""
+        automatic = self.rule is None and self.config.acceptance == "auto"
+        return automatic or (self.rule or load_rule(self.config.acceptance)).lossless
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether forwards keep to shapes that agree to the bit."""
+        return bool(self.shapes.widths)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The forward shapes that the target keeps to."""
+        return self._target_session.shapes
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What was measured of the target's forward shapes."""
+        return self._models.calibration
+
+    @property
+    def bridge(self) -> VocabularyBridge | None:
+        """Translates between the target's vocabulary and the draft model's, where these differ."""
+        return None if self._models.bridged is None else self._models.bridged.bridge
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens the target has read so far, all requests together; reused memory is not read again."""
+        return self._target_session.prefill_tokens
+
+    def tokens_in_memory(self) -> tuple[int, int]:
+        """How many tokens the KV caches hold in all their slots: the target's and the draft model's."""
+        return self._models.tokens_in_memory()
+
+    def num_cached_tokens(self, row: Row) -> int:
+        """How many tokens of a row that begins now the target's KV cache has already."""
+        with self._use:
+            table = self._target_session.table
+            return max((table.reusable_prefix(slot, row) for slot in range(len(table.states))), default=0)
+
+    @property
+    def _parts(self) -> _OpenParts:
+        if self._parts_if_open is None:
+            raise UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
+        return self._parts_if_open
+
+    @property
+    def _models(self) -> ModelPair:
+        return self._parts.models
+
+    @property
+    def _target_session(self) -> Session:
+        return self._models.target_session
+
+    @property
+    def _engine(self) -> Engine:
+        return self._parts.chosen.engine
+
+    @property
+    def _use(self) -> ExclusiveUse:
+        return self._parts.use
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Exclusive use of the models, with the attended lengths of this decoder."""
+        with self._use:
+            if self._use.changes_to(self._parts.turn):  # another decoder may have set its own since
+                self._models.set_attended_lengths()
+            yield
+
+    def _in_turns(self, items: Iterator[T]) -> Iterator[T]:
+        """The items; the models are in exclusive use while one is computed, and free while the caller has it."""
+        while True:
+            with self._use:
+                item = next(items, None)
+            if item is None:
+                return
+            yield item

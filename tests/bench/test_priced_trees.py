@@ -93,11 +93,11 @@ def test_tokens_of_real_trees_are_those_of_the_formula() -> None:
     rounds = recorded("The heron", num_draft_tokens="4x2")
     known = Acceptance.from_stats(counted(rounds))
     assert known.branches and sum(known.branched) > 0
-    hits = sum(len(done.path or ()) > done.num_in_place for done in rounds)
+    hits = sum(len(done.path or ()) > done.num_accepted_on_chain for done in rounds)
     assert sum(known.branched) == pytest.approx(hits / len(rounds))
     committed = sum(1 + done.num_accepted_tokens for done in rounds) / len(rounds)
     assert expected_tokens(known, known.longest) == pytest.approx(committed)
-    on_chain = sum(1 + done.num_in_place for done in rounds) / len(rounds)
+    on_chain = sum(1 + done.num_accepted_on_chain for done in rounds) / len(rounds)
     assert expected_tokens(known.main_chain, known.longest) == pytest.approx(on_chain)
     assert on_chain < committed
     drafted = sum(len(done.draft) for done in rounds) / len(rounds)

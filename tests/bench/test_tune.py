@@ -128,7 +128,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     assert first is not None and all(one.costs.target == first.target for one in result.screened if one.costs)
     shapes = space.lineup.decoder.shapes  # of one row a width that was slower than a wider one is left out
     assert {b: set(ms) for b, ms in first.target.items()} == {
-        b: {shapes.pad(n, b) for n in range(1, 5)} for b in (1, 2)
+        b: {shapes.width_for(n, b) for n in range(1, 5)} for b in (1, 2)
     }
     every = [one for advice in result.advice for one in [*advice.others, *([advice.best] if advice.best else [])]]
     assert all((one.predicted is None) == (one.candidate.length is None) for one in every)

@@ -142,10 +142,10 @@ def test_forced_tokens_are_told_apart_and_are_no_drafters() -> None:
     stats = result.stats
     assert origins.count("forced") == stats.num_forced_tokens > len(origins) // 2
     assert origins.count("accepted") == stats.num_accepted_tokens
-    assert stats.num_draft_tokens == sum(len(done.own.draft) for done in result.rounds)
+    assert stats.num_draft_tokens == sum(len(done.without_forced.draft) for done in result.rounds)
     for done in result.rounds:
-        assert done.own.forced == (0, 0) and done.own.own == done.own
-        assert len(done.draft) == len(done.own.draft) + sum(done.forced)
+        assert done.without_forced.forced == (0, 0) and done.without_forced.without_forced == done.without_forced
+        assert len(done.draft) == len(done.without_forced.draft) + sum(done.forced)
     assert "forced by the constraint" in str(result.debug())
 
 

@@ -143,6 +143,13 @@ def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
         drafters.load(f"{name}:no such thing", drafters.Setup(CPU, 7, Session(HashBackend())))
 
 
+def test_help_shows_the_arguments_of_drafters_that_there_are_and_no_other_takes_one() -> None:
+    assert drafters.ARGUMENTS.keys() <= set(drafters.names())
+    for name in set(drafters.names()) - drafters.ARGUMENTS.keys():
+        with pytest.raises(drafters.UsageError, match="allowed"):
+            drafters.load(f"{name}:3", drafters.Setup(CPU, VOCAB_SIZE, Session(ToyBackend())))
+
+
 def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
     with pytest.raises(drafters.UsageError, match=", ".join(["auto", *drafters.names()])):
         drafters.load("nonsense", drafters.Setup(CPU, 7))

@@ -123,7 +123,7 @@ def test_every_row_says_what_it_says_alone_whatever_happens_to_the_others(of: Ev
 def test_a_row_that_touched_its_neighbours_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a place is given away, but what its slot holds is taken for the new row's."""
     made, rows = scheduler(1), [row(0, 20, 6), row(1, 20, 6)]
-    whole: Callable[..., None] = type(made.engine.target.table).seat
+    whole: Callable[..., None] = type(made.engine.target.table).assign_slot
 
     def careless(table: Any, slot: int, of: Row) -> None:
         state = table.states[slot]
@@ -131,7 +131,7 @@ def test_a_row_that_touched_its_neighbours_would_be_caught(monkeypatch: pytest.M
             state.row, state.base, state.written, state.round = of, of.prompt_length - 1, of.prompt_length - 1, 0
         whole(table, slot, of)
 
-    monkeypatch.setattr(type(made.engine.target.table), "seat", careless)
+    monkeypatch.setattr(type(made.engine.target.table), "assign_slot", careless)
     list(made.run(rows))
     monkeypatch.undo()
     assert rows[0].output == alone(rows[0]) and rows[1].output != alone(rows[1])

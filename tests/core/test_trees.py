@@ -257,6 +257,6 @@ def test_accepted_nodes_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(HFBackend, "forward_tree", counted)
     with_trees("llama", "greedy")
     moved = sum(fed)
-    monkeypatch.setattr(kv_slots.SlotTable, "_brought_together", lambda self, slot, state, row: state.valid(row))
+    monkeypatch.setattr(kv_slots.SlotTable, "_compact_accepted_path", lambda self, slot, state, row: state.valid(row))
     fed.clear()
     assert with_trees("llama", "greedy") == plain_texts("llama", "greedy") and sum(fed) > moved > 0

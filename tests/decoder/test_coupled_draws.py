@@ -50,7 +50,7 @@ def test_tokens_that_a_drafter_has_sampled_are_not_taken_for_the_targets_draws()
 
 def test_a_drafter_object_that_declares_not_to_sample_leaves_the_draws_to_the_target() -> None:
     class Echo:
-        traits = Traits(samples=False, costs_time=False)
+        traits = Traits(samples=False, needs_forwards=False)
 
         def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
             return Draft.from_lists([row.tokens[:n] for row, n in zip(rows, lengths, strict=True)], sampler.device)

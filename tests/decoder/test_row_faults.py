@@ -121,12 +121,12 @@ def in_options(decoder: SpeculativeDecoder) -> Any:
 def in_prompt(decoder: SpeculativeDecoder) -> Any:
     """A prompt cannot be read."""
 
-    def seat(honest: Any, slot: int, row: Row) -> None:
+    def assign_slot(honest: Any, slot: int, row: Row) -> None:
         honest(slot, row)
         if row.tokens[0] == BAD:
             raise Broken("prompt")
 
-    return patched(decoder._target_session.table, "seat", seat)
+    return patched(decoder._target_session.table, "assign_slot", assign_slot)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.core.acceptance import load_rule, match, rejection, rule_for
+from slipstream.core.acceptance import RULES, load_rule, match, rejection, rule_for
+from slipstream.core.rule_names import RULE_NAMES
 from slipstream.core.types import Draft
 from slipstream.errors import UsageError
 from tests.support.enumeration import (
@@ -228,6 +229,10 @@ def test_unknown_rule_is_refused_with_the_list_of_rules(text: str) -> None:
     message = str(refusal.value)
     assert message.startswith(f"acceptance={text!r}; allowed: ") and "\n" not in message
     assert "topk:K" in message
+
+
+def test_the_names_that_are_known_without_pytorch_are_those_of_the_rules() -> None:
+    assert sorted(RULE_NAMES) == sorted(RULES)
 
 
 def test_auto_matches_fixed_drafts_and_judges_drawn_ones_as_a_block() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream import Draft, Drafter, SpeculativeDecoder
 from slipstream.certificate.wrong_rules import WRONG_RULES
-from slipstream.core.acceptance import _RULES, Rule, load_rule
+from slipstream.core.acceptance import RULES, Rule, load_rule
 from slipstream.core.rng import Stream, Words, key, words
 from slipstream.core.types import Row
 from slipstream.sampling import processors as history
@@ -36,11 +36,10 @@ from tests.support.chi_square import (
 )
 from tests.support.markers import mostly_slow
 
-# every lossless rule; "gumbel" is another name of "match"
-RULES = [name for name, (_, lossless) in sorted(_RULES.items()) if lossless and name != "gumbel"]
+LOSSLESS = sorted(rule.name for rule in RULES.values() if rule.lossless)
 DRAFTERS = ["ngram:1-3", "ngram_table:2-3+fill", "suffix:outputs=0", "other", "close", "hesitant", "mixed"]
 WITH_MODEL = {"other": "model", "close": "model", "hesitant": "model:p=60", "mixed": "hybrid:2+outputs=0"}
-WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in RULES)]
+WAYS = [("none", "auto"), *((drafter, rule) for drafter in DRAFTERS for rule in LOSSLESS)]
 # the rule that is wrong for sampled drafts only
 FOR_FIXED = [name for name in WRONG_RULES if name != "residual-of-one-token"]
 

@@ -71,9 +71,9 @@ def test_all_tokens_are_worth_the_same_where_nobody_waits_for_the_last_row() -> 
 def test_rows_do_not_refer_to_each_other_after_their_call() -> None:
     rows = rows_of([5, 5])
     with pytest.raises(RuntimeError), awaited_together(rows):
-        assert rows[0].together is rows
+        assert rows[0].call_rows is rows
         raise RuntimeError
-    assert not rows[0].together and not rows[1].together
+    assert not rows[0].call_rows and not rows[1].call_rows
 
 
 def test_a_batch_is_decoded_together_and_its_texts_are_those_of_the_rows_alone() -> None:
@@ -83,7 +83,7 @@ def test_a_batch_is_decoded_together_and_its_texts_are_those_of_the_rows_alone()
     watched = decoder._engine.policy.lengths
 
     def lengths(rows: Sequence[Row]) -> list[int]:
-        seen.append(rows[0].together)
+        seen.append(rows[0].call_rows)
         return watched(rows)
 
     decoder._engine.policy.lengths = lengths  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ def test_siblings_are_the_next_fastest_in_the_targets_race(temperature: float) -
     session.reserve(1, 300)
     row = Row(0, list(b"The heron was s"), SamplingParams(temperature=temperature, max_tokens=99), seed=5)
     sampler = Sampler([row], RACE, VOCAB_SIZE, CPU)
-    drafter = load("model", Setup(CPU, VOCAB_SIZE, session, coupled=True, siblings=3, shaped=True))
+    drafter = load("model", Setup(CPU, VOCAB_SIZE, session, coupled=True, siblings=3, fixed_tree=True))
     with torch.inference_mode():
         draft = drafter.propose([row], [8], sampler)
         logits = session.score([row], draft.tokens, draft.lengths)[0]
@@ -194,7 +194,7 @@ def test_statistics_count_depths_and_the_view_shows_the_branch() -> None:
     assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
     found = list(views(result.rounds, None))
     pieces = [piece for view in found for piece in view.pieces]
-    branched = sum(len(done.path or ()) - done.num_in_place for done in result.rounds)
+    branched = sum(len(done.path or ()) - done.num_accepted_on_chain for done in result.rounds)
     assert sum(piece.kind == "branch" for piece in pieces) == branched > 0
     again = restored([compact(done) for done in result.rounds], result.rounds[0].row, 1)  # as a report reads it
     assert [(done.parents, done.path) for done in again] == [(done.parents, done.path) for done in result.rounds]

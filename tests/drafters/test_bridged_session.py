@@ -110,7 +110,7 @@ class Settling(HashBackend):
         self.kept = [0] * 8
         self.fed = 0
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         self.kept[slot] = max(self.kept[slot], position)
 
     def checkpoint(self, slot: int, limit: int) -> int:

@@ -37,8 +37,8 @@ def row_of(tokens: Sequence[int]) -> Row:
     return Row(0, list(tokens), PARAMS, seed=0)
 
 
-def made(name: str, siblings: int = 1, *, shaped: bool = False, told: bool = True) -> Any:
-    return load(name, Setup(CPU, SIZE, acceptance_probs=told, siblings=siblings, shaped=shaped))
+def made(name: str, siblings: int = 1, *, fixed_tree: bool = False, told: bool = True) -> Any:
+    return load(name, Setup(CPU, SIZE, acceptance_probs=told, siblings=siblings, fixed_tree=fixed_tree))
 
 
 def propose(drafter: Any, row: Row, length: int, *, branching: bool = True) -> Draft:
@@ -130,14 +130,14 @@ def test_no_branches_where_a_request_takes_none(name: str) -> None:
 
 def test_a_spelled_shape_is_a_chain_with_leaves() -> None:
     for told in (True, False):
-        draft = arranged(propose(made("suffix", shaped=True, told=told), row_of(TWICE), 4))
+        draft = arranged(propose(made("suffix", fixed_tree=True, told=told), row_of(TWICE), 4))
         assert draft.parents == ((-1, 0, 0, -1),) and draft.tokens.tolist() == [[3, 9, 7, 4]]
 
 
 def test_a_threshold_of_the_user_keeps_chains() -> None:
     assert propose(made("suffix:p=5"), row_of(TWICE), 6).parents is None
     with pytest.raises(UsageError, match="drafter='suffix:p=5' with a tree; allowed: arguments but p=PERCENT"):
-        made("suffix:p=5", shaped=True)
+        made("suffix:p=5", fixed_tree=True)
 
 
 def test_a_branch_that_came_true_is_believed_more() -> None:

@@ -86,7 +86,7 @@ def test_a_part_counts_its_rounds_without_what_it_leaves_out() -> None:
     left, first = num_tokens_skipped(300, LIMIT), result.rounds[1]
     part = PartialRow(0, [], SamplingParams(), seed=0, rounds=list(result.rounds))
     part.num_skipped = left
-    assert part.true_length(1, 5) == first.start + first.num_in_place - left
+    assert part.true_length(1, 5) == first.start + first.num_accepted_on_chain - left
     assert part.true_length(len(result.rounds), 5) == 5  # a round that was never committed
 
 

@@ -41,7 +41,7 @@ def test_the_extension_snippet_runs() -> None:
 
 
 def test_every_acceptance_rule_is_in_the_readme() -> None:
-    for name in acceptance._RULES:
+    for name in acceptance.RULES:
         assert f"`{name}" in README, name
 
 

@@ -69,7 +69,7 @@ def test_a_width_that_disagrees_only_for_a_single_row_is_kept_for_several() -> N
     assert (result.widths, result.together) == (without(1, 3), (1, 3))
     shapes = replace(result, milliseconds={}).shapes  # how fast a width is does not count here
     assert (shapes.widths, shapes.alone) == (WIDTHS, without(1, 3))
-    assert (shapes.pad(1, 1), shapes.pad(1, 2), shapes.pad(3, 8)) == (2, 1, 3)
+    assert (shapes.width_for(1, 1), shapes.width_for(1, 2), shapes.width_for(3, 8)) == (2, 1, 3)
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
@@ -192,8 +192,8 @@ def test_the_memory_is_read_whole_where_prompts_agree_only_so() -> None:
 def test_a_single_row_is_padded_past_widths_that_are_no_faster_than_a_wider_one() -> None:
     times = {1: 9.0, 2: 10.0, 3: 12.0, 4: 11.0, 5: 13.0, 6: 14.0, 7: 15.0, 8: 13.9}
     shapes = Calibration((2, 3, 4, 5, 6, 7, 8, 16), 512, times).shapes
-    assert [shapes.pad(width, 1) for width in range(1, 10)] == [2, 2, 4, 4, 5, 8, 8, 8, 16]
-    assert [shapes.pad(width, 4) for width in range(1, 10)] == [2, 2, 3, 4, 5, 6, 7, 8, 16]
+    assert [shapes.width_for(width, 1) for width in range(1, 10)] == [2, 2, 4, 4, 5, 8, 8, 8, 16]
+    assert [shapes.width_for(width, 4) for width in range(1, 10)] == [2, 2, 3, 4, 5, 6, 7, 8, 16]
 
 
 def test_progress_is_reported_in_order_up_to_the_end() -> None:

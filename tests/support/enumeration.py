@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.core.acceptance import _RULES, Distributions, match
+from slipstream.core.acceptance import RULES, Distributions, match
 from slipstream.core.rule_names import WITH_COUNT
 from slipstream.core.types import Draft
 
@@ -31,8 +31,8 @@ RuleFunction = Callable[[Tensor, Tensor, Draft], Distributions]
 
 def rule_names(*, lossless: bool) -> list[str]:
     """The registered rules, those that need a count with one."""
-    known = [(f"{name}:2" if name in WITH_COUNT else name, flag) for name, (_, flag) in sorted(_RULES.items())]
-    return [name for name, flag in known if flag is lossless]
+    rules = sorted(rule.name for rule in RULES.values() if rule.lossless is lossless)
+    return [f"{name}:2" if name in WITH_COUNT else name for name in rules]
 
 
 def random_distribution(seed: int, tag: str, sharpness: float = 1.3) -> Distribution:

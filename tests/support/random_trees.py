@@ -41,7 +41,7 @@ class RandomTrees:
     def verified(self) -> int:
         """How many trees were verified, and accepted tokens moved to their positions after."""
         rounds = [done for row in self.rows for done in row.rounds if done.path is not None]
-        return sum(len(done.path or ()) > done.num_in_place for done in rounds)
+        return sum(len(done.path or ()) > done.num_accepted_on_chain for done in rounds)
 
     def _tree(self, row: Row, length: int) -> tuple[list[int], list[int]]:
         rest = self.texts[tuple(row.tokens[: row.prompt_length])][row.num_output_tokens :]

@@ -57,7 +57,7 @@ def feed(
 ) -> Tensor:
     """Outputs [count, outputs] of a row's inputs x [length, inputs] from `start` on."""
     if settled is not None:
-        states.settle(slot, settled)
+        states.mark_final(slot, settled)
     states.begin(slot, [start], count)
     out = states.run(0, x[None, start : start + count])
     states.end()

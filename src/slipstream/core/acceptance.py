@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.core.interfaces import Sampler
 from slipstream.core.rng import Stream, uniform
-from slipstream.core.rule_names import COUPLED, WITH_COUNT, check_rule
+from slipstream.core.rule_names import WITH_COUNT, check_rule
 from slipstream.core.trees import match_tree
 from slipstream.core.types import Draft, Verdict
 from slipstream.errors import UsageError
@@ -35,17 +35,16 @@ class Distributions:
     next_token: Callable[[Tensor], Tensor]
 
 
+RuleFunction = Callable[..., Distributions]
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A named acceptance rule. `distributions` is None for sample-and-match, which takes the target's own draws.
-
-    "gumbel" is another name of "match": draws are races of exponentials, which is the Gumbel-max trick, and a draft
-    model that races with the target's noise proposes what the target is most likely to choose.
-    """
+    """A named acceptance rule. `distributions` is None for `match`, which takes the target's own draws."""
 
     name: str
     lossless: bool
-    distributions: Callable[[Tensor, Tensor, Draft], Distributions] | None
+    distributions: RuleFunction | None
 
     @property
     def coupled(self) -> bool:
@@ -53,15 +52,14 @@ class Rule:
         return self.distributions is None
 
 
-RuleFunction = Callable[..., Distributions]
-_RULES: dict[str, tuple[RuleFunction | None, bool]] = dict.fromkeys(COUPLED, (None, True))
+RULES: dict[str, Rule] = {"match": Rule("match", True, None)}
 
 
 def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]:
-    """Register f(p, scores, draft[, argument]) under a name. scores: [B, K + 1, V] logits before the temperature."""
+    """Register f(p, scores, draft) under a name. scores: [B, K + 1, V] logits before the temperature."""
 
     def register(function: RuleFunction) -> RuleFunction:
-        _RULES[name] = (function, lossless)
+        RULES[name] = Rule(name, lossless, function)
         return function
 
     return register
@@ -70,16 +68,12 @@ def rule(name: str, *, lossless: bool) -> Callable[[RuleFunction], RuleFunction]
 @cache
 def load_rule(text: str) -> Rule:
     """The rule called `text`, for example "rejection" or "topk:10"; UsageError lists the known ones."""
-    check_rule(text, _RULES)
-    name, _, argument = text.partition(":")
-    function, lossless = _RULES[name]
-    if name in WITH_COUNT:
-        function = partial(function or _unreachable, k=int(argument))
-    return Rule(text, lossless, function)
-
-
-def _unreachable(*_: object, **__: object) -> Distributions:
-    raise AssertionError("sample-and-match takes no argument")
+    check_rule(text)
+    name, _, count = text.partition(":")
+    rule = RULES[name]
+    if rule.distributions is None or name not in WITH_COUNT:
+        return rule
+    return Rule(text, rule.lossless, partial(rule.distributions, k=int(count)))
 
 
 def rule_for(choice: str | Rule, draft: Draft) -> Rule:

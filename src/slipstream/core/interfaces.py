@@ -206,7 +206,7 @@ class Checkpoints(Protocol):
     def checkpoint(self, slot: int, limit: int) -> int:
         """The last position, at most `limit`, at which the state of a slot is known; 0 if there is no other."""
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Said before a forward of a slot: its text is true up to `position`; no later forward of it begins before."""
 
 

@@ -42,28 +42,28 @@ class Shapes:
     totals: tuple[int, ...] = ()
     token_by_token: bool = False
 
-    def pad_prompt(self, length: int) -> int:
+    def prompt_width_for(self, length: int) -> int:
         """The width of a prompt's last chunk: depends on its length alone, and takes few values."""
         return min(self.chunk, -(-length // PROMPT_UNIT) * PROMPT_UNIT) if self.widths else length
 
-    def pad(self, width: int, rows: int) -> int:
+    def width_for(self, width: int, rows: int) -> int:
         """The smallest allowed width that holds `width` tokens of each of `rows` rows."""
         widths = self.alone if rows == 1 and self.alone else self.widths
         at = bisect_left(widths, width)
         return widths[at] if at < len(widths) else width
 
-    def pad_total(self, tokens: int) -> int | None:
+    def total_for(self, tokens: int) -> int | None:
         """The smallest allowed number of tokens of a ragged forward that has `tokens`; None if there is none."""
         if not self.widths:
             return tokens
         at = bisect_left(self.totals, tokens)
         return self.totals[at] if at < len(self.totals) else None
 
-    def pad_tree(self, tokens: int, rows: int) -> int | None:
+    def tree_total_for(self, tokens: int, rows: int) -> int | None:
         """The same of a forward over trees: those of one row take the layers as a chain of as many tokens would."""
         if rows > 1 or not self.widths:
-            return self.pad_total(tokens)
-        padded = self.pad(tokens, 1)
+            return self.total_for(tokens)
+        padded = self.width_for(tokens, 1)
         return padded if padded in self.widths else None
 
 
@@ -183,7 +183,7 @@ class SlotTable:
         """Whether the forwards that read a new prompt can return the logits after it."""
         return self.shapes.reuse == 1 and isinstance(self.backend, PromptLogits)
 
-    def lacks_much(self, slot: int, row: Row) -> bool:
+    def is_far_behind(self, slot: int, row: Row) -> bool:
         """Whether a row that was seated in a slot lacks so many tokens that they are read on their own first."""
         base = self.states[slot].base
         return base == 0 or len(row.tokens) - base > CATCH_UP
@@ -207,9 +207,9 @@ class SlotTable:
         """The next chunk of the same."""
         state = self.states[slot]
         chunk = row.tokens[state.base : min(end, state.base + self.shapes.chunk)]
-        width = self.shapes.pad_prompt(len(chunk))
+        width = self.shapes.prompt_width_for(len(chunk))
         inputs = torch.tensor([chunk + [0] * (width - len(chunk))], device=self.backend.device)
-        self.settle(slot, min(state.base + len(chunk), len(row.tokens) - row.open_end))
+        self.mark_final(slot, min(state.base + len(chunk), len(row.tokens) - row.open_end))
         if self.audit:
             self.audit.write(slot, state.base, chunk)
         if state.base + len(chunk) == len(row.tokens):
@@ -227,28 +227,28 @@ class SlotTable:
     def _answer(self, inputs: Tensor, start: int, slot: int, last: int) -> Tensor:
         """Logits [1, 1, V] of one column, computed beside as many others as in the narrowest forward."""
         assert isinstance(self.backend, PromptLogits)
-        width = self.shapes.pad(1, 1)
+        width = self.shapes.width_for(1, 1)
         columns = torch.arange(width, device=self.backend.device) + max(0, last + 1 - width)
-        logits = self.backend.answer(self.known(inputs), start, slot=slot, columns=columns)
+        logits = self.backend.answer(self.clamp_to_vocabulary(inputs), start, slot=slot, columns=columns)
         return logits[:, min(last, width - 1), None]
 
-    def seat(self, slot: int, row: Row) -> None:
+    def assign_slot(self, slot: int, row: Row) -> None:
         """Make a slot hold what is cached of its row, copying from the slot that holds most of it.
 
         Rows of a batch only ever move to lower slots, so a slot is never overwritten before it has been copied.
         """
         state, is_long = self.states[slot], self.is_long(row)
-        self.tell(slot, row)
-        if state.row is row and not self._goes_on(state, row):
+        self.set_reading(slot, row)
+        if state.row is row and not self._still_holds(state, row):
             self.states[slot] = SlotState(row, round=len(row.rounds), shapes=self.shapes, is_long=is_long)
             return
         if state.row is row:
             state.is_long, state.begins_short = is_long, state.begins_short or is_long > state.is_long
             if state.round != len(row.rounds):
-                known = self._brought_together(slot, state, row) if state.branches else state.valid(row)
+                known = self._compact_accepted_path(slot, state, row) if state.branches else state.valid(row)
                 state.base = state.written = self.checkpoint(slot, known)
             return
-        cached = [self.usable(i, row) for i in range(len(self.states))]
+        cached = [self.reusable_prefix(i, row) for i in range(len(self.states))]
         most = max(cached)
         # of several that hold as much the row's own: it is never worth more to have computed something once again
         source = max(range(len(self.states)), key=lambda s: (cached[s], self.states[s].row is row))
@@ -257,21 +257,21 @@ class SlotTable:
         begins_short = left.row is row and (left.begins_short or is_long > left.is_long)
         new = SlotState(row, most, most, len(row.rounds), self.shapes, is_long=is_long, begins_short=begins_short)
         self.copy(source, slot, new)
-        if source != slot and (left.row is row or (left.is_idle and not self._need(source, row))):
+        if source != slot and (left.row is row or (left.is_idle and not self._keep_value(source, row))):
             self.states[source] = SlotState()
 
     def _save(self, slot: int, source: int, row: Row) -> None:
         """Before a row takes a slot: what an ended row has left there goes to the idle slot that is needed least."""
-        ended, need = self.states[slot], self._need(slot, row)
+        ended, need = self.states[slot], self._keep_value(slot, row)
         idle = [i for i, state in enumerate(self.states) if need and i not in (slot, source) and state.is_idle]
         longest_ago = sorted(idle, key=lambda i: self.states[i].last_step)[:ASKED]
-        least, place = min(((self._need(i, row), i) for i in longest_ago), default=(need, slot))
+        least, place = min(((self._keep_value(i, row), i) for i in longest_ago), default=(need, slot))
         if ended.row is not None and least < need:
             known = self.checkpoint(slot, ended.valid(ended.row))
             kept = replace(ended, base=known, written=known, round=len(ended.row.rounds), branches=0)
             self.copy(slot, place, kept)
 
-    def _need(self, slot: int, entering: Row) -> int:
+    def _keep_value(self, slot: int, entering: Row) -> int:
         """The later a slot was used the higher; 0 if no ended row's, or if others have its prompt, or one that enters.
 
         What a row has left that was given up without an end is nobody's.
@@ -294,13 +294,16 @@ class SlotTable:
             self.audit.copy(source, slot, state.base)
         self.states[slot] = state
 
-    def _brought_together(self, slot: int, state: SlotState, row: Row) -> int:
+    def _compact_accepted_path(self, slot: int, state: SlotState, row: Row) -> int:
         """Move the accepted nodes of a tree to their positions; returns how many tokens are cached then."""
         done = row.rounds[state.round]
         path = (done.path or ())[: done.num_accepted_tokens]
-        if len(path) > done.num_in_place:
+        if len(path) > done.num_accepted_on_chain:
             assert isinstance(self.backend, TreeForwards)
-            places, start = [state.base + node for node in path[done.num_in_place :]], state.base + done.num_in_place
+            places, start = (
+                [state.base + node for node in path[done.num_accepted_on_chain :]],
+                state.base + done.num_accepted_on_chain,
+            )
             self.backend.move(slot, places, start)
             if self.audit:
                 self.audit.move(slot, places, start)
@@ -311,33 +314,33 @@ class SlotTable:
         """The last position, at most `limit`, from which a slot can go on."""
         return limit if self._checkpoints is None else self._checkpoints.checkpoint(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Before a forward: the text of a slot is true up to `position`, and no later forward begins before."""
         if self._checkpoints is not None:
-            self._checkpoints.settle(slot, position)
+            self._checkpoints.mark_final(slot, position)
 
     def is_long(self, row: Row) -> bool:
         """Whether the model reads a row's text as long ones are read."""
         return self.longest_short is not None and len(row.tokens) > self.longest_short
 
-    def _goes_on(self, state: SlotState, row: Row) -> bool:
+    def _still_holds(self, state: SlotState, row: Row) -> bool:
         """Whether what is cached of a row, which may have become long since, stands as it is."""
         is_long = self.is_long(row)
         if state.is_long == is_long:
             return True
         return is_long and self._long_texts is not None and not self._long_texts.reads_anew
 
-    def tell(self, slot: int, row: Row) -> None:
+    def set_reading(self, slot: int, row: Row) -> None:
         """Before a forward: whose text it reads in a slot, as far as that matters to the model."""
         if self._long_texts is not None and self.longest_short is not None:
             self._long_texts.read_as(slot, is_long=self.is_long(row))
 
-    def usable(self, slot: int, row: Row) -> int:
+    def reusable_prefix(self, slot: int, row: Row) -> int:
         """How many leading tokens of a row that enters may be copied from a slot."""
         state = self.states[slot]
         other, known = state.row, self.checkpoint(slot, state.valid(row))
         if other is row:
-            return known if self._goes_on(state, row) else 0
+            return known if self._still_holds(state, row) else 0
         if other is None or state.is_long != self.is_long(row) or state.begins_short:
             return 0
         if state.shapes != self.shapes or other.group != row.group:
@@ -360,7 +363,7 @@ class SlotTable:
             return self.checkpoint(slot, state.written)  # the columns written earlier in this round stand
         return self.checkpoint(slot, min(state.base, len(row.tokens) - 1))
 
-    def remember(self, rows: Sequence[Row], lengths: Sequence[int], nodes: Sequence[int] | None = None) -> None:
+    def note_cached(self, rows: Sequence[Row], lengths: Sequence[int], nodes: Sequence[int] | None = None) -> None:
         """Note that the slots hold the rows' committed tokens and lengths[i] draft tokens after them.
 
         nodes: of trees, as many nodes, of which lengths[i] are the main chain.
@@ -373,9 +376,9 @@ class SlotTable:
 
     def forward(self, inputs: Tensor, starts: list[int], first_slot: int, *, logits: bool) -> Tensor:
         """A forward of the model over tokens [B, W]; see `Backend.forward`."""
-        return self.backend.forward(self.known(inputs), starts, first_slot=first_slot, logits=logits)
+        return self.backend.forward(self.clamp_to_vocabulary(inputs), starts, first_slot=first_slot, logits=logits)
 
-    def known(self, inputs: Tensor) -> Tensor:
+    def clamp_to_vocabulary(self, inputs: Tensor) -> Tensor:
         """Token ids that the model has: a draft model with a smaller head may be shown others.
 
         Its drafts may then be poor, never wrong.

@@ -93,7 +93,8 @@ class Batch:
                     draft=tuple(line[2 : 2 + draft.lengths[i]]),
                     tokens=committed,
                     num_accepted_tokens=min(accepted, len(committed)),
-                    rejected=len(committed) > accepted and _goes_on(draft.lengths[i], accepted, parents, path),
+                    rejected=len(committed) > accepted
+                    and _has_unaccepted_tail(draft.lengths[i], accepted, parents, path),
                     finish_reason=row.finish_reason,
                     seconds=seconds,
                     num_draft_steps=draft.steps,
@@ -139,7 +140,7 @@ class Batch:
         return None if short is None or len(row.tokens) > short else short + 1 - len(row.tokens)
 
 
-def _goes_on(length: int, accepted: int, parents: Sequence[int] | None, path: Sequence[int] | None) -> bool:
+def _has_unaccepted_tail(length: int, accepted: int, parents: Sequence[int] | None, path: Sequence[int] | None) -> bool:
     """Whether the draft has tokens after those that were accepted."""
     if parents is None or path is None:
         return accepted < length
@@ -193,7 +194,7 @@ class Engine:
         if self.draft_session is not None and (
             drafted := {i: row for i, row in slots.items() if self._drafts(row, running)}
         ):
-            self.draft_session.settle(running)
+            self.draft_session.move_to_slots(running)
             self.draft_session.read_ahead(drafted, budget)
 
     def has_read(self, row: Row, running: Sequence[Row]) -> bool:

@@ -69,7 +69,7 @@ class Round:
     forced: tuple[int, int] = (0, 0)
 
     @property
-    def own(self) -> Round:
+    def without_forced(self) -> Round:
         """The round without forced tokens: what became of the drafter's."""
         before, behind = self.forced
         if not before + behind:
@@ -108,7 +108,7 @@ class Round:
         return max(levels, default=0)
 
     @property
-    def num_in_place(self) -> int:
+    def num_accepted_on_chain(self) -> int:
         """Accepted tokens that are the beginning of the main chain."""
         if self.path is None:
             return self.num_accepted_tokens

@@ -103,8 +103,8 @@ class Rectangle:
         """See `Session.prefill`; never two rows together."""
         answers: dict[int, Tensor] = {}
         for slot, row in enumerate(rows):
-            table.seat(slot, row)
-            if not table.lacks_much(slot, row):
+            table.assign_slot(slot, row)
+            if not table.is_far_behind(slot, row):
                 answer = False
             else:
                 table.read(slot, row, len(row.tokens) - (not answer), answers)
@@ -125,7 +125,7 @@ class PromptReader(Protocol):
     def reserve(self, rows: int, length: int) -> None:
         """Make room."""
 
-    def settle(self, rows: Sequence[Row]) -> None:
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
         """Move what is cached to the slots of a batch."""
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
@@ -208,7 +208,7 @@ class Session:
         chunks are not to be cut."""
         table, room = self.table, budget
         for slot, row in rows.items():
-            table.seat(slot, row)
+            table.assign_slot(slot, row)
             while room > 0 and not self.has_read(row, slot):
                 end, before, base = len(row.tokens) - 1, table.prefill_tokens, table.states[slot].base
                 any_cut = table.shapes.reuse == 1  # wherever a prompt is cut, the bits are the same
@@ -227,11 +227,11 @@ class Session:
         """Whether some of a row is cached in its name."""
         return any(state.row is row and state.base > 0 for state in self.slot_states)
 
-    def settle(self, rows: Sequence[Row]) -> None:
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
         """Move what is cached of rows of a batch to their slots, before other rows take the slots they had."""
         for slot, row in enumerate(rows):
             if self.holds(row):
-                self.table.seat(slot, row)
+                self.table.assign_slot(slot, row)
 
     def keep(self, row: Row, length: int) -> None:
         """A row's text is about to change: only its first `length` tokens, drafts included, are what is cached."""
@@ -249,7 +249,7 @@ class Session:
         keep = draft.shape[1] + 1 if keep is None else keep
         batch = self._input_batch(rows, draft, keep)
         logits = self.layout.score(self.table, batch, draft, lengths, keep)
-        self.table.remember(rows, lengths)
+        self.table.note_cached(rows, lengths)
         return logits
 
     @property
@@ -261,7 +261,7 @@ class Session:
     def fits_tree(self, rows: Sequence[Row], draft: Draft) -> bool:
         """Whether the forward of an arranged tree keeps to the allowed shapes."""
         missing = sum(self.table.num_missing(slot, row) for slot, row in enumerate(rows))
-        return self.branches and self.shapes.pad_tree(sum(draft.lengths) + missing, len(rows)) is not None
+        return self.branches and self.shapes.tree_total_for(sum(draft.lengths) + missing, len(rows)) is not None
 
     def score_tree(self, rows: Sequence[Row], draft: Draft) -> Tensor:
         """`score` of an arranged tree: [B, K + 1, V] logits after the committed tokens and after each node."""
@@ -280,11 +280,11 @@ class Session:
         tokens = torch.cat([draft.tokens.flatten().to(device), behind.to(device)])[torch.tensor(source, device=device)]
         if self.table.audit:
             self._audit_tree(batch, tokens.tolist(), draft.lengths)
-        total = self.shapes.pad_tree(at, len(rows)) or at
+        total = self.shapes.tree_total_for(at, len(rows)) or at
         tokens = torch.cat([tokens, tokens.new_zeros(total - at)])
         widths = self.shapes.widths
-        logits = self.backend.forward_tree(self.table.known(tokens), segments, widths=widths)
-        self.table.remember(rows, chain_lengths(draft), draft.lengths)
+        logits = self.backend.forward_tree(self.table.clamp_to_vocabulary(tokens), segments, widths=widths)
+        self.table.note_cached(rows, chain_lengths(draft), draft.lengths)
         return logits[torch.tensor(columns, device=device)]
 
     def _audit_tree(self, batch: InputBatch, tokens: list[int], lengths: Sequence[int]) -> None:
@@ -306,7 +306,7 @@ class Session:
         batch = self._input_batch(rows, nothing, 1)
         inputs = batch.padded(nothing, self.table)
         tokens = backend.draft_greedy(inputs, batch.starts, batch.counts, steps=steps, vocab_size=vocab_size)
-        self.table.remember(rows, [steps - 1] * len(rows))
+        self.table.note_cached(rows, [steps - 1] * len(rows))
         if self.table.audit:
             for slot, row in enumerate(rows):
                 self.table.audit.write(slot, len(row.tokens), tokens[slot, : steps - 1].tolist())
@@ -318,11 +318,11 @@ class Session:
         batch = self._input_batch(rows, draft, width + 1)
         if not isinstance(backend, GreedyRounds):
             best = self.layout.best(self.table, batch, draft, lengths)
-            self.table.remember(rows, lengths)
+            self.table.note_cached(rows, lengths)
             return match(best.to(draft.device, non_blocking=True), Draft(draft, tuple(lengths)))
         inputs = batch.padded(draft, self.table)
         table = backend.verify_greedy(inputs, batch.starts, batch.counts, lengths, width=width)
-        self.table.remember(rows, lengths)
+        self.table.note_cached(rows, lengths)
         return Verdict(table[:, 0], table[:, 1])
 
     def keep_drafts(self, lengths: Sequence[int]) -> None:
@@ -336,9 +336,9 @@ class Session:
         width = draft.shape[1]
         starts = [self.table.first_missing(i, row, width if keep <= width else 0) for i, row in enumerate(rows)]
         for slot, row in enumerate(rows):
-            self.table.settle(slot, len(row.tokens) - row.open_end)
+            self.table.mark_final(slot, len(row.tokens) - row.open_end)
         missing = [row.tokens[start:] for row, start in zip(rows, starts, strict=True)]
         # draft tokens that are cached already (a draft model scoring token by token) are not fed again
         fed = [max(start - len(row.tokens), 0) for row, start in zip(rows, starts, strict=True)]
         counts = [len(tail) + width - skip for tail, skip in zip(missing, fed, strict=True)]
-        return InputBatch(starts, missing, fed, width, self.shapes.pad(max(counts), len(rows)))
+        return InputBatch(starts, missing, fed, width, self.shapes.width_for(max(counts), len(rows)))

@@ -149,14 +149,14 @@ class DraftYields:
         """Take in the row's newest round: the tokens its draft brought, or None if there is no news."""
         if not note.asked or note.drafted == 0:
             return None
-        done = row.rounds[-1].own
+        done = row.rounds[-1].without_forced
         drafted = len(done.chain) if note.drafted is None else note.drafted
-        accepted = min(drafted, done.num_in_place)
-        tested = min(drafted, accepted + (len(done.tokens) > done.num_in_place < len(done.chain)))
+        accepted = min(drafted, done.num_accepted_on_chain)
+        tested = min(drafted, accepted + (len(done.tokens) > done.num_accepted_on_chain < len(done.chain)))
         kinds = [min(position, self._last) for position in range(tested)]
         self._by_position.learn(row, kinds, [1] * tested, [1] * accepted + [0])
         if drafted <= note.asked and row.remaining > 0:
-            seen = Yield(drafted, accepted + (done.num_accepted_tokens - done.num_in_place))
+            seen = Yield(drafted, accepted + (done.num_accepted_tokens - done.num_accepted_on_chain))
             self._rows[row] = self.of(row).towards(seen, ROW_WEIGHT)
             self._all = self._all.towards(seen, SHARED_WEIGHT)
         return accepted
@@ -207,9 +207,9 @@ class Confidence:
 
     def learn(self, row: Row, note: DraftNote) -> None:
         """Take in the row's newest round."""
-        done = row.rounds[-1].own
+        done = row.rounds[-1].without_forced
         self._own.learn(row, note.kinds, done.chain, done.tokens)
-        at = done.num_in_place
+        at = done.num_accepted_on_chain
         if at < min(len(done.chain), len(done.tokens), len(note.siblings)):
             token, kind = note.siblings[at]
             self._beside.learn(row, [kind], [token], done.tokens[at:])

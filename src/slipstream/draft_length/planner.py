@@ -35,12 +35,12 @@ STEPS = 8  # steps of a draft model
 def awaited_together(rows: Sequence[Row]) -> Iterator[None]:
     """The caller goes on when the last of these rows has ended."""
     for row in rows:
-        row.together = rows
+        row.call_rows = rows
     try:
         yield
     finally:
         for row in rows:
-            row.together = ()  # rows that refer to each other would outlive their call
+            row.call_rows = ()  # rows that refer to each other would outlive their call
 
 
 class Worth(NamedTuple):
@@ -70,8 +70,8 @@ def worth_of_tokens(rows: Sequence[Row], seconds: Callable[[int], float], typica
     seconds: of a forward of that many rows without drafts. typical: tokens that texts have before they end by
     themselves: the more likely that is, the less it says who has the most to do.
     """
-    call = rows[0].together if rows else ()
-    if len(rows) < 2 or not call or any(row.together is not call for row in rows):
+    call = rows[0].call_rows if rows else ()
+    if len(rows) < 2 or not call or any(row.call_rows is not call for row in rows):
         return [Worth()] * len(rows)
     if any(not row.rounds and row.finish_reason is None for row in call):
         return [Worth()] * len(rows)

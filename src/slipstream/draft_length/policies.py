@@ -55,7 +55,7 @@ class Heuristic:
     def observe(self, rows: Sequence[Row]) -> None:
         """Move each row's number by its newest round."""
         for row in rows:
-            done = row.rounds[-1].own
+            done = row.rounds[-1].without_forced
             if done.draft:
                 by = UP if done.num_accepted_tokens == done.num_draft_tokens else -DOWN
                 self._lengths[row] = max(1, min(self._length(row) + by, self.longest))
@@ -129,7 +129,7 @@ def make_policy(
     that the forward shapes allow, None for any.
     """
     if controller is not None:
-        stepwise = traits.costs_time and not traits.weighs_costs
+        stepwise = traits.needs_forwards and not traits.plans_itself
         return Auto(controller, traits.default_length, traits.samples and not coupled, stepwise)
     most = MAX_DRAFT_TOKENS if limit is None else limit
     if choice.kind == "auto":
@@ -156,8 +156,8 @@ def drafts_for(policy: Policy, row: Row) -> bool:
 
 def check_confidence(choice: LengthChoice, spelled: object, drafter: str, traits: Traits) -> None:
     """Refuse "confidence:CHANCE" with a drafter that knows no probabilities or has a threshold of its own."""
-    if choice.confidence and (not traits.knows_probs or "p=" in drafter):
-        able = sorted(name for name in drafters.names() if drafters.traits(name).knows_probs)
+    if choice.confidence and (not traits.knows_confidence or "p=" in drafter):
+        able = sorted(name for name in drafters.names() if drafters.traits(name).knows_confidence)
         raise UsageError(
             f"num_draft_tokens={spelled!r} with drafter={drafter!r}; allowed: drafters {', '.join(able)} "
             "without p=PERCENT"

@@ -1,18 +1,16 @@
 """Drafters: anything that proposes tokens. A new one is one file (or folder) here.
 
-The file name is the drafter's name. The file has `USAGE`, how a user writes it; `TRAITS`, what it declares about
-itself; and `build(setup, argument)`, where `argument` is what the user wrote after a colon ("ngram:5" gives "5"), which
-returns an object with the one method of `Drafter`. Importing this package imports no drafter and no PyTorch.
+The file name is the drafter's name. The file has `TRAITS`, what the drafter declares about itself, and
+`build(setup, argument)`, which returns an object with the one method of `Drafter`. `argument` is what the user wrote
+after a colon: "ngram:5" gives "5". How it is written stands in `ARGUMENTS`, so that `--help` shows it.
+Importing this package imports no drafter and no PyTorch.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.errors import UsageError, did_you_mean
@@ -27,13 +25,26 @@ if TYPE_CHECKING:
     from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 
 
+ARGUMENTS = {
+    "cross_vocabulary": "[:p=PERCENT]",
+    "hybrid": "[:STEPS][+SUFFIX]",
+    "layer_skip": "[:LAYERS][+p=PERCENT]",
+    "model": "[:p=PERCENT]",
+    "ngram": "[:N]",
+    "ngram_table": "[:N][+fill]",
+    "retrieval": "[:SUFFIX]",
+    "suffix": "[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]",
+    "token_recycling": "[:WIDTH]",
+}
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a drafter may be built from.
 
     session: the draft model's. target: the target's, for drafters that share its model or its KV cache.
     bridged: the draft model's over rows of the target, where their vocabularies differ.
-    siblings: tokens that may be verified beside each of a one-hot draft. shaped: the user asked for so many, beside
+    siblings: tokens that may be verified beside each of a one-hot draft. fixed_tree: the user asked for so many, beside
     chains of `depth` tokens.
     coupled: sample with the target's own random numbers (acceptance "match", which "auto" is here).
     controller: given where costs decide how much to draft.
@@ -51,7 +62,7 @@ class Setup:
     target: Session | None = None
     bridged: BridgedSession | None = None
     siblings: int = 0
-    shaped: bool = False
+    fixed_tree: bool = False
     depth: int = 0
 
 
@@ -62,10 +73,10 @@ def names() -> list[str]:
 
 def check_name(text: str) -> None:
     """Refuse an unknown drafter, listing the known ones."""
-    name, known = text.partition(":")[0], ["auto", *names()]
-    if name not in known:
-        near = did_you_mean(name, *known)
-        raise UsageError(f"drafter={text!r}; allowed: {', '.join(known)}, or a Drafter object{near}")
+    name, allowed = text.partition(":")[0], ["auto", *names()]
+    if name not in allowed:
+        near = did_you_mean(name, *allowed)
+        raise UsageError(f"drafter={text!r}; allowed: {', '.join(allowed)}, or a Drafter object{near}")
 
 
 def traits(text: str) -> Traits:
@@ -75,7 +86,7 @@ def traits(text: str) -> Traits:
 
 
 def traits_of(drafter: str | Drafter) -> Traits:
-    """The same of a name or of an object, which may declare `traits`; the defaults assume the worst of others."""
+    """What a drafter declares about itself, given by name or as an object; an object may have no traits of its own."""
     from slipstream.core.types import Declared, Traits
 
     if isinstance(drafter, str):
@@ -88,13 +99,13 @@ def preferred(*, draft_model: bool, costs: bool) -> str:
 
     draft_model: there is one. costs: measured costs decide how much to draft.
     """
-    known = {name: traits(name) for name in names()}
-    usable = [
-        name
-        for name, one in known.items()
-        if one.preference and (draft_model or not one.needs_draft_model) and (costs or not one.needs_costs)
-    ]
-    return max(usable, key=lambda name: known[name].preference)
+    by_name = {name: traits(name) for name in names()}
+    usable = {
+        name: declared.preference
+        for name, declared in by_name.items()
+        if (draft_model or not declared.needs_draft_model) and (costs or not declared.needs_cost_model)
+    }
+    return max(usable, key=lambda name: usable[name])
 
 
 def load(text: str, setup: Setup) -> Drafter:
@@ -104,20 +115,9 @@ def load(text: str, setup: Setup) -> Drafter:
     return drafter
 
 
-@cache
-def usage() -> tuple[str, ...]:
-    """How each drafter is written, read from the source, so that `--help` need not import PyTorch."""
-    folder = Path(__file__).parent
-    found = []
-    for name in names():
-        files = [folder / f"{name}.py", folder / name / f"{name}_drafter.py"]
-        source = ast.parse(next(file for file in files if file.is_file()).read_text(encoding="utf-8"))
-        found += [
-            str(ast.literal_eval(node.value))
-            for node in source.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "USAGE"
-        ]
-    return tuple(found)
+def usage() -> list[str]:
+    """How each drafter is written."""
+    return [name + ARGUMENTS.get(name, "") for name in names()]
 
 
 def _module(text: str) -> Any:

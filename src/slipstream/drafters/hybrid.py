@@ -127,16 +127,15 @@ def _widened(tokens: Tensor, width: int) -> Tensor:
     return pad(tokens, (0, width - tokens.shape[1]))
 
 
-USAGE = "hybrid[:STEPS][+SUFFIX]"
 TRAITS = Traits(
-    weighs_costs=True,
-    reads_prompt=True,
-    knows_probs=True,
+    plans_itself=True,
+    has_own_cache=True,
+    knows_confidence=True,
     branches=True,
     default_length=7,
     preference=3,
     needs_draft_model=True,
-    needs_costs=True,
+    needs_cost_model=True,
 )
 
 
@@ -154,12 +153,14 @@ def build(setup: Setup, argument: str) -> HybridDrafter:
         )
     if setup.session is None:
         raise UsageError("drafter='hybrid' needs a draft model; give draft=... (command line: --draft)")
-    chains = replace(setup, acceptance_probs=True, siblings=0, shaped=False)  # the draft model's siblings stand beside
+    chains = replace(
+        setup, acceptance_probs=True, siblings=0, fixed_tree=False
+    )  # the draft model's siblings stand beside
     retrieving = suffix.build(chains, given[2] or "outputs=0", f"hybrid:{given[1]}+")
     if retrieving.acceptance_model is None:
         raise UsageError(f"drafter='hybrid:{argument}'; allowed: arguments of suffix but p=PERCENT")
-    stops = setup.controller is None and not (setup.confidence or setup.shaped) and setup.device.type == "cpu"
-    if setup.shaped:
+    stops = setup.controller is None and not (setup.confidence or setup.fixed_tree) and setup.device.type == "cpu"
+    if setup.fixed_tree:
         steps = MAX_DRAFT_TOKENS
     drafting = model.build(setup, STOP if stops else "")
     return HybridDrafter(retrieving, drafting, steps, setup.controller, samples=not setup.coupled)

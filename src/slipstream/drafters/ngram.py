@@ -64,8 +64,7 @@ class NgramDrafter:
         return index.follow(row.tokens, length)
 
 
-USAGE = "ngram[:N]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7, in_other_engines=True)
+TRAITS = Traits(samples=False, needs_forwards=False, default_length=7, in_other_engines=True)
 
 
 def build(setup: Setup, argument: str) -> NgramDrafter:

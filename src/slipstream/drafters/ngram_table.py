@@ -162,7 +162,7 @@ class NgramTableDrafter:
     fill: bool = False
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
-    shaped: bool = False
+    fixed_tree: bool = False
     _guesses: WeakKeyDictionary[Row, tuple[int, list[Node]]] = field(default_factory=WeakKeyDictionary, repr=False)
     _tables: WeakKeyDictionary[Row, _Table] = field(default_factory=WeakKeyDictionary, repr=False)
 
@@ -193,7 +193,7 @@ class NgramTableDrafter:
         if row in self._guesses:
             learn(acceptance_model, row, *self._guesses[row])
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS, ranks=3)
-        deepest = -(-length // (1 + branches)) if self.shaped else None
+        deepest = -(-length // (1 + branches)) if self.fixed_tree else None
         nodes = grown(lambda at, prob: likely.followers(table.alternatives(at), prob), table.end, length, deepest)
         self._guesses[row] = len(row.tokens), nodes
         return nodes
@@ -224,8 +224,7 @@ class NgramTableDrafter:
         return table
 
 
-USAGE = "ngram_table[:N][+fill]"
-TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
+TRAITS = Traits(samples=False, needs_forwards=False, branches=True, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> NgramTableDrafter:
@@ -244,6 +243,6 @@ def build(setup: Setup, argument: str) -> NgramTableDrafter:
         int(first or SHORTEST),
         fill=bool(with_sizes or alone),
         acceptance_model=AcceptanceModel(CHANCES, shared=False) if setup.siblings else None,
-        branches=setup.siblings if setup.shaped or not setup.siblings else BRANCHES,
-        shaped=setup.shaped,
+        branches=setup.siblings if setup.fixed_tree or not setup.siblings else BRANCHES,
+        fixed_tree=setup.fixed_tree,
     )

@@ -24,8 +24,7 @@ class NoDrafter:
         return Draft.empty(len(rows), self.device)
 
 
-USAGE = "none"
-TRAITS = Traits(samples=False, costs_time=False, default_length=0)
+TRAITS = Traits(samples=False, needs_forwards=False, default_length=0)
 
 
 def build(setup: Setup, argument: str) -> NoDrafter:

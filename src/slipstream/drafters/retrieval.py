@@ -66,13 +66,12 @@ def _read(draft: Draft) -> list[tuple[list[int], list[float]]]:
     return [(tokens[:length], list(acceptance_prob or ())) for tokens, length, acceptance_prob in rows]
 
 
-USAGE = "retrieval[:SUFFIX]"
-TRAITS = Traits(samples=False, costs_time=False, default_length=7)
+TRAITS = Traits(samples=False, needs_forwards=False, default_length=7)
 
 
 def build(setup: Setup, argument: str) -> RetrievalDrafter:
     """ "retrieval", or "retrieval:" and an argument of the drafter `suffix`."""
-    setup = replace(setup, siblings=0, shaped=False)  # one goes on behind the other
+    setup = replace(setup, siblings=0, fixed_tree=False)  # one goes on behind the other
     known = suffix.build(setup, argument, "retrieval:")
     if setup.acceptance_probs and known.acceptance_model is None:
         raise UsageError(f"drafter='retrieval:{argument}'; allowed: arguments of suffix but p=PERCENT")

@@ -33,8 +33,7 @@ WIDTH, LIMIT = 4, 64  # alternatives stored per context
 PRIOR = (0.2, 0.15, 0.45, 0.35, 0.6, 0.5)
 BESIDE = (0.3, 0.2)  # chance of the second and third best, given that those before them are wrong
 CHANCES = (*PRIOR, *(chance for chance in BESIDE for _ in PRIOR))
-USAGE = "token_recycling[:WIDTH]"
-TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7)
+TRAITS = Traits(samples=False, needs_forwards=False, branches=True, default_length=7)
 
 
 class FollowerTable:
@@ -88,7 +87,7 @@ class TokenRecyclingDrafter:
     tokens go before single ones, the row's own before common ones. Drafts are one-hot. A table holds at most 2 * SPAN
     contexts.
     acceptance_model: given, a draft has acceptance probabilities, by how often such tokens were accepted before.
-    branches: alternatives proposed beside the best of each place. shaped: beside those of a chain only, as many as
+    branches: alternatives proposed beside the best of each place. fixed_tree: beside those of a chain only, as many as
     the user said.
     """
 
@@ -96,7 +95,7 @@ class TokenRecyclingDrafter:
     width: int = WIDTH
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
-    shaped: bool = False
+    fixed_tree: bool = False
     _guesses: WeakKeyDictionary[Row, tuple[int, list[Node]]] = field(default_factory=WeakKeyDictionary, repr=False)
     _own: WeakKeyDictionary[Row, FollowerTable] = field(default_factory=WeakKeyDictionary, repr=False)
 
@@ -179,7 +178,7 @@ class TokenRecyclingDrafter:
         """Up to `length` nodes, the likeliest first."""
         tables, most = self._tables(row), 1 + self.branches
         likely = Alternatives(cache(partial(self._chance, row)), most, len(PRIOR), ranks=1 + len(BESIDE))
-        deepest = -(-length // most) if self.shaped else None
+        deepest = -(-length // most) if self.fixed_tree else None
         return grown(lambda at, prob: likely.followers(self._known(tables, most, at), prob), text, length, deepest)
 
     def _known(
@@ -232,5 +231,5 @@ def build(setup: Setup, argument: str) -> TokenRecyclingDrafter:
             f"{LIMIT} alternatives"
         )
     learned = AcceptanceModel(CHANCES) if setup.acceptance_probs else None
-    branches = setup.siblings if setup.shaped or not setup.siblings else len(BESIDE)
-    return TokenRecyclingDrafter(setup.vocab_size, int(argument or WIDTH), learned, branches, setup.shaped)
+    branches = setup.siblings if setup.fixed_tree or not setup.siblings else len(BESIDE)
+    return TokenRecyclingDrafter(setup.vocab_size, int(argument or WIDTH), learned, branches, setup.fixed_tree)

@@ -41,7 +41,7 @@ class DecoderSettings:
 
 
 class _DecoderInsideGenerate(SpeculativeDecoder):
-    TOLD_BY_GENERATE = True
+    WARNS_OF_UNREAD_SETTINGS = False
 
 
 @dataclass(frozen=True, eq=False)

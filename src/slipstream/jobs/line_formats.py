@@ -78,8 +78,9 @@ class Decoder(Protocol):
 
     config: DecoderConfig
     rule: Rule | None
-    target: Loaded
 
+    @property
+    def target(self) -> Loaded: ...
     @property
     def shapes(self) -> Shapes: ...
     @property

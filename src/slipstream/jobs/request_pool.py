@@ -23,7 +23,7 @@ class Work:
     def note(self, rounds: Iterable[Round]) -> None:
         """Count the rounds of a step."""
         for done in rounds:
-            own = done.own
+            own = done.without_forced
             self.output_tokens += len(done.tokens)
             self.draft_tokens += own.num_draft_tokens
             self.accepted_tokens += own.num_accepted_tokens
@@ -76,7 +76,7 @@ class RequestPool:
                 if not self._open[id(request)]:
                     del self._open[id(request)]
                     for row in request.rows:
-                        row.together = ()  # rows that refer to each other would be kept
+                        row.call_rows = ()  # rows that refer to each other would be kept
                     ended.append(request)
         return ended
 
@@ -85,7 +85,7 @@ class RequestPool:
         if not self._queue:
             rows = self._unfinished_rows()
             for row in rows:
-                row.together = rows
+                row.call_rows = rows
 
     def _begin(self) -> list[Asked]:
         """Hand rows to the scheduler; returns requests that have none."""

@@ -109,21 +109,6 @@ class ExclusiveUse:
             lock.lock.release()
 
 
-class ClosedUse(ExclusiveUse):
-    """Replaces `ExclusiveUse` in a closed decoder."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-
-    def __enter__(self) -> None:
-        raise closed_error()
-
-
-def closed_error() -> UsageError:
-    """The error of using a closed decoder."""
-    return UsageError("this decoder is closed; allowed: one that is open (make another SpeculativeDecoder)")
-
-
 def _may_be_forked() -> bool:
     """Whether this process may have come from another by fork, and PyTorch's threads are those of GNU's OpenMP."""
     return sys.platform == "linux" and (os.getpid() != IMPORTED_IN or multiprocessing.parent_process() is not None)

@@ -34,7 +34,7 @@ class RaggedLayout:
 
     def num_tokens(self, table: SlotTable, rows: int, drafted: int) -> int | None:
         """Tokens of a ragged forward that verifies `drafted` tokens of several rows; None if there is none."""
-        return table.shapes.pad_total(rows + drafted) if rows > 1 else None
+        return table.shapes.total_for(rows + drafted) if rows > 1 else None
 
     def prefill(self, table: SlotTable, rows: Sequence[Row], *, answer: bool) -> Tensor | None:
         """Rows that share no beginning are read together."""
@@ -42,7 +42,7 @@ class RaggedLayout:
             return self._rectangle.prefill(table, rows, answer=answer)
         answers: dict[int, Tensor] = {}
         for group in _groups(table, rows):
-            lacking = {slot: row for slot, row in group.items() if table.lacks_much(slot, row)}
+            lacking = {slot: row for slot, row in group.items() if table.is_far_behind(slot, row)}
             answer = answer and len(lacking) == len(group)
             ends = {slot: len(row.tokens) - (not answer) for slot, row in lacking.items()}
             if len(ends) > 1:
@@ -92,7 +92,7 @@ def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
             if now and _would_copy(table, slot, row, now.values()):
                 later.append((slot, row))
             else:
-                table.seat(slot, row)
+                table.assign_slot(slot, row)
                 now[slot] = row
         yield now
         waiting = later
@@ -101,7 +101,7 @@ def _groups(table: SlotTable, rows: Sequence[Row]) -> Iterator[dict[int, Row]]:
 def _would_copy(table: SlotTable, slot: int, row: Row, others: Iterable[Row]) -> bool:
     if table.states[slot].row is row:
         return False
-    cached, most = max(table.usable(i, row) for i in range(len(table.states))), len(row.tokens) - 1
+    cached, most = max(table.reusable_prefix(i, row) for i in range(len(table.states))), len(row.tokens) - 1
     return any(common_beginning(row.tokens, other.tokens, most) > cached + CATCH_UP for other in others)
 
 
@@ -113,12 +113,12 @@ def _read_together(table: SlotTable, rows: dict[int, Row], ends: dict[int, int],
     for segments in portions(lacking, most):
         texts = [rows[segment.slot].tokens[segment.start : segment.start + segment.count] for segment in segments]
         counts = [segment.count for segment in segments]
-        total = sum(counts[:-1]) + shapes.pad_prompt(counts[-1])
-        inputs = end_to_end(texts, shapes.pad_prompt(total))
+        total = sum(counts[:-1]) + shapes.prompt_width_for(counts[-1])
+        inputs = end_to_end(texts, shapes.prompt_width_for(total))
         over = [i for i, one in enumerate(segments) if one.start + one.count == len(rows[one.slot].tokens)]
         columns = [sum(counts[: i + 1]) - 1 for i in over]
         wanted = max(1, len(over))  # columns go through the output layer in numbers that agree
-        columns += [0] * ((shapes.pad_total(wanted) or shapes.pad_prompt(wanted)) - len(over))
+        columns += [0] * ((shapes.total_for(wanted) or shapes.prompt_width_for(wanted)) - len(over))
         logits = forward_segments(table, inputs, segments, texts, None, torch.tensor(columns))
         answers.update({segments[i].slot: logits[None, n : n + 1] for n, i in enumerate(over)})
         for segment in segments:
@@ -138,7 +138,7 @@ def forward_segments(
     if table.audit:
         for segment, text in zip(segments, texts, strict=True):
             table.audit.write(segment.slot, segment.start, text)
-    return table.backend.forward_ragged(table.known(inputs), segments, widths=widths, columns=columns)
+    return table.backend.forward_ragged(table.clamp_to_vocabulary(inputs), segments, widths=widths, columns=columns)
 
 
 def without_padding(batch: InputBatch, draft: Tensor, lengths: Sequence[int]) -> list[list[int]]:

@@ -72,7 +72,7 @@ class _Followed:
 
     def settle(self, row: Row, new: list[int]) -> None:
         """Earn or lose credit by what became of the last proposal; one that was not verified earns half."""
-        done = [one.own for one in row.rounds[self.rounds :]]
+        done = [one.without_forced for one in row.rounds[self.rounds :]]
         verified = sum(one.num_prediction_tokens or 0 for one in done)
         right = sum(min(one.num_prediction_tokens or 0, one.num_accepted_tokens) for one in done)
         earned = right - min(MOST_LOST, max(0, verified - right))

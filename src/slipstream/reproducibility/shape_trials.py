@@ -77,7 +77,7 @@ def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
 def read_context(backend: Backend, tokens: Tensor, start: int, end: int, slot: int) -> None:
     """Read tokens from `start` to `end`, from where the next forward begins."""
     if isinstance(backend, Checkpoints):
-        backend.settle(slot, end)
+        backend.mark_final(slot, end)
     backend.forward(tokens[None, start:end], [start], first_slot=slot, logits=False)
 
 
@@ -126,7 +126,7 @@ class Trials:
         """Logits; later forwards begin where the contexts end."""
         if isinstance(self.backend, Checkpoints):
             for slot in range(first_slot, first_slot + len(starts)):
-                self.backend.settle(slot, self._firsts[slot])
+                self.backend.mark_final(slot, self._firsts[slot])
         return self.backend.forward(tokens, starts, first_slot=first_slot, logits=True)
 
     def use_unit(self, unit: int) -> None:

@@ -122,7 +122,7 @@ class ForwardTimes:
     def _seconds(self, width: int) -> float:
         tokens = self.tokens[None, self.start : self.start + width]
         if isinstance(self.backend, Checkpoints):
-            self.backend.settle(0, self.start)
+            self.backend.mark_final(0, self.start)
         begun = perf_counter()
         argmax(self.backend.forward(tokens, [self.start], first_slot=0, logits=True))[-1, -1].item()
         return perf_counter() - begun

@@ -77,7 +77,7 @@ class Stats:
                 self.rejected_prediction_tokens = self.rejected_prediction_tokens or 0
             return
         self.num_forced_tokens += done.origins.count("forced")
-        done = done.own
+        done = done.without_forced
         self.num_draft_tokens += done.num_draft_tokens
         self.num_accepted_tokens += done.num_accepted_tokens
         self.num_rejected_rounds += done.rejected

@@ -99,13 +99,13 @@ def views(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> Iterator[Roun
     shown = None if tokenizer is None else TextStream(tokenizer)
     drafted = accepted = 0
     for number, done in enumerate(rounds, 1):
-        own = done.own
+        own = done.without_forced
         drafted, accepted = drafted + own.num_draft_tokens, accepted + own.num_accepted_tokens
         committed = [Piece(o, _push(shown, t)) for o, t in zip(done.origins, done.tokens, strict=True)]
         if done.finish_reason is not None and shown is not None and committed:
             committed[-1] = Piece(committed[-1].kind, committed[-1].text + shown.flush())
         kept = done.num_accepted_tokens
-        for place in range(done.num_in_place, kept):
+        for place in range(done.num_accepted_on_chain, kept):
             committed[place] = Piece("branch", committed[place].text)
         over = done.unaccepted if done.rejected or done.path is not None else ()
         pieces = (*committed[:kept], *(Piece("rejected", _alone(tokenizer, t)) for t in over), *committed[kept:])

@@ -91,7 +91,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         target=target,
         bridged=models.bridged,
         siblings=0 if refused else max(0, choice.siblings) or int(choice.siblings < 0),
-        shaped=choice.siblings > 0,
+        fixed_tree=choice.siblings > 0,
         depth=(choice.count or 0) // (1 + choice.siblings) if choice.siblings > 0 else 0,
     )
     drafter = drafters.load(wanted, setup) if isinstance(wanted, str) else wanted
@@ -103,7 +103,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
         engine.constrain = ForcedDrafts(target)
     if not built_here:
         engine.constrain = partial(_in_vocabulary, engine.constrain, target.backend.vocab_size)
-    if traits.reads_prompt:
+    if traits.has_own_cache:
         engine.drafts_for = partial(drafts_for, policy)
     no_predictions = why_no_predictions(models, config)
     if not no_predictions:
@@ -113,7 +113,7 @@ def choose_engine(models: ModelPair, config: DecoderConfig, wanted: str | Drafte
             shares_costs=controller is not None,
             is_fixed=lambda row: not coupled and row.params.temperature > 0,
             longest=longest_prediction(choice, target.shapes.widths[-1] - 1 if target.shapes.widths else None),
-            free_drafts=not (traits.costs_time or traits.weighs_costs),
+            free_drafts=not (traits.needs_forwards or traits.plans_itself),
         )
         engine.predicting = predicting_engine(engine, models.target, limits)
     guarded = GuardedEngine.of(engine, target, models.draft_session)
@@ -133,7 +133,7 @@ def make_controller(models: ModelPair, max_batch_size: int, traits: Traits) -> D
     times = models.draft_times if traits.needs_draft_model else NOT_TIMED
     target, cost_model = models.target_session, make_cost_model(models, max_batch_size, times)
     longest = LONGEST if target.longest_draft is None else min(LONGEST, target.longest_draft)
-    controller = DraftController(cost_model, longest=longest, reads=traits.reads_prompt)
+    controller = DraftController(cost_model, longest=longest, reads=traits.has_own_cache)
     if models.draft_reader is not None:
         controller.has_cached = models.draft_reader.holds
     if models.windowed is not None and models.bridged is None:
@@ -145,7 +145,7 @@ def make_cost_model(models: ModelPair, max_batch_size: int, times: DraftTimes = 
     """What forwards cost, beginning with what was measured. times: of the draft model, where it drafts."""
     target, found = models.target_session, models.calibration
     return CostModel(
-        target.shapes.pad,
+        target.shapes.width_for,
         target.num_tokens,
         {} if found is None else found.milliseconds,
         {} if found is None else found.totals,

@@ -144,7 +144,7 @@ class GuardedEngine(Engine):
             forget_round(session)
         with suppress(Exception):  # a row that is not moved is read again
             for reader in filter(None, (self.target, self.draft_session)):
-                reader.settle(rows)
+                reader.move_to_slots(rows)
 
     @torch.inference_mode()
     def check(self, error: BaseException) -> None:
@@ -195,7 +195,7 @@ def exchange(session: Session, place: int, taken: int) -> None:
         session.reserve(spare + 1, 0)
         for slot in (0, place):
             if (row := table.states[slot].row) is not None:
-                table.seat(slot, row)  # brings together what it has accepted
+                table.assign_slot(slot, row)  # brings together what it has accepted
         for source, slot in ((0, spare), (place, 0), (spare, place)):
             table.copy(source, slot, table.states[source])
         table.states[spare] = SlotState()

@@ -52,10 +52,10 @@ class PromptScores:
     def _step(self) -> int:
         table, tokens = self.session.table, self.row.tokens
         piece = tokens[self._read : self._read + self._width()]
-        padding = self.session.shapes.pad(len(piece), 1) - len(piece)
+        padding = self.session.shapes.width_for(len(piece), 1) - len(piece)
         inputs = torch.tensor([piece + [0] * padding], device=table.backend.device)
-        table.settle(self.slot, self._read + len(piece))
-        table.tell(self.slot, self.row)
+        table.mark_final(self.slot, self._read + len(piece))
+        table.set_reading(self.slot, self.row)
         if table.audit:
             table.audit.write(self.slot, self._read, piece)
         logits = table.forward(inputs, [self._read], self.slot, logits=True)[0]

@@ -20,7 +20,7 @@ from slipstream import drafters
 from slipstream.apps.cli.flags import Models, PromptChoice, PromptSource
 from slipstream.apps.cli.output_files import write_text
 from slipstream.config import DecoderConfig
-from slipstream.core.rule_names import check_rule, rule_names
+from slipstream.core.rule_names import check_rule
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.paused_collection import paused_collection
 from slipstream.text.prompt_sets import NamedPrompt, builtin_prompts, named_prompt, read_prompts
@@ -169,7 +169,7 @@ def load_decoder(models: Models, config: DecoderConfig) -> SpeculativeDecoder:
         raise UsageError(useless)
     drafters.check_name(config.drafter)
     if config.acceptance != "auto":
-        check_rule(config.acceptance, rule_names())
+        check_rule(config.acceptance)
     quiet_libraries()
     with paused_collection():
         from slipstream.decoder import SpeculativeDecoder

@@ -159,7 +159,7 @@ class Share:
 
 def shares(done: Round, facts: ModelFacts) -> list[Share]:
     """Who drafted in a round: the request's prediction, the decoder's drafter; what a constraint forced is nobody's."""
-    own = done.own
+    own = done.without_forced
     predicted = own.num_prediction_tokens or 0
     found = [
         Share(PREDICTION, predicted, min(predicted, own.num_accepted_tokens)),
@@ -192,7 +192,7 @@ def speculative_decoding(rounds: Sequence[Round]) -> dict[str, Any]:
 
     As everywhere, tokens that a constraint forced are no drafter's.
     """
-    own = [done.own for done in rounds]
+    own = [done.without_forced for done in rounds]
     accepted = [done.num_accepted_tokens for done in own]
     histogram = [accepted.count(n) for n in range(max(accepted, default=0) + 1)]
     stats = Stats.of(rounds)
@@ -231,7 +231,7 @@ def shown_round(piece: Piece, index: int, facts: ModelFacts) -> dict[str, Any]:
     """
     done = piece.round
     assert done is not None
-    own, drafters = done.own, shares(done, facts)
+    own, drafters = done.without_forced, shares(done, facts)
     seconds = asdict(done.seconds)
     total = seconds.pop("total")
     tokens = [

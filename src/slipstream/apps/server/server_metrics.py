@@ -107,7 +107,7 @@ class StepTotals:
         for done in rounds:
             if not done.draft:
                 continue
-            self.num_drafts += bool(done.own.draft)
+            self.num_drafts += bool(done.without_forced.draft)
             for share in shares(done, facts):
                 self.drafted[share.source] += share.drafted
                 self.accepted[share.source] += share.accepted

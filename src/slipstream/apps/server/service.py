@@ -120,7 +120,7 @@ def facts_of(decoder: SpeculativeDecoder, name: str) -> ModelFacts:
         name or decoder.target.name,
         fingerprint_of(decoder.target, decoder.shapes),
         decoder.reproducible and decoder.coupled,
-        partial(source_of, decoder.drafter_name, decoder.traits.weighs_costs),
+        partial(source_of, decoder.drafter_name, decoder.traits.plans_itself),
         decoder.lossless,
         copy.deepcopy(decoder.tokenizer),
     )

@@ -205,9 +205,9 @@ class TimedStates(TimedBackend):
         """See `Checkpoints.checkpoint`."""
         return self._states.checkpoint(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
-        """See `Checkpoints.settle`."""
-        self._states.settle(slot, position)
+    def mark_final(self, slot: int, position: int) -> None:
+        """See `Checkpoints.mark_final`."""
+        self._states.mark_final(slot, position)
 
 
 class TimedRagged(TimedStates):
@@ -320,7 +320,7 @@ def measure_costs(
     where the decoder's own was given as an object. The decoder's KV cache is empty afterwards.
     """
     shapes = decoder.shapes
-    chosen = sorted({shapes.pad(width, 2) for width in (range(1, 10) if widths is None else widths)})
+    chosen = sorted({shapes.width_for(width, 2) for width in (range(1, 10) if widths is None else widths)})
     _check(decoder, batch_sizes, chosen, seconds)
     decoder.forget()  # its sessions must not rely on a KV cache that is about to be overwritten
     decoder.forget_learned()
@@ -378,7 +378,7 @@ class _Probe:
             target=target,
             bridged=self._bridged,
             siblings=self._siblings,
-            shaped=self._siblings > 0,
+            fixed_tree=self._siblings > 0,
         )
         return drafters.load(name, setup)
 
@@ -412,7 +412,7 @@ class _Probe:
 
     def _shapes_of(self, batch: int) -> list[Given]:
         """The drafts whose rounds are timed at a batch: padded, of uneven length, and trees."""
-        device, pad = self._backend.device, partial(self._decoder.shapes.pad, rows=batch)
+        device, pad = self._backend.device, partial(self._decoder.shapes.width_for, rows=batch)
         longest = min(MAX_DRAFT_TOKENS, self._target.longest_draft or MAX_DRAFT_TOKENS)
         widest = max(self._widths)
         padded = sorted({pad(width) for width in self._widths})
@@ -423,7 +423,7 @@ class _Probe:
         found += [Given(levels, device) for levels in rows if levels is not None and levels[0] <= longest]
         if self._siblings:
             wide = 1 + self._siblings
-            padded_trees = self._decoder.shapes.pad_tree
+            padded_trees = self._decoder.shapes.tree_total_for
             sums = {padded_trees(batch + n * wide, batch): n for n in range(1, batch * (widest - 1) + 1)}
             chosen = [sums[total] for total in some(sorted(total for total in sums if total is not None))]
             found += [Given(even(levels, batch), device, self._siblings) for levels in chosen]

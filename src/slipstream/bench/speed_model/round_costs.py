@@ -216,7 +216,7 @@ class Costs:
 
     def pad(self, width: int, rows: float = 2) -> int:
         """The width of the forward that takes `width` tokens per row."""
-        return self.shapes.pad(width, 1 if rows == 1 else 2)
+        return self.shapes.width_for(width, 1 if rows == 1 else 2)
 
     @property
     def batches(self) -> list[int]:
@@ -253,7 +253,7 @@ class Costs:
         found = np.full(len(drafted), self.plain(batch, width))
         if self.ragged is None or batch == 1 or not self.ragged.spans(batch):
             return found
-        totals = [self.shapes.pad_total(batch + count) for count in drafted]
+        totals = [self.shapes.total_for(batch + count) for count in drafted]
         fit = [i for i, total in enumerate(totals) if total is not None and total < batch * width]
         found[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
         return found
@@ -263,13 +263,15 @@ class Costs:
         assert self.trees is not None
         if batch in self.trees.forward and nodes and batch + max(nodes) > (most := self.trees.most(batch)):
             raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {most}")
-        return self.trees.milliseconds(batch, [self.shapes.pad_tree(batch + n, batch) or batch + n for n in nodes])
+        return self.trees.milliseconds(
+            batch, [self.shapes.tree_total_for(batch + n, batch) or batch + n for n in nodes]
+        )
 
     def takes_tree(self, batch: int, nodes: int) -> bool:
         """Whether the allowed shapes take trees of so many nodes in all; where none do, main chains are verified."""
         if self.trees is None or not self.trees.spans(batch):
             return False
-        return self.shapes.pad_tree(batch + nodes, batch) is not None
+        return self.shapes.tree_total_for(batch + nodes, batch) is not None
 
     def knows_trees(self, nodes: float) -> bool:
         """Whether rounds of trees of so many nodes per row were measured at every batch at which they are taken."""

@@ -134,9 +134,9 @@ class BridgedSession:
         self._reserved = max(self._reserved[0], rows), length
         self.session.reserve(rows, length)
 
-    def settle(self, rows: Sequence[Row]) -> None:
-        """See `Session.settle`."""
-        self.session.settle([self._counterpart(row).row for row in rows])
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
+        """See `Session.move_to_slots`."""
+        self.session.move_to_slots([self._counterpart(row).row for row in rows])
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         """See `Session.read_ahead`."""

@@ -25,10 +25,9 @@ from slipstream.drafters.model import ModelDrafter, Stop, annotated, stop_for
 from slipstream.errors import UsageError
 from slipstream.text.vocabulary_bridge import VocabularyBridge
 
-USAGE = "cross_vocabulary[:p=PERCENT]"
 TRAITS = Traits(
-    reads_prompt=True,
-    knows_probs=True,
+    has_own_cache=True,
+    knows_confidence=True,
     default_length=6,
     needs_draft_model=True,
     other_vocabulary=True,

@@ -3,7 +3,6 @@
 from slipstream.drafters.model.model_drafter import (
     REPRODUCIBLE,
     TRAITS,
-    USAGE,
     ModelDrafter,
     PathBelow,
     Stop,
@@ -17,7 +16,6 @@ from slipstream.drafters.model.model_drafter import (
 __all__ = [
     "REPRODUCIBLE",
     "TRAITS",
-    "USAGE",
     "ModelDrafter",
     "PathBelow",
     "Stop",

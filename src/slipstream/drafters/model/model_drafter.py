@@ -28,10 +28,9 @@ from slipstream.drafters import Setup, load
 from slipstream.errors import UsageError
 
 REPRODUCIBLE = 0.4  # least probability of the draft so far, where drafts must depend on nothing but the row
-USAGE = "model[:p=PERCENT]"
 TRAITS = Traits(
-    reads_prompt=True,
-    knows_probs=True,
+    has_own_cache=True,
+    knows_confidence=True,
     default_length=6,
     preference=2,
     needs_draft_model=True,
@@ -327,14 +326,14 @@ def build(setup: Setup, argument: str) -> Drafter:
     given = re.fullmatch(r"p=(\d{1,2})", argument)
     if argument and given is None:
         raise UsageError(f"drafter='model:{argument}'; allowed: 'model', or 'model:p=PERCENT' from 0 to 99")
-    if argument and setup.shaped:
+    if argument and setup.fixed_tree:
         raise UsageError(f"drafter='model:{argument}' with a tree; allowed: 'model', whose drafts are then all of it")
     if setup.session is None:
         raise UsageError("drafter='model' needs a draft model; give draft=... (command line: --draft)")
     if setup.bridged is not None:
         return load(":".join(filter(None, ["cross_vocabulary", argument])), setup)
     stop = stop_for(setup, given and int(given[1]))
-    siblings = setup.siblings if setup.shaped or isinstance(stop, WhilePays) else 0
+    siblings = setup.siblings if setup.fixed_tree or isinstance(stop, WhilePays) else 0
     return ModelDrafter(setup.session, setup.vocab_size, setup.coupled, stop, siblings, setup.depth)
 
 
@@ -344,6 +343,6 @@ def stop_for(setup: Setup, percent: int | None) -> Stop | None:
         return PathBelow(percent / 100) if percent else None
     if setup.confidence:
         return TokenBelow(setup.confidence)
-    if setup.controller is None or setup.device.type != "cpu" or setup.shaped:
+    if setup.controller is None or setup.device.type != "cpu" or setup.fixed_tree:
         return None  # on a GPU waiting for every token's probability costs more than it saves
     return WhilePays(setup.controller)

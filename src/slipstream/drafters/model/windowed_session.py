@@ -56,8 +56,8 @@ class WindowedSession:
     def reserve(self, rows: int, length: int) -> None:
         self.session.reserve(rows, length)
 
-    def settle(self, rows: Sequence[Row]) -> None:
-        self.session.settle(self._read(rows))
+    def move_to_slots(self, rows: Sequence[Row]) -> None:
+        self.session.move_to_slots(self._read(rows))
 
     def read_ahead(self, rows: Mapping[int, Row], budget: int) -> None:
         self.session.read_ahead(dict(zip(rows, self._read(list(rows.values())), strict=True)), budget)

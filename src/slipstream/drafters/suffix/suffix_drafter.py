@@ -48,8 +48,9 @@ THRESHOLD = 0.05  # a draft ends where its probability is estimated lower
 BRANCHES = 2  # tokens beside the best one of each place
 OUTPUTS = 1 << 17  # tokens of past outputs that are saved
 ARGUMENT = re.compile(r"(?:\+(\d+))?(?:\+p=(\d+))?(?:\+outputs=(\d+))?(?:\+store=(.+))?")
-USAGE = "suffix[:MIN][+p=PERCENT][+outputs=TOKENS][+store=FILE]"
-TRAITS = Traits(samples=False, costs_time=False, branches=True, default_length=7, preference=1, in_other_engines=True)
+TRAITS = Traits(
+    samples=False, needs_forwards=False, branches=True, default_length=7, preference=1, in_other_engines=True
+)
 
 
 Place = tuple[Match, int]  # where a text stands, and how often that is taken to occur
@@ -191,7 +192,7 @@ class SuffixDrafter:
     became, verified or not.
     branches: with an acceptance model, tokens proposed beside the best one of each place, where drafts may branch; in
     batches none, as finding them would cost every row more time than they save.
-    shaped: beside those of a chain only, as many as the user said, in batches as well.
+    fixed_tree: beside those of a chain only, as many as the user said, in batches as well.
     least_useful: with an acceptance model, how likely a token of each row of a round must be for its verification to
     pay; its draft ends where it is less. Rows that ask for a number of tokens get them.
 
@@ -208,7 +209,7 @@ class SuffixDrafter:
     path: Path | None = None
     acceptance_model: AcceptanceModel | None = None
     branches: int = 0
-    shaped: bool = False
+    fixed_tree: bool = False
     least_useful: Callable[[Sequence[Row]], Sequence[float]] | None = None
     _texts: WeakKeyDictionary[Row, RowText] = field(default_factory=WeakKeyDictionary, repr=False)
     _ended: deque[EndedOutput] = field(default_factory=deque, repr=False)
@@ -225,7 +226,7 @@ class SuffixDrafter:
         """The likeliest continuation of each row by what is known; nothing where nothing is."""
         if self._ended or len(self._texts) > len(rows) or any(row not in self._texts for row in rows):
             self._keep_outputs()  # some may have ended: looking through all of them takes a while
-        branches = self.branches if sampler.branching and (self.shaped or len(rows) == 1) else 0
+        branches = self.branches if sampler.branching and (self.fixed_tree or len(rows) == 1) else 0
         least = [0.0] * len(rows) if self.least_useful is None or not any(lengths) else self.least_useful(rows)
         useful = [
             n if by < CERTAIN or row.params.num_draft_tokens else 0
@@ -315,7 +316,7 @@ class SuffixDrafter:
         if not branches:
             return likely_chain(acceptance_model, row, automaton.walk(match, occurrences), length, least=least)
         likely = Alternatives(cache(partial(acceptance_model.chance, row)), 1 + branches, KINDS)
-        deepest = -(-length // (1 + branches)) if self.shaped else None
+        deepest = -(-length // (1 + branches)) if self.fixed_tree else None
         return grown(
             lambda place, prob: likely.followers(known_after(automaton, place), prob),
             (match, occurrences),
@@ -348,11 +349,11 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
     shortest, percent, outputs, file = given.groups()
     if percent is not None and int(percent) > 100:
         raise UsageError(f"drafter='{before}{argument}': p={percent}; allowed: p=0 to p=100")
-    if percent is not None and setup.shaped:
+    if percent is not None and setup.fixed_tree:
         raise UsageError(f"drafter='{before}{argument}' with a tree; allowed: arguments but p=PERCENT")
     path = Path(file).expanduser() if file else None
-    judges = percent is None and (setup.acceptance_probs or setup.shaped)
-    branches = setup.siblings if setup.shaped or not setup.siblings else BRANCHES
+    judges = percent is None and (setup.acceptance_probs or setup.fixed_tree)
+    branches = setup.siblings if setup.fixed_tree or not setup.siblings else BRANCHES
     drafter = SuffixDrafter(
         setup.vocab_size,
         SHORTEST if shortest is None else int(shortest),
@@ -361,7 +362,7 @@ def build(setup: Setup, argument: str, before: str = "suffix:") -> SuffixDrafter
         path=path,
         acceptance_model=AcceptanceModel([*prior(), *prior_beside()], shared=False, common=True) if judges else None,
         branches=branches,
-        shaped=setup.shaped,
+        fixed_tree=setup.fixed_tree,
         least_useful=setup.controller.least_useful if judges and setup.controller and setup.coupled else None,
     )
     if path is not None and (not drafter.outputs or not path.parent.is_dir()):

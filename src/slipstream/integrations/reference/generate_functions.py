@@ -113,7 +113,10 @@ def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
     """
     accepted = done.num_accepted_tokens
     left = "rejected" if done.rejected or done.path is not None else "unused"
-    parts = [("accepted", done.tokens[: done.num_in_place]), ("branch", done.tokens[done.num_in_place : accepted])]
+    parts = [
+        ("accepted", done.tokens[: done.num_accepted_on_chain]),
+        ("branch", done.tokens[done.num_accepted_on_chain : accepted]),
+    ]
     parts.append((left, done.unaccepted))
     parts += [(origin, (token,)) for origin, token in zip(done.origins[accepted:], done.tokens[accepted:], strict=True)]
     words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]

@@ -264,7 +264,7 @@ class RecurrentStates:
             self._slots.extend(SlotPositions() for _ in range(slots - len(self._slots)))
             self._resize(self._ring, ends)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Before a forward: none after it will begin before `position`, but at a copy. The text is true up to there.
 
         Without this it may begin a few tokens before the forward's end.

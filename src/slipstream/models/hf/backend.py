@@ -186,9 +186,9 @@ class HFBackend:
         """Any position for attention."""
         return limit if self.cache.states is None else self.cache.states.checkpoint(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         if self.cache.states is not None:
-            self.cache.states.settle(slot, position)
+            self.cache.states.mark_final(slot, position)
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
         (self._long_slots.add if is_long else self._long_slots.discard)(slot)

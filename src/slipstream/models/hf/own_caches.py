@@ -176,7 +176,7 @@ class OwnCacheBackend:
     def checkpoint(self, slot: int, limit: int) -> int:
         return self.caches.last(slot, limit)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Nothing to do: states are kept where forwards end."""
 
     @torch.inference_mode()

@@ -82,7 +82,7 @@ class TensorParallelBackend(HFBackend):
     def copy(self, source: int, destination: int, length: int) -> None:
         self._do("copy", source, destination, length)
 
-    def settle(self, slot: int, position: int) -> None:
+    def mark_final(self, slot: int, position: int) -> None:
         """Models with recurrent layers are refused."""
 
     def read_as(self, slot: int, *, is_long: bool) -> None:
