@@ -110,7 +110,8 @@ app = typer.Typer(
     name="slipstream",
     cls=Group,
     help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same.",
-    epilog="`slipstream COMMAND --help` lists the options; `slipstream demo` is a good beginning.",
+    epilog="`slipstream COMMAND --help` lists the usual options, `--help-all` every one; "
+    "`slipstream demo` is a good beginning.",
     context_settings=SETTINGS,
     no_args_is_help=True,
     add_completion=False,

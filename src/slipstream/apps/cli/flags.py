@@ -26,6 +26,12 @@ from slipstream.integrations.ray.ray_options import RayOptions
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
+# flags of these classes that --help shows; --help-all has the others too
+USUAL = {
+    DecoderConfig: ("drafter", "num_draft_tokens", "acceptance", "dtype", "device", "max_batch_size"),
+    SamplingParams: ("temperature", "top_p", "max_tokens", "stop", "seed", "n", "prediction"),
+    RayOptions: ("ray",),
+}
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 SEVERAL = "may be given several times"
@@ -106,6 +112,24 @@ WRITTEN = {
 }
 
 
+HELP_ALL = "help_all"
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    """Print the help with the options that `--help` leaves out."""
+    if is_asked:
+        for option in context.command.params:
+            setattr(option, "hidden", False)  # noqa: B010  # arguments have none
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
+]
+
+
 def flags(
     *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -126,10 +150,11 @@ def flags(
             for option in _options(cls, defaults, NOT_FLAGS.difference(also).union(without)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
-        parameters = [*options.values(), *others]
+        parameters = [*options.values(), *others, _parameter(HELP_ALL, HelpAll, False)]
 
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
+            values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
             given = {name: _parsed(name, values.pop(name)) for name in options}
             for parameter in signature.parameters.values():
                 cls = parameter.annotation
@@ -170,6 +195,7 @@ def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> in
         help=f.metadata["help"] + written.more,
         metavar=written.metavar or None,
         rich_help_panel=SECTIONS[cls],
+        hidden=f.name not in USUAL.get(cls, (f.name,)),
     )
     return _parameter(f.name, Annotated[kind, option], default)
 
@@ -302,20 +328,36 @@ class Structure:
     regex: Annotated[
         str | None,
         option(
-            STRUCTURE, "--regex", text="a text that matches this regular expression from end to end", metavar="TEXT"
+            STRUCTURE,
+            "--regex",
+            text="a text that matches this regular expression from end to end",
+            metavar="TEXT",
+            hidden=True,
         ),
     ] = None
     choice: Annotated[
         list[str],
-        option(STRUCTURE, "--choice", text="this text or another --choice; given several times", metavar="TEXT"),
+        option(
+            STRUCTURE,
+            "--choice",
+            text="this text or another --choice; given several times",
+            metavar="TEXT",
+            hidden=True,
+        ),
     ] = ()  # type: ignore[assignment]
     grammar: Annotated[
         Path | None,
-        option(STRUCTURE, "--grammar", text="a text of the grammar in this file (llguidance's Lark)", metavar="FILE"),
+        option(
+            STRUCTURE,
+            "--grammar",
+            text="a text of the grammar in this file (llguidance's Lark)",
+            metavar="FILE",
+            hidden=True,
+        ),
     ] = None
     whitespace: Annotated[
         str,
-        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME"),
+        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME", hidden=True),
     ] = Constraint.whitespace
 
     def of(self, params: SamplingParams) -> SamplingParams:
@@ -347,7 +389,7 @@ def read_plan(context: typer.Context, value: Path | None) -> Path | None:
     """Make the file's values the defaults of the command; keys that are no options of it are refused."""
     if value is None:
         return None
-    allowed = {key: option for option in context.command.params if (key := _key(option)) != "plan"}
+    allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
     defaults: dict[str, Any] = {}
     for key, item in _object(value).items():
         if key not in allowed:
