@@ -5,7 +5,6 @@ where a job writes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slipstream.constraints.grammar_text import nesting
+from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.text.prompt_sets import check_text
 
@@ -51,17 +51,14 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
     """Write a file whole or not at all. rows: read twice. Lists and dictionaries become JSON text."""
     pyarrow = _pyarrow()
-    temporary, columns = path.with_name(f".{path.name}.part"), _columns(rows())
+    columns = _columns(rows())
     types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     try:
-        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
+        with replaced(path) as partial, pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for part in _parts(rows()):
                 flat = [{name: _cell(row.get(name), kind) for name, kind in columns.items()} for row in part]
                 writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise SlipstreamError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from slipstream.durable_files import append, cut, sync
 from slipstream.errors import SlipstreamError, UsageError
 
 BEGINNINGS = (b'{"id":', b'{"line":')  # of the lines that jobs write
@@ -58,9 +58,7 @@ class JobOutput:
         if not data:
             return
         try:
-            while data:  # on a disk that is almost full a write may take a part of the data only
-                data = data[self._file.write(data) :]
-            os.fsync(self._file.fileno())
+            append(self._file, data)
         except OSError as error:
             raise SlipstreamError(
                 f"{str(self.path)!r} cannot be written: {error.strerror}; the lines in it stay"
@@ -92,9 +90,7 @@ class JobOutput:
                     end += len(line)
                 elif not any(line.startswith(begin[: len(line)]) for begin in BEGINNINGS):
                     raise no_output(self.path, number)
-        if end < self._file.seek(0, os.SEEK_END):
-            self._file.truncate(end)
-            os.fsync(self._file.fileno())
+        cut(self._file, end)
 
     def _note(self, number: int, item: Mapping[str, Any]) -> None:
         try:
@@ -123,15 +119,6 @@ def output_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 def line_bytes(line: Mapping[str, Any]) -> bytes:
     """A line as it is written: the same bytes for the same values."""
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def sync(path: Path) -> None:
-    """Put a file's content, or a folder's new names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
