@@ -22,7 +22,7 @@ ROW_PREFIX = "batch_req_"  # of the ids of OpenAI's lines
 
 @dataclass(frozen=True)
 class Answered:
-    """What a line of the output says of its request. digest: of the request; fingerprint: of the model."""
+    """An answer that the output holds. number: of its line; digest: of the request; fingerprint: of the model."""
 
     number: int
     digest: str
@@ -81,7 +81,7 @@ class JobOutput:
             raise SlipstreamError(f"{str(self.path)!r} is being written by another process") from None
 
     def _read(self) -> None:
-        """Note the whole lines, and cut what stands behind the last of them if it can be the beginning of one."""
+        """Read the whole lines. Cut a torn last line, if it looks like the beginning of a job's line."""
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -98,7 +98,7 @@ class JobOutput:
             body = item["response"]["body"] if openai else {}
             key = str(item["custom_id" if openai else "id"])
             digest = item["id"].removeprefix(ROW_PREFIX) if openai else item["request"]
-            found = Answered(number, str(digest), str(body["system_fingerprint"] if openai else item["fingerprint"]))
+            answered = Answered(number, str(digest), str(body["system_fingerprint"] if openai else item["fingerprint"]))
         except (KeyError, TypeError, AttributeError):
             raise no_output(self.path, number) from None
         if key in self.answered:
@@ -106,7 +106,7 @@ class JobOutput:
             raise UsageError(
                 f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}; allowed: each id once"
             )
-        self.answered[key] = found
+        self.answered[key] = answered
 
 
 def output_lines(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -132,14 +132,14 @@ def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 
 def no_output(path: Path, number: int) -> UsageError:
-    """What is said of a file that no job has written."""
+    """The error for a file that no job has written."""
     return UsageError(
         f"{str(path)!r}, line {number}: not a line of a job's output; allowed: a new file, or the output of this job"
     )
 
 
 class ErrorFile:
-    """Failed lines are tried again by the next run, so a run begins without the errors of the last; no file if none."""
+    """What went wrong in this run, line by line. It begins without a file: the next run tries failed lines again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,7 +151,6 @@ class ErrorFile:
             raise UsageError(f"the error file {str(path)!r} cannot be written: {error.strerror}") from error
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line."""
         try:
             with open(self.path, "ab") as file:
                 file.write(line_bytes(line))
@@ -160,7 +159,7 @@ class ErrorFile:
 
 
 def _check(path: Path) -> None:
-    """Refuse to delete what no job has written."""
+    """Refuse to delete a file that no job has written."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -56,14 +56,14 @@ def _json_object(text: str) -> Any:
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
-    found = {}
+    biases = {}
     for pair in pairs:
         token, _, bias = pair.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise UsageError(f"--logit-bias {pair!r}; allowed: TOKEN_ID=NUMBER, e.g. 198=-5") from None
-    return found
+    return biases
 
 
 def _text_of(path: str | None) -> str | None:
@@ -155,11 +155,11 @@ def flags(
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
             values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
-            given = {name: _parsed(name, values.pop(name)) for name in options}
+            parsed = {name: _parsed(name, values.pop(name)) for name in options}
             for parameter in signature.parameters.values():
                 cls = parameter.annotation
                 if cls in classes:
-                    values[parameter.name] = cls(**{name: given[name] for name in given if owners[name] is cls})
+                    values[parameter.name] = cls(**{name: parsed[name] for name in parsed if owners[name] is cls})
             return function(**values)
 
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -307,13 +307,13 @@ class PromptSource:
     raw: Raw = False
 
 
-def read_batch_sizes(text: str, most: int) -> list[int]:
+def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
     """The numbers of --batch-sizes. most: the decoder's max_batch_size."""
     sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
     if not sizes or len(set(sizes)) < len(sizes):
         raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
-    if max(sizes) > most:
-        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({most})")
+    if max(sizes) > max_batch_size:
+        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({max_batch_size})")
     return sizes
 
 
@@ -362,20 +362,20 @@ class Structure:
 
     def of(self, params: SamplingParams) -> SamplingParams:
         """The sampling options with the constraint of these flags, if there is one."""
-        given: dict[str, Any] = {
+        kinds: dict[str, Any] = {
             "json_schema": self.json_schema and _read("--json-schema", self.json_schema),
             "json_object": self.json_object,
             "regex": self.regex,
             "choice": list(self.choice) or None,
             "grammar": self.grammar and _read("--grammar", self.grammar),
         }
-        if all(value in (None, False) for value in given.values()):
+        if all(value in (None, False) for value in kinds.values()):
             if self.whitespace != Constraint.whitespace:
                 raise UsageError(
                     f"--whitespace {self.whitespace!r} alone; allowed: with --json-schema or --json-object"
                 )
             return params
-        return replace(params, constraint=Constraint(**given, whitespace=self.whitespace))
+        return replace(params, constraint=Constraint(**kinds, whitespace=self.whitespace))
 
 
 def _read(flag: str, file: Path) -> str:
@@ -421,18 +421,18 @@ def _key(option: Any) -> str:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"plan {str(file)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")
-    return found
+    return value
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
     """A value as the flag would be written; a list is several flags, or one value with commas between."""
     if isinstance(item, list):
-        parts = [_word(where, one) for one in item]
+        parts = [_word(where, part) for part in item]
         return parts if multiple else ",".join(parts)
     word = json.dumps(item) if isinstance(item, dict) else _word(where, item)
     return [word] if multiple else word
