@@ -2,8 +2,11 @@
 
     python benchmarks/batch_jobs.py --kills 10           # every id once, texts equal to those of an uninterrupted run
     python benchmarks/batch_jobs.py --speed --hf 120     # tokens per second; the baseline on the first 120 requests
+    python benchmarks/batch_jobs.py --ray 2 --count 100 --kill-node     # two actors on two nodes of this machine
 
-Requests are the package's prompts in variants, greedy, with 8 to 96 tokens each. Ends in one line of JSON.
+--ray compares a job over a cluster of two nodes on this machine with one process: seconds, and every line once and the
+same; exit code 1 if a line is wrong. Requests are the package's prompts in variants, greedy, with 8 to 96 tokens each.
+Ends in one line of JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from terminal import in_one_line, positive
 from slipstream.text.prompt_sets import builtin_prompts
 
 COMMAND = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "batch"]
+CLUSTER = Path(__file__).parents[1] / "tests" / "support" / "ray_cluster.py"
 
 
 def requests(count: int) -> list[dict[str, Any]]:
@@ -143,6 +148,60 @@ def baseline(args: argparse.Namespace, decoder: Any, prompts: list[str], params:
     return total
 
 
+@contextmanager
+def two_nodes() -> Iterator[subprocess.Popen[str]]:
+    """A cluster, whose address is its first line; a line to it kills the second node."""
+    env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, str(CLUSTER)]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
+        assert nodes.stdin is not None
+        try:
+            yield nodes
+        finally:
+            nodes.stdin.close()
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a file that may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def over_ray(args: argparse.Namespace) -> dict[str, Any]:
+    """The job in one process, then over actors; a node may be killed once a fifth of the lines is answered."""
+    folder = Path(tempfile.mkdtemp())
+    source, out, alone = folder / "in.jsonl", folder / "ray.jsonl", folder / "alone.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in requests(args.count)))
+    options = ["--target", args.target, "--max-batch-size", str(args.batch)]
+    begun, first, killed = time.perf_counter(), 0.0, 0
+    subprocess.run([*COMMAND, str(source), str(alone), *options], check=True, stderr=subprocess.DEVNULL)
+    alone_seconds = time.perf_counter() - begun
+    with two_nodes() as nodes:
+        assert nodes.stdin is not None and nodes.stdout is not None
+        ray = ["--ray", nodes.stdout.readline().strip(), "--ray-actors", str(args.ray), "--ray-cpus", "1"]
+        begun = time.perf_counter()
+        with subprocess.Popen([*COMMAND, str(source), str(out), *options, *ray], stderr=subprocess.DEVNULL) as job:
+            while job.poll() is None:
+                first = first or (time.perf_counter() if num_lines(out) else 0.0)
+                if args.kill_node and not killed and num_lines(out) >= args.count // 5:
+                    nodes.stdin.write("kill\n")
+                    nodes.stdin.flush()
+                    assert nodes.stdout.readline() == "gone\n"
+                    killed = num_lines(out)
+                time.sleep(0.01)
+        ended = time.perf_counter()
+    found, expected = answers(out), answers(alone)
+    return {
+        "requests": args.count,
+        "actors": args.ray,
+        "seconds_alone": round(alone_seconds, 1),
+        "seconds_over_ray": round(ended - begun, 1),
+        "of_them_from_the_first_answer": round(ended - first, 1),
+        "answered_when_a_node_was_killed": killed,
+        "ids": len(found),
+        "identical": sum(found.get(name) == line for name, line in expected.items()),
+    }
+
+
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -154,13 +213,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--hf", type=int, default=0, help="requests for the baseline")
+    parser.add_argument("--ray", type=int, default=0, help="actors of a job over Ray")
+    parser.add_argument("--kill-node", action="store_true", help="with --ray: kill a node during the job")
     args = parser.parse_args()
     found: dict[str, Any] = {"target": args.target, "batch": args.batch}
     if args.speed:
         found |= speed(args)
     if args.kills:
         found |= survive(args)
+    if args.ray:
+        found |= {"ray": over_ray(args)}
     print(json.dumps(found))
+    if args.ray and not found["ray"]["identical"] == found["ray"]["ids"] == args.count:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,21 @@ before the model and its tokenizer were loaded.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from time import perf_counter
 from typing import Annotated
 
 import torch
 import typer
-from load_memory import Watch, _anonymous
 from terminal import Count, JsonFile, console, numbers, run
 from torch import Tensor
 
 from slipstream.bench.llama_cpp import BATCH, LlamaCppModel, gguf_file
 from slipstream.core.kv_slots import EXACT_FIT
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.plain_models import load_unpacked
@@ -35,6 +36,35 @@ from slipstream.models.weights.model_files import quiet
 from slipstream.text.prompt_sets import builtin_prompts
 
 MEGA = 1e6
+ROLLUP = Path("/proc/self/smaps_rollup")
+EVERY_S = 0.005
+
+
+class Watch(Thread):
+    """Keeps the most anonymous memory, in bytes, that was seen between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = _anonymous()
+        self._over = Event()
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._over.wait(EVERY_S):
+            self.most = max(self.most, _anonymous())
+
+    def stop(self) -> int:
+        """What came on top of the memory at the start, at most."""
+        self._over.set()
+        self.join()
+        return self.most - self.before
+
+
+def _anonymous() -> int:
+    found = re.search(r"^Anonymous:\s+(\d+) kB", ROLLUP.read_text(), re.M)
+    if found is None:
+        raise SlipstreamError(f"{ROLLUP} does not say how much is anonymous; this needs a newer Linux")
+    return int(found[1]) * 1024
 
 
 def main(

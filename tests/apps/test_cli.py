@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from slipstream import SamplingParams, SpeculativeDecoder, __version__
 from slipstream.apps import cli
 from slipstream.apps.cli import compare
+from slipstream.config import DecoderConfig
 from tests.support.command_line import run
 
 TOY = ("--target", "toy")
@@ -216,6 +218,18 @@ def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> Non
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)
     assert ("--json FILE" in out) == (command not in ("chat", "report", "serve"))
+
+
+@pytest.mark.parametrize("command", ["generate", "batch", "bench", "sweep"])
+def test_help_shows_the_usual_options_and_help_all_every_one(capsys, monkeypatch, command: str) -> None:
+    usual, every = (
+        set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", run(capsys, monkeypatch, command, flag)[1], re.MULTILINE))
+        for flag in ("--help", "--help-all")
+    )
+    assert {"--target", "--draft", "--drafter", "--num-draft-tokens", "--device", "--max-tokens", "--help-all"} <= usual
+    assert usual < every and len(usual) <= 32
+    fields_as_flags = {f"--{f.name.replace('_', '-')}" for f in fields(DecoderConfig)}
+    assert fields_as_flags <= every
 
 
 def test_models_check_says_what_follows(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import policy_change
 import policy_replay as replay
 import pytest
 
 from slipstream.bench.speed_model.round_costs import Costs
+from slipstream.core.rounds import Round
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto, Fixed
@@ -103,28 +103,31 @@ def test_random_tokens_cost_next_to_nothing(drafter: str) -> None:
     assert drafter == "suffix:outputs=0" or seconds(records, costs(), drafter, 6) > plain / 0.97
 
 
+def replayed(prompt: list[int], output: list[int], costs: Costs) -> list[Round]:
+    """The rounds of `suffix` with lengths that pay, over a known text."""
+    controller = DraftController(replay.cost_model_of(costs))
+    setup = Setup(replay.CPU, 1 << 20, controller=controller, acceptance_probs=True)
+    text = {"prompt": prompt, "output": output, "model": []}
+    one = replay.Replay([text], costs, load("suffix:outputs=0", setup), Auto(controller, 7))
+    row = one._row(0)
+    while row.finish_reason is None:
+        one._step([row])
+    return row.rounds
+
+
 @pytest.mark.parametrize("column", [1.0, 4.0])
 def test_lengths_follow_a_text_that_changes_its_character(column: float) -> None:
     rng = random.Random(2)
     prompt, prose = ([rng.randrange(1 << 18) for _ in range(n)] for n in (300, 120))
     output = prose[:60] + prompt[100:220] + prose[60:]
-    rounds = policy_change.replayed(prompt, output, policy_change.simple_costs(20, column))
+    widths = {width: 20 + column * (width - 1) for width in range(1, 33)}
+    free = {1: dict.fromkeys(widths, 0.0)}
+    rounds = replayed(prompt, output, Costs({1: widths}, free, {1: 0.0}, {1: 0.0}))
     drafted = [(done.start - len(prompt), len(done.draft)) for done in rounds]
     assert all(length <= 1 for at, length in drafted if at < 60 or at >= 200)
     quoting = [length for at, length in drafted if 60 <= at < 180]
     assert next(i for i, length in enumerate(quoting) if length >= 7) < 8
     assert len(quoting) < 30
-
-
-def test_the_command_prints_and_plots(tmp_path: Path) -> None:
-    for name, first in (("a", 0), ("b", 1000)):
-        (tmp_path / name).write_text(" ".join(f"w{i}" for i in range(first, first + 400)))
-    plot = tmp_path / "lengths.png"
-    command = [str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(plot)]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "policy_change.py"), *command], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("prose: 60 tokens in 60 rounds") and plot.read_bytes()[1:4] == b"PNG"
 
 
 def test_a_recording_is_replayed_with_every_setting(tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.core.interfaces import Backend, RowSegment, set_attended_lengths
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
 from slipstream.core.session import Rectangle
@@ -24,7 +20,7 @@ from slipstream.models.layouts import RaggedLayout, end_to_end, last_of_each, ma
 from slipstream.reproducibility.calibration import TOTALS, calibrate
 from tests.support.markers import mostly_slow
 from tests.support.rounding_backends import BATCH, BIT, RoundingBackend
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared, tokenizer
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, RaggedHash, fast, fresh, prompts, shared
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (100, 7, 33, 64)
@@ -220,33 +216,3 @@ def test_no_number_is_kept_where_prompts_read_together_differ_or_there_are_no_su
 def test_a_short_context_and_a_batch_of_one() -> None:
     assert calibrate(RaggedRounding(max_length=128), BATCH).agrees
     assert calibrate(RaggedRounding(), 1).totals == {} != calibrate(RaggedRounding(), 2).totals
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv("SLIPSTREAM_MODELS", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("ragged").main
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_both_ways(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fresh("llama").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    file = tmp_path / "out.json"
-    command(str(tmp_path / "model"), "1,1,9/2,2,2", "float32", context=20, turns=2, json_file=file)
-    lines = json.loads(file.read_text())
-    assert [line["counts"] for line in lines] == [[1, 1, 9], [2, 2, 2]]
-    assert all(line["same"] and line["rectangle"] > 0 < line["ragged"] for line in lines)
-    assert f"{lines[0]['ragged'] / lines[0]['rectangle']:.2f}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("counts", ["3", "1,0", "1,40", "1,x", ""])
-def test_the_benchmark_refuses_counts_that_are_none(command: Any, counts: str) -> None:
-    with pytest.raises(UsageError, match=f"--counts {counts!r}; allowed: tokens of two rows or more, 1 to 32 each"):
-        command("toy", counts)
-
-
-def test_the_benchmark_refuses_models_without_ragged_forwards(command: Any) -> None:
-    with pytest.raises(UsageError, match="model 'toy' has no ragged forwards here"):
-        command("toy")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -339,3 +341,17 @@ def test_another_argument_is_refused(argument: str) -> None:
 def test_sizes_out_of_range_are_refused(argument: str) -> None:
     with pytest.raises(UsageError, match=r"^table sizes shortest=\d+, longest=\d+; allowed: 2 <= shortest"):
         load(f"ngram_table:{argument}", Setup(CPU, SIZE))
+
+
+def test_a_table_takes_at_most_150_bytes_per_size_and_token() -> None:
+    count = 500
+    tokens = random.Random(1).sample(range(count), count)  # no n-gram comes twice
+    tracemalloc.start()
+    try:
+        grams = table._Table(range(table.SHORTEST, table.LONGEST + 1), count, 0)
+        grams.learn(tokens)
+        snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, table.__file__)])
+    finally:
+        tracemalloc.stop()
+    size = sum(statistic.size for statistic in snapshot.statistics("filename"))
+    assert 0 < size <= 150 * count * table.LONGEST

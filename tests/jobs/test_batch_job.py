@@ -238,7 +238,7 @@ def test_requests_that_begin_alike_follow_one_another_and_the_longest_come_first
     shared = "a common beginning of many characters: "
     prompts = ["long " * 30, shared + "one", "short", shared + "two and more", "long " * 20, shared + "three" * 9]
     reader = LineReader(decoder, JobOptions())
-    asked = [reader.asked(Line(at, {"id": at, "prompt": prompt})) for at, prompt in enumerate(prompts)]
+    asked = [reader.request_of(Line(at, {"id": at, "prompt": prompt})) for at, prompt in enumerate(prompts)]
     assert [one.line.number for one in ordered(asked, first_row, 1)] == [0, 4, 5, 3, 1, 2]
     assert [one.line.number for one in ordered(asked, first_row, 4096)] == [0, 4, 5, 3, 1, 2]
 

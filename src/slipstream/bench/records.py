@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from slipstream import durable_files
 from slipstream.bench.arms import OF_LLAMA_CPP, Arm
 from slipstream.bench.llama_cpp import versions as llama_versions
 from slipstream.bench.plan import BenchPrompt, Key
@@ -147,33 +148,12 @@ def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
     data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     try:
         with open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0) as file:
-            file.seek(0 if anew else _end_of_last_whole_line(file))
-            file.truncate()
-            _write_all(file, data)
-            os.fsync(file.fileno())
+            durable_files.cut(file, 0 if anew else durable_files.size_of_whole_lines(file))
+            durable_files.append(file, data)
     except OSError as error:
         raise SlipstreamError(
             f"{str(path)!r} cannot be written: {error.strerror}; the finished runs in it stay"
         ) from error
-
-
-def _write_all(file: Any, data: bytes) -> None:
-    """On a disk that is almost full a write may take a part of the data only."""
-    while data:
-        data = data[file.write(data) :]
-
-
-def _end_of_last_whole_line(file: Any) -> int:
-    """Position after the last newline: the end, unless the last write was torn."""
-    at: int = file.seek(0, os.SEEK_END)
-    while at > 0:
-        begin = max(0, at - (1 << 16))
-        file.seek(begin)
-        newline: int = file.read(at - begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        at = begin
-    return 0
 
 
 def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:

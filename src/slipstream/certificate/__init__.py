@@ -1,1 +1,1 @@
-"""What `slipstream verify` runs: whether speculative decoding says exactly what the target alone would."""
+"""What `slipstream verify` runs: does speculative decoding generate exactly what the target alone would?"""

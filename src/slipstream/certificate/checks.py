@@ -64,12 +64,11 @@ class Finding:
 
     @classmethod
     def of(cls, passed: bool, detail: str) -> Finding:
-        """Of a check that was made."""
         return cls("pass" if passed else "FAIL", detail)
 
 
 def not_applicable(reason: str) -> Finding:
-    """Of a check that this decoder gives nothing to check."""
+    """The finding of a check that finds nothing to check on this decoder."""
     return Finding("not applicable", reason)
 
 
@@ -99,7 +98,7 @@ class Check:
 
 @dataclass
 class DistributionChecks:
-    """Tests sampled text. deadline: of `perf_counter`; FEWEST_RUNS texts are made for each test whatever it is."""
+    """Tests sampled text. deadline: by `perf_counter`; each test makes at least FEWEST_RUNS texts, even past it."""
 
     decoder: SpeculativeDecoder
     deadline: float
@@ -134,13 +133,13 @@ class DistributionChecks:
         """As many runs as the time allows, judged by a first few."""
         few, started = 2 * self.decoder.config.max_batch_size, perf_counter()
         sample(self._drafting[0], self._targets[0].prompt, range(few))
-        each = (perf_counter() - started) / few
-        left = self.deadline - perf_counter() - each * FEWEST_RUNS * len(POWER_RULES)
-        return int(min(max(left / each, FEWEST_RUNS), MOST_RUNS))
+        seconds_each = (perf_counter() - started) / few
+        remaining = self.deadline - perf_counter() - seconds_each * FEWEST_RUNS * len(POWER_RULES)
+        return int(min(max(remaining / seconds_each, FEWEST_RUNS), MOST_RUNS))
 
 
 def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The same decoder, drafting whether it pays or not: a test sees nothing where nothing is drafted."""
+    """A copy of the decoder that drafts whether it pays or not: without drafts a test would see nothing."""
     if decoder.config.num_draft_tokens != "auto":
         return decoder
     if decoder.config.drafter == "auto" and decoder.draft is not None:  # of its two drafters the one that always drafts
@@ -148,10 +147,10 @@ def always_drafting(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     return decoder.using(num_draft_tokens=decoder.traits.default_length)
 
 
-def _chain(wanted: int | str) -> int | str:
-    """The length of a draft that may have been a tree, which wrong rules do not take."""
-    choice = LengthChoice.parse(wanted)
-    return choice.count if choice.siblings > 0 and choice.count is not None else wanted
+def _chain(length: int | str) -> int | str:
+    """The number of draft tokens as a chain: wrong rules do not take trees."""
+    choice = LengthChoice.parse(length)
+    return choice.count if choice.siblings > 0 and choice.count is not None else length
 
 
 @dataclass
@@ -164,7 +163,7 @@ class Pair:
 
 @dataclass
 class TextChecks:
-    """Compares texts of `max_tokens` tokens, fewer where the budget (seconds for all of them) does not allow it."""
+    """Compares plain and speculative texts of `max_tokens` tokens; shorter ones if `budget` seconds do not suffice."""
 
     decoder: SpeculativeDecoder
     prompts: Sequence[NamedPrompt]
@@ -197,17 +196,17 @@ class TextChecks:
         pairs = [self._pair(self._seeded, [p.prompt], [replace(params, seed=i)]) for i, p in enumerate(self.prompts)]
         return self._finding(pairs)
 
-    def option(self, given: dict[str, Any]) -> Finding:
+    def option(self, option: dict[str, Any]) -> Finding:
         """One text under a sampling option."""
-        if given.get("temperature") and not self._seeded.coupled:
+        if option.get("temperature") and not self._seeded.coupled:
             return not_applicable("this rule does not couple draws")
         if self.decoder.tokenizer is None:
             return not_applicable("no tokenizer")
-        params = SamplingParams(**{"max_tokens": self._length(OPTION_TOKENS), "seed": 7, **given})
+        params = SamplingParams(**{"max_tokens": self._length(OPTION_TOKENS), "seed": 7, **option})
         return self._finding([self._pair(self._seeded, [PATTERN], [params], chat=False)])
 
-    def _length(self, wanted: int) -> int:
-        return max(min(wanted, SHORTEST), int(wanted * self._affordable))
+    def _length(self, planned: int) -> int:
+        return max(min(planned, SHORTEST), int(planned * self._affordable))
 
     @cached_property
     def _affordable(self) -> float:
@@ -225,10 +224,10 @@ class TextChecks:
     ) -> Pair:
         ids = [decoder.encode(prompt, chat=chat) for prompt in prompts]
         got = decoder.generate(ids, params)
-        expected = [self._plain.generate(prompt, one) for prompt, one in zip(ids, params, strict=True)]
+        expected = [self._plain.generate(prompt, text_params) for prompt, text_params in zip(ids, params, strict=True)]
         differences = [
-            self._judge.judge(prompt, a.token_ids, b.token_ids, one, same_bits=decoder.reproducible)
-            for prompt, one, a, b in zip(ids, params, expected, got, strict=True)
+            self._judge.judge(prompt, a.token_ids, b.token_ids, text_params, same_bits=decoder.reproducible)
+            for prompt, text_params, a, b in zip(ids, params, expected, got, strict=True)
         ]
         return Pair(differences, sum(result.stats.num_draft_tokens for result in got))
 
@@ -255,7 +254,7 @@ class Verifier:
     """Runs the checks on a decoder.
 
     max_tokens: length of the compared texts, less where the budget does not allow it. budget: seconds to aim for; the
-    tests of distributions make a fixed least number of texts whatever it is.
+    tests of distributions make at least FEWEST_RUNS texts each, even if that takes longer.
     """
 
     decoder: SpeculativeDecoder
@@ -273,32 +272,31 @@ class Verifier:
             "greedy text, one by one": texts.greedy,
             "greedy text, in a batch": texts.batch,
             "seeded text, one by one": texts.seeded,
-            **{f"option {name}": partial(texts.option, given) for name, given in OPTIONS.items()},
+            **{f"option {name}": partial(texts.option, option) for name, option in OPTIONS.items()},
             "distribution of sampled text": distributions.sampled,
             **{f"power: {rule} is caught": partial(distributions.power, rule) for rule in POWER_RULES},
         }
 
     @property
     def num_checks(self) -> int:
-        """How many checks `run` makes."""
         return len(self._checks)
 
     def run(self) -> Iterator[Check]:
         """All checks, one after another."""
         for name, check in self._checks.items():
             started = perf_counter()
-            found = check()
-            yield Check(name, found.outcome, found.detail, perf_counter() - started)
+            finding = check()
+            yield Check(name, finding.outcome, finding.detail, perf_counter() - started)
 
     def _shapes(self) -> Finding:
         """Whether a new calibration finds the shapes in use to agree bit for bit."""
         used = self.decoder.calibration
         assert used is not None
-        found = calibrate(self.decoder.target.backend, self.decoder.config.max_batch_size)
+        renewed = calibrate(self.decoder.target.backend, self.decoder.config.max_batch_size)
         self.decoder.forget()
-        agree = set(used.widths) <= set(found.widths) and set(used.together) <= {*found.widths, *found.together}
-        agree = agree and set(used.attended_lengths) <= set(found.attended_lengths)
-        passed = agree and used.attended_unit % found.attended_unit == 0 and found.prompts >= used.prompts
+        agree = set(used.widths) <= set(renewed.widths) and set(used.together) <= {*renewed.widths, *renewed.together}
+        agree = agree and set(used.attended_lengths) <= set(renewed.attended_lengths)
+        passed = agree and used.attended_unit % renewed.attended_unit == 0 and renewed.prompts >= used.prompts
         several = f"; of several rows {', '.join(map(str, used.together))} as well" if used.together else ""
         lengths = used.attended_lengths
         shorter = f" or {len(lengths)} shorter ones up to {lengths[-1]}" if lengths else ""

@@ -1,4 +1,4 @@
-"""Whether two texts are the same, and if not, whether the difference is a tie or a bug.
+"""Compares two texts and tells whether their first difference is a tie or a bug.
 
 Two forwards of different shapes round differently, so a near-tie between two tokens can flip. At the first mismatch
 one forward in float32 scores both candidates: both within rounding of the maximum is a tie, anything else a bug.
@@ -56,32 +56,32 @@ class Difference:
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
     """Index of the first mismatch, the shorter length if one is a prefix of the other, None if equal."""
-    for at, (a, b) in enumerate(zip(expected, got, strict=False)):
+    for position, (a, b) in enumerate(zip(expected, got, strict=False)):
         if a != b:
-            return at
+            return position
     return None if len(expected) == len(got) else min(len(expected), len(got))
 
 
 def count_differences(differences: Sequence[Difference | None]) -> dict[str, Any]:
     """How many texts are identical, ties, different or not compared; and the details of those that differ."""
-    found = [d for d in differences if d is not None]
-    ties, compared = sum(d.tie for d in found), sum(d.compared for d in found)
+    different = [d for d in differences if d is not None]
+    ties, compared = sum(d.tie for d in different), sum(d.compared for d in different)
     return {
-        "identical": len(differences) - len(found),
+        "identical": len(differences) - len(different),
         "ties": ties,
         "different": compared - ties,
-        "not_compared": len(found) - compared,
+        "not_compared": len(different) - compared,
         "differences": [{"prompt": i, **asdict(d)} for i, d in enumerate(differences) if d is not None],
     }
 
 
 def plain_difference(expected: Sequence[int], got: Sequence[int]) -> Difference | None:
     """The first difference between two texts, unexplained; None if they are equal."""
-    at = first_difference(expected, got)
-    if at is None:
+    position = first_difference(expected, got)
+    if position is None:
         return None
-    a, b = (ids[at] if at < len(ids) else None for ids in (expected, got))
-    return Difference(at, a, b)
+    a, b = (ids[position] if position < len(ids) else None for ids in (expected, got))
+    return Difference(position, a, b)
 
 
 def explain(
@@ -97,18 +97,18 @@ def explain(
     full(ids, n): [n, V] float32 scores that follow the last n prefixes of the token ids, the whole one last.
     working(ids): [V] scores that follow them, in the precision that was used. A forbidden token has score -inf.
     """
-    found = plain_difference(expected, got)
-    if found is None or found.expected is None or found.got is None:
-        return found
-    context = [*prompt, *expected[: found.position]]
+    difference = plain_difference(expected, got)
+    if difference is None or difference.expected is None or difference.got is None:
+        return difference
+    context = [*prompt, *expected[: difference.position]]
     count = min(POSITIONS, len(context))
     exact = full(context, count).double().cpu()
     prefixes = [context[: len(context) - back] for back in range(count - 1, -1, -1)]
-    pair = torch.tensor([found.expected, found.got])
-    noise = max(_noise(one, working(ids).double().cpu(), pair) for one, ids in zip(exact, prefixes, strict=True))
+    pair = torch.tensor([difference.expected, difference.got])
+    noise = max(_noise(scores, working(ids).double().cpu(), pair) for scores, ids in zip(exact, prefixes, strict=True))
     gaps = [float(exact[-1].max() - exact[-1, token]) for token in pair]
     tie = max(gaps) <= min(2 * noise, CEILING.get(dtype, 0.0))
-    return Difference(found.position, found.expected, found.got, gaps[0], gaps[1], noise, tie)
+    return Difference(difference.position, difference.expected, difference.got, gaps[0], gaps[1], noise, tie)
 
 
 def _noise(exact: Tensor, rounded: Tensor, pair: Tensor) -> float:
@@ -127,8 +127,8 @@ def full_precision_model(loaded: Loaded, options: LoadOptions) -> Any:
     if loaded.plain_model is None:
         from slipstream.models.plain_models import load_unpacked
 
-        wanted = replace(options, dtype="float32", rounding=loaded.rounding)
-        return load_unpacked(loaded.source or loaded.name, wanted)
+        full_precision = replace(options, dtype="float32", rounding=loaded.rounding)
+        return load_unpacked(loaded.source or loaded.name, full_precision)
     if loaded.model.dtype == torch.float32 and not loaded.model.training:
         return loaded.model
     return copy.deepcopy(loaded.model).float().eval()
@@ -175,19 +175,22 @@ class TieJudge:
         own draw (`coupled`); if not, sampled texts that differ are not compared. same_bits: whether both were computed
         in shapes that agree to the bit, so that no rounding excuses a difference at an edge of top-k, top-p or min-p.
         """
-        found = plain_difference(expected, got)
-        if found is None:
+        difference = plain_difference(expected, got)
+        if difference is None:
             return None
         if params.temperature > 0 and (not coupled or params.seed is None):
-            return replace(found, compared=False)
+            return replace(difference, compared=False)
         if self.decoder.target.model is None:
-            return found
+            return difference
 
         def full(ids: list[int], count: int) -> Tensor:
             logits = last_logits(self._full, ids, count)
             prefixes = [ids[: len(ids) - back] for back in range(count - 1, -1, -1)]
             return torch.stack(
-                [self._scores(prompt, ids, one, params) for ids, one in zip(prefixes, logits, strict=True)]
+                [
+                    self._scores(prompt, ids, row_logits, params)
+                    for ids, row_logits in zip(prefixes, logits, strict=True)
+                ]
             )
 
         def working(ids: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampled text: frequencies of many seeded runs against the distribution computed from the target's own logits."""
+"""Compares the frequencies of many sampled texts with the distribution computed from the target's own logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class Target:
 
     @classmethod
     def of(cls, decoder: SpeculativeDecoder, prompt: list[int]) -> Target:
-        """Computed by `exact_distribution`."""
         return cls(prompt, exact_distribution(decoder, prompt))
 
 
@@ -67,23 +66,25 @@ def distribution_test(decoders: Sequence[SpeculativeDecoder], targets: Sequence[
     decoders: those that should sample from these distributions; they take turns. runs: texts in all, the same number
     for each prompt, rounded up; each has its own seed.
     """
-    each = -(-runs // len(targets))
+    runs_each = -(-runs // len(targets))
     impossible, distance, statistic, degrees = 0, 0.0, 0.0, 0
     drafted = accepted = 0
     for target in targets:
-        seeds = [range(1 + i, each + 1, len(decoders)) for i in range(len(decoders))]
-        parts = [sample(decoder, target.prompt, own) for decoder, own in zip(decoders, seeds, strict=True)]
+        seeds = [range(1 + i, runs_each + 1, len(decoders)) for i in range(len(decoders))]
+        parts = [sample(decoder, target.prompt, row_seeds) for decoder, row_seeds in zip(decoders, seeds, strict=True)]
         counts, distribution = Counter(text for part in parts for text in part.texts), target.distribution
         impossible += sum(count for text, count in counts.items() if distribution.get(text, 0.0) == 0.0)
-        distance += sum(abs(counts[text] / each - p) for text, p in distribution.items()) / 2 / len(targets)
-        cells = _cells(counts, distribution, each)
+        distance += sum(abs(counts[text] / runs_each - p) for text, p in distribution.items()) / 2 / len(targets)
+        cells = _cells(counts, distribution, runs_each)
         statistic += sum((count - expectation) ** 2 / expectation for count, expectation in cells)
         degrees += max(0, len(cells) - 1)
         drafted += sum(part.drafted for part in parts)
         accepted += sum(part.accepted for part in parts)
     half = torch.tensor([max(1, degrees) / 2, statistic / 2], dtype=torch.float64)
     p_value = float(torch.special.gammaincc(half[0], half[1]))
-    return DistributionTest(p_value, each * len(targets), impossible, distance, accepted / drafted if drafted else None)
+    return DistributionTest(
+        p_value, runs_each * len(targets), impossible, distance, accepted / drafted if drafted else None
+    )
 
 
 def _cells(counts: Mapping[Text, int], distribution: Mapping[Text, float], runs: int) -> list[tuple[int, float]]:

@@ -1,7 +1,7 @@
 """Deliberately wrong acceptance rules, as found in real projects.
 
-The tests and `slipstream verify` run with these and must fail: a check of exactness is worth what it catches. They are
-not registered, so no user can choose one.
+The checks of the tests and of `slipstream verify` must fail on these, or they show nothing. They are not registered, so
+no user can choose one by accident.
 """
 
 from __future__ import annotations

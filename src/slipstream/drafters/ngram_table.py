@@ -153,7 +153,7 @@ class NgramTableDrafter:
     fill: where no context of two tokens is known, go on with what the target has ranked highest after the last token
     so far. Drafts are one-hot. A row's table is dropped with the row; it covers at most the row's last 131,072 tokens
     and takes up to 150 bytes per n-gram size and token (80 MB at worst with the default sizes). Real text repeats
-    itself and takes less; `benchmarks/ngram_table_memory.py` measures that, and what filling adds per output token.
+    itself and takes less.
     """
 
     vocab_size: int

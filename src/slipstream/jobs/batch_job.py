@@ -1,6 +1,4 @@
-"""A job on one machine, from its first line to its last: read, ordered, decoded, written as it comes; and how far it
-is.
-"""
+"""Runs a job on one machine: reads its lines, orders and decodes them, and writes every answer as it comes."""
 
 from __future__ import annotations
 
@@ -14,18 +12,26 @@ from typing import Any
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.jobs.job_lines import JobFiles, Line, write_parquet
 from slipstream.jobs.job_output import ErrorFile, JobOutput, output_lines
-from slipstream.jobs.line_formats import Asked, Decoder, JobOptions, LineReader, RequestDigest, reason_of, refusal_of
+from slipstream.jobs.line_formats import (
+    Decoder,
+    JobOptions,
+    JobRequest,
+    LineReader,
+    RequestDigest,
+    reason_of,
+    refusal_of,
+)
 from slipstream.jobs.request_pool import RequestPool, Work
 from slipstream.sampling.params import SamplingParams
 from slipstream.wiring.run_order import first_row, ordered
 
-MOST_TOLD = 20  # errors that a report repeats; the error file has them all
+MAX_REPORTED_ERRORS = 20  # the error file has them all
 WINDOW = 1024  # requests that are read, tokenised and ordered at a time
 
 
 @dataclass
 class JobReport:
-    """How far a job is. total: lines; answered_before: by earlier runs; seconds: of this run.
+    """Progress of a job. total: lines; answered_before: by earlier runs; seconds: of this run.
 
     errors: the first lines of what went wrong, each with its file and line number.
     """
@@ -54,7 +60,7 @@ class JobReport:
         return self.seconds / self.answered * self.remaining if self.answered else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """For JSON: the fields and the ratios made of them."""
         ratios = {"tokens_per_second": self.tokens_per_second, "acceptance_rate": self.work.acceptance_rate}
         return asdict(self) | {"remaining": self.remaining} | ratios
 
@@ -63,10 +69,9 @@ Progress = Callable[[JobReport], None]
 
 
 class JobState:
-    """The lines of a job and their answers. Opened, it has compared the output with the lines.
+    """The lines of a job and the answers written so far; opening it compares the two.
 
-    fingerprint: of the model that answers; "" until it is known, then every answer must have it.
-    UsageError if the output is another job's.
+    fingerprint: of the model that answers; "" until it is known. UsageError if the output is another job's.
     """
 
     def __init__(self, files: JobFiles, digests: RequestDigest, report: JobReport, fingerprint: str = "") -> None:
@@ -90,73 +95,73 @@ class JobState:
                 yield line
 
     def answer(self, answers: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
-        """Write answers down. UsageError if they are another model's than those that are there."""
+        """Write answers. UsageError if the earlier ones are another model's."""
         if answers and fingerprint != self._fingerprint:
             raise self._of_another_model(None, self._fingerprint, fingerprint)
         self._output.append(answers)
         self.report.answered += len(answers)
 
     def expect(self, fingerprint: str) -> None:
-        """From now on answers have this fingerprint; those that are there must have it too."""
+        """The model has this fingerprint. UsageError if earlier answers are another model's."""
         if not self._fingerprint:
             self._fingerprint = fingerprint
-            for found in self._output.answered.values():
-                if found.fingerprint != fingerprint:
-                    raise self._of_another_model(found.number, found.fingerprint, fingerprint)
+            for answer in self._output.answered.values():
+                if answer.fingerprint != fingerprint:
+                    raise self._of_another_model(answer.number, answer.fingerprint, fingerprint)
 
     def refuse(self, line: Line, refusal: Mapping[str, Any]) -> None:
-        """Write down why a line is not answered."""
+        """Write why a line is not answered."""
         self._errors.add(refusal)
         self.report.failed += 1
-        if len(self.report.errors) < MOST_TOLD:
+        if len(self.report.errors) < MAX_REPORTED_ERRORS:
             self.report.errors.append(f"{self._files.lines.name}, line {line.number}: {reason_of(refusal)}")
 
     def tick(self) -> JobReport:
-        """The report with the time that has passed."""
+        """The report, up to date."""
         self.report.seconds = monotonic() - self._begun
         return self.report
 
     def close(self) -> None:
-        """Let other processes go on with the job."""
+        """Close the output, so that another process may continue the job."""
         self._output.close()
 
     def finish(self) -> None:
-        """Write what is made of all answers together."""
+        """Write the Parquet file, if one was asked for."""
         self.tick()
         if self._files.parquet is not None:
             write_parquet(self._files.parquet, lambda: output_lines(self._files.output))
 
     def _survey(self) -> list[tuple[Line, Mapping[str, Any]]]:
-        """Read all lines once; returns the bad ones and why. UsageError if the output is not this job's."""
-        known: dict[str, int] = {}
+        """Read all lines once: the bad ones, with the reasons. UsageError if the output is not this job's."""
+        lines_by_id: dict[str, int] = {}
         refusals: list[tuple[Line, Mapping[str, Any]]] = []
         answered = self._output.answered
         for line in self._files.lines:
             self.report.total += 1
             try:
                 key = _key(line)
-                if key in known:
-                    raise UsageError(f"id {key!r:.80} is that of line {known[key]}; allowed: an id for each line")
+                if key in lines_by_id:
+                    raise UsageError(f"id {key!r:.80} is that of line {lines_by_id[key]}; allowed: an id for each line")
             except UsageError as error:
                 refusals.append((line, refusal_of(line, self._digests.of(line), error)))
                 continue
             self._digests.check(line)
-            known[key] = line.number
+            lines_by_id[key] = line.number
             if key in answered:
                 self._check_answer(line, key)
                 self.report.answered_before += 1
-        for key, found in answered.items():
-            if key not in known:
-                raise self._of_another_job(found.number, f"id {key!r:.80} is not in {self._files.lines.name!r}")
+        for key, answer in answered.items():
+            if key not in lines_by_id:
+                raise self._of_another_job(answer.number, f"id {key!r:.80} is not in {self._files.lines.name!r}")
         return refusals
 
     def _check_answer(self, line: Line, key: str) -> None:
-        found = self._output.answered[key]
-        if self._fingerprint and found.fingerprint != self._fingerprint:
-            raise self._of_another_model(found.number, found.fingerprint, self._fingerprint)
-        if found.digest != self._digests.of(line):
+        answer = self._output.answered[key]
+        if self._fingerprint and answer.fingerprint != self._fingerprint:
+            raise self._of_another_model(answer.number, answer.fingerprint, self._fingerprint)
+        if answer.digest != self._digests.of(line):
             what = f"id {key!r:.80} has been answered to another request, or under other options"
-            raise self._of_another_job(found.number, what)
+            raise self._of_another_job(answer.number, what)
 
     def _of_another_job(self, number: int | None, why: str) -> UsageError:
         place = "" if number is None else f", line {number}"
@@ -186,7 +191,7 @@ def run_through(
 
 
 class BatchJob:
-    """Answers every line of a job once. Lines are written in the order in which they end. report: how far it is."""
+    """Answers every line of a job once, and writes answers in the order in which they end."""
 
     def __init__(self, decoder: Decoder, files: JobFiles, options: JobOptions) -> None:
         self._decoder, self._files = decoder, files
@@ -194,7 +199,7 @@ class BatchJob:
         self.report = JobReport()
 
     def run(self, on_progress: Progress = lambda report: None) -> JobReport:
-        """Answer what no earlier run has answered. on_progress: called after every step.
+        """Answer the lines that no earlier run has answered. on_progress: called after every step.
 
         SlipstreamError if the files are another job's or cannot be written; what is finished stays in them.
         """
@@ -210,24 +215,24 @@ class BatchJob:
         self.report.work = pool.work
         more = True
         while more or pool.unfinished:
-            while more and pool.hungry:
+            while more and pool.has_room:
                 window = list(islice(pending, WINDOW))
                 more = len(window) == WINDOW
-                requests = [one for line in window if (one := self._read(state, line)) is not None]
+                requests = [request for line in window if (request := self._read(state, line)) is not None]
                 pool.add(ordered(requests, first_row, self._decoder.shapes.reuse))
             if not more:
                 pool.await_together()
             self._write(state, pool.step())
             on_progress(state.tick())
 
-    def _read(self, state: JobState, line: Line) -> Asked | None:
+    def _read(self, state: JobState, line: Line) -> JobRequest | None:
         try:
-            return self._reader.asked(line)
-        except Exception as error:  # of this line; the others go on
+            return self._reader.request_of(line)
+        except Exception as error:  # a bad line does not end the job
             state.refuse(line, self._reader.refusal(line, error))
             return None
 
-    def _write(self, state: JobState, ended: Iterable[Asked]) -> None:
+    def _write(self, state: JobState, ended: Iterable[JobRequest]) -> None:
         answers = []
         for request in ended:
             try:
@@ -244,12 +249,12 @@ def run_batch(
     params: SamplingParams | None,
     options: Mapping[str, Any],
 ) -> JobReport:
-    """`SpeculativeDecoder.batch`."""
-    known = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
-    if unknown := [name for name in options if name not in known]:
+    """Run a job with a decoder that is there: what `SpeculativeDecoder.batch` does."""
+    names = ["errors", *(f.name for f in fields(JobOptions) if f.name != "params")]
+    if unknown := [name for name in options if name not in names]:
         raise UsageError(
-            f"unknown option {unknown[0]!r}; allowed: {', '.join(known)}{did_you_mean(unknown[0], *known)}"
+            f"unknown option {unknown[0]!r}; allowed: {', '.join(names)}{did_you_mean(unknown[0], *names)}"
         )
-    own = {name: value for name, value in options.items() if name != "errors"}
+    job_options = {name: value for name, value in options.items() if name != "errors"}
     files = JobFiles.of(source, output, options.get("errors"))
-    return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **own)).run()
+    return BatchJob(decoder, files, JobOptions(params=params or SamplingParams(), **job_options)).run()

@@ -1,11 +1,11 @@
-"""The requests of a job: a file of JSON lines, a Parquet file (pyarrow is optional) or a list of dictionaries; and
-where a job writes.
+"""What a job reads and which files it writes.
+
+Requests come from a file of JSON lines, a Parquet file (pyarrow is optional) or a list of dictionaries.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slipstream.constraints.grammar_text import nesting
+from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.text.prompt_sets import check_text
 
@@ -24,7 +25,7 @@ TOO_DEEP = f"lists and objects are nested too deep; allowed: at most {DEEPEST} w
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a file's name says that it is one."""
+    """Whether the file is a Parquet file, by its name."""
     return Path(path).suffix.lower() == ".parquet"
 
 
@@ -51,31 +52,28 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
     """Write a file whole or not at all. rows: read twice. Lists and dictionaries become JSON text."""
     pyarrow = _pyarrow()
-    temporary, columns = path.with_name(f".{path.name}.part"), _columns(rows())
+    columns = _columns(rows())
     types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     try:
-        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
+        with replaced(path) as partial, pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for part in _parts(rows()):
                 flat = [{name: _cell(row.get(name), kind) for name, kind in columns.items()} for row in part]
                 writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise SlipstreamError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, type]:
     """The columns of all rows and what they hold; text where rows differ or none has a value."""
-    found: dict[str, type] = {}
+    types: dict[str, type] = {}
     for row in rows:
         for name, value in row.items():
             kind = type(value) if isinstance(value, str | int | float) else type(None) if value is None else str
-            known = found.setdefault(name, kind)
-            if kind not in (known, type(None)):
-                found[name] = kind if known is type(None) else str
-    return {name: str if kind is type(None) else kind for name, kind in found.items()}
+            before = types.setdefault(name, kind)
+            if kind not in (before, type(None)):
+                types[name] = kind if before is type(None) else str
+    return {name: str if kind is type(None) else kind for name, kind in types.items()}
 
 
 def _cell(value: Any, kind: type) -> Any:
@@ -85,9 +83,9 @@ def _cell(value: Any, kind: type) -> Any:
 
 
 def _parts(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    found = iter(rows)
-    for first in found:
-        yield [first, *islice(found, ROWS - 1)]
+    remaining = iter(rows)
+    for first in remaining:
+        yield [first, *islice(remaining, ROWS - 1)]
 
 
 def check_pyarrow(*paths: str | Path) -> None:
@@ -98,7 +96,7 @@ def check_pyarrow(*paths: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the input. number: from 1; item: what it says; error: why it says nothing, item is then empty."""
+    """A line of the input. number: from 1; item: its request; error: why it has none, item is then empty."""
 
     number: int
     item: Mapping[str, Any]
@@ -106,15 +104,15 @@ class Line:
 
     @property
     def id(self) -> str | int:
-        """What tells this request from the others of its job; UsageError without a good one."""
+        """The id by which the job knows this request; UsageError if it is missing or cannot be one."""
         name = "custom_id" if is_openai(self.item) else "id"
-        given = self.item.get(name)
-        if isinstance(given, bool) or not isinstance(given, str | int) or not 0 < len(str(given)) <= LONGEST_ID:
+        value = self.item.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int) or not 0 < len(str(value)) <= LONGEST_ID:
             raise UsageError(
-                f"{name}={given!r:.{SHOWN}}; allowed: a text of 1 to {LONGEST_ID} characters, or a whole number"
+                f"{name}={value!r:.{SHOWN}}; allowed: a text of 1 to {LONGEST_ID} characters, or a whole number"
             )
-        check_text(name, str(given))
-        return given
+        check_text(name, str(value))
+        return value
 
 
 def is_openai(item: Mapping[str, Any]) -> bool:
@@ -123,14 +121,11 @@ def is_openai(item: Mapping[str, Any]) -> bool:
 
 
 class Lines(Protocol):
-    """Lines that can be read more than once, in order. name: where they are, for messages."""
+    """The lines of a job in order, blank ones left out; can be read more than once. name: their file, for messages."""
 
     @property
-    def name(self) -> str:
-        """Where the lines are."""
-
-    def __iter__(self) -> Iterator[Line]:
-        """Every line that is not blank."""
+    def name(self) -> str: ...
+    def __iter__(self) -> Iterator[Line]: ...
 
 
 def lines_of(source: str | Path | Iterable[Mapping[str, Any]]) -> Lines:
@@ -148,7 +143,6 @@ class FileLines:
 
     @property
     def name(self) -> str:
-        """The file."""
         return str(self.path)
 
     def __iter__(self) -> Iterator[Line]:
@@ -186,7 +180,6 @@ class ParquetLines:
 
     @property
     def name(self) -> str:
-        """The file."""
         return str(self.path)
 
     def __iter__(self) -> Iterator[Line]:
@@ -198,7 +191,7 @@ class ParquetLines:
 
 
 def _checked(number: int, item: Mapping[str, Any]) -> Line:
-    """A line that can be written as JSON."""
+    """The line, with an error if its item cannot be written as JSON."""
     try:
         text = json.dumps(dict(item), sort_keys=True)  # as digests have it
     except RecursionError:
@@ -226,7 +219,8 @@ def _parsed(number: int, line: bytes) -> Line:
 
 
 def _too_deep(text: str) -> bool:
-    """Whether JSON text is nested deeper than is read; few brackets are counted fast."""
+    """Whether JSON text is nested deeper than DEEPEST."""
+    # counting brackets is fast, and few of them cannot be nested deep
     return text.count("{") + text.count("[") > DEEPEST and nesting(text) > DEEPEST
 
 
@@ -249,23 +243,25 @@ class JobFiles:
     ) -> JobFiles:
         """Check the names before anything is loaded; nothing is created."""
         path = Path(output)
-        check_pyarrow(*(one for one in (source, output) if isinstance(one, str | Path)))
+        check_pyarrow(*(name for name in (source, output) if isinstance(name, str | Path)))
         parquet = path if is_parquet(path) else None
         journal = path if parquet is None else path.with_name(f"{path.name}.jsonl")
         refusals = path.with_name(f"{path.stem}.errors.jsonl") if errors is None else Path(errors)
-        taken = {"the input": Path(source)} if isinstance(source, str | Path) else {}
-        for name, one in (("the output", journal), ("the error file", refusals)):
-            _check(name, one, taken)
-            taken[name] = one
+        others = {"the input": Path(source)} if isinstance(source, str | Path) else {}
+        for name, file in (("the output", journal), ("the error file", refusals)):
+            _check(name, file, others)
+            others[name] = file
         if isinstance(source, str | Path) and not Path(source).is_file():
             raise UsageError(f"{str(source)!r} cannot be read; allowed: a file with one request per line")
         return cls(lines_of(source), journal, refusals, parquet)
 
 
-def _check(name: str, one: Path, taken: Mapping[str, Path]) -> None:
-    for other, known in taken.items():
-        if one.absolute() == known.absolute() or (one.exists() and known.exists() and one.samefile(known)):
-            raise UsageError(f"{str(one)!r} is {name} and {other}; allowed: two files")
-    if one.is_dir() or not one.absolute().parent.is_dir():
-        why = "it is a folder" if one.is_dir() else f"the folder {str(one.parent)!r} does not exist"
-        raise UsageError(f"{name} {str(one)!r} cannot be written: {why}")
+def _check(name: str, path: Path, others: Mapping[str, Path]) -> None:
+    for other_name, other_path in others.items():
+        if path.absolute() == other_path.absolute() or (
+            path.exists() and other_path.exists() and path.samefile(other_path)
+        ):
+            raise UsageError(f"{str(path)!r} is {name} and {other_name}; allowed: two files")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"the folder {str(path.parent)!r} does not exist"
+        raise UsageError(f"{name} {str(path)!r} cannot be written: {why}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from slipstream.durable_files import append, cut, sync
 from slipstream.errors import SlipstreamError, UsageError
 
 BEGINNINGS = (b'{"id":', b'{"line":')  # of the lines that jobs write
@@ -22,7 +22,7 @@ ROW_PREFIX = "batch_req_"  # of the ids of OpenAI's lines
 
 @dataclass(frozen=True)
 class Answered:
-    """What a line of the output says of its request. digest: of the request; fingerprint: of the model."""
+    """An answer that the output holds. number: of its line; digest: of the request; fingerprint: of the model."""
 
     number: int
     digest: str
@@ -58,9 +58,7 @@ class JobOutput:
         if not data:
             return
         try:
-            while data:  # on a disk that is almost full a write may take a part of the data only
-                data = data[self._file.write(data) :]
-            os.fsync(self._file.fileno())
+            append(self._file, data)
         except OSError as error:
             raise SlipstreamError(
                 f"{str(self.path)!r} cannot be written: {error.strerror}; the lines in it stay"
@@ -83,7 +81,7 @@ class JobOutput:
             raise SlipstreamError(f"{str(self.path)!r} is being written by another process") from None
 
     def _read(self) -> None:
-        """Note the whole lines, and cut what stands behind the last of them if it can be the beginning of one."""
+        """Read the whole lines. Cut a torn last line, if it looks like the beginning of a job's line."""
         end = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -92,9 +90,7 @@ class JobOutput:
                     end += len(line)
                 elif not any(line.startswith(begin[: len(line)]) for begin in BEGINNINGS):
                     raise no_output(self.path, number)
-        if end < self._file.seek(0, os.SEEK_END):
-            self._file.truncate(end)
-            os.fsync(self._file.fileno())
+        cut(self._file, end)
 
     def _note(self, number: int, item: Mapping[str, Any]) -> None:
         try:
@@ -102,7 +98,7 @@ class JobOutput:
             body = item["response"]["body"] if openai else {}
             key = str(item["custom_id" if openai else "id"])
             digest = item["id"].removeprefix(ROW_PREFIX) if openai else item["request"]
-            found = Answered(number, str(digest), str(body["system_fingerprint"] if openai else item["fingerprint"]))
+            answered = Answered(number, str(digest), str(body["system_fingerprint"] if openai else item["fingerprint"]))
         except (KeyError, TypeError, AttributeError):
             raise no_output(self.path, number) from None
         if key in self.answered:
@@ -110,7 +106,7 @@ class JobOutput:
             raise UsageError(
                 f"{str(self.path)!r}, line {number}: id {key!r:.80} is that of line {other}; allowed: each id once"
             )
-        self.answered[key] = found
+        self.answered[key] = answered
 
 
 def output_lines(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -125,15 +121,6 @@ def line_bytes(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def sync(path: Path) -> None:
-    """Put a file's content, or a folder's new names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         item = json.loads(line)
@@ -145,14 +132,14 @@ def _parsed(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
 
 
 def no_output(path: Path, number: int) -> UsageError:
-    """What is said of a file that no job has written."""
+    """The error for a file that no job has written."""
     return UsageError(
         f"{str(path)!r}, line {number}: not a line of a job's output; allowed: a new file, or the output of this job"
     )
 
 
 class ErrorFile:
-    """Failed lines are tried again by the next run, so a run begins without the errors of the last; no file if none."""
+    """What went wrong in this run, line by line. It begins without a file: the next run tries failed lines again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +151,6 @@ class ErrorFile:
             raise UsageError(f"the error file {str(path)!r} cannot be written: {error.strerror}") from error
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line."""
         try:
             with open(self.path, "ab") as file:
                 file.write(line_bytes(line))
@@ -173,7 +159,7 @@ class ErrorFile:
 
 
 def _check(path: Path) -> None:
-    """Refuse to delete what no job has written."""
+    """Refuse to delete a file that no job has written."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

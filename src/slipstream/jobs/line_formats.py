@@ -1,8 +1,8 @@
-"""Formats of lines: a line becomes rows, and rows that have ended a line of the output.
+"""The formats of a job's lines: turns a line into rows, and finished rows into a line of the output.
 
-Plain lines are {"id": ..., "prompt": ..., and any sampling options}; their answers are one flat object each. Lines of
-OpenAI's batches are read by the server's code, which is found by its name when the first such line comes: it needs the
-packages of the server.
+Plain lines are {"id": ..., "prompt": ..., and any sampling options}; the answer is one flat object. Lines in OpenAI's
+batch format are read by the server's code. It is imported by name at the first such line, because it needs the server's
+packages.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from slipstream.text.results import Result, result_of
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
-KINDS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
+FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}
 NEEDED = "lines in OpenAI's format need {}; run: pip install 'slipstream-lm[server]'"
-OWN = ("id", "prompt", "chat", "model")
+NO_OPTIONS = ("id", "prompt", "chat", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What a job is told besides its lines and its models.
+    """What holds for all lines of a job.
 
     params: options that plain lines do not name themselves. chat: texts go through the chat template, as in `generate`.
     model_name: what requests call the model, by default the target's name. token_ids: report those of plain lines.
@@ -58,16 +58,13 @@ class JobOptions:
             raise UsageError("logits_processors in a job, whose requests are data; allowed: none")
 
 
-class Asked(Protocol):
-    """A request of a job. line: where it is from. rows: its texts, those of a prompt with n > 1 side by side."""
+class JobRequest(Protocol):
+    """A request of a job. line: its line of the input. rows: one per text; a prompt with n > 1 has n."""
 
     @property
-    def line(self) -> Line:
-        """Where it is from."""
-
+    def line(self) -> Line: ...
     @property
-    def rows(self) -> Sequence[Row]:
-        """Its texts."""
+    def rows(self) -> Sequence[Row]: ...
 
     def answer(self) -> dict[str, Any]:
         """The line of the output, once all rows have ended; raises what a row failed with."""
@@ -89,15 +86,15 @@ class Decoder(Protocol):
     def scheduler(self) -> Scheduler: ...
 
 
-class LineKind(Protocol):
+class LineFormat(Protocol):
     """Reads one format, for one decoder."""
 
-    def asked(self, line: Line, digest: str) -> Asked:
+    def request_of(self, line: Line, digest: str) -> JobRequest:
         """The request of a line; an exception says what is not allowed. digest: goes into its answer."""
 
 
 class RequestDigest:
-    """What tells requests apart. acceptance: the rule under which they are decoded."""
+    """Digests of requests, by which a job recognises its answers. acceptance: the rule under which they are decoded."""
 
     def __init__(self, options: JobOptions, acceptance: str) -> None:
         self._options = options
@@ -105,36 +102,36 @@ class RequestDigest:
         self._common = json.dumps([acceptance, plain], sort_keys=True)
 
     def check(self, line: Line) -> None:
-        """Refuse options that the requests of OpenAI's format would leave out."""
+        """Refuse options of the job that lines in OpenAI's format would ignore."""
         if is_openai(line.item):
             if self._options.params != SamplingParams():
                 raise UsageError(
                     f"line {line.number} has OpenAI's format, whose requests bring their own sampling options; "
                     "allowed: options for all requests with plain lines only"
                 )
-            _module(line)  # what it needs may be missing
+            _module(line)  # fails now if a package is missing
 
     def of(self, line: Line) -> str:
-        """Equal for requests that have the same answer of one model: what is asked, under which options."""
-        asked = json.dumps(dict(line.item), sort_keys=True)
-        return hashlib.sha256(f"{self._common}\n{asked}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
+        """Equal for two requests with the same content under the same options."""
+        request = json.dumps(dict(line.item), sort_keys=True)
+        return hashlib.sha256(f"{self._common}\n{request}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 class LineReader:
-    """All formats, for one decoder. fingerprint: of its model."""
+    """Reads lines of any format, for one decoder. fingerprint: of its model."""
 
     def __init__(self, decoder: Decoder, options: JobOptions) -> None:
         self._decoder, self._options = decoder, options
         self.fingerprint = fingerprint_of(decoder.target, decoder.shapes)
-        self._kinds: dict[bool, LineKind] = {}
+        self._formats: dict[bool, LineFormat] = {}
         self.digests = RequestDigest(options, decoder.config.acceptance if decoder.rule is None else decoder.rule.name)
 
-    def asked(self, line: Line) -> Asked:
+    def request_of(self, line: Line) -> JobRequest:
         """The request of a line."""
         openai = is_openai(line.item)
-        if openai not in self._kinds:
-            self._kinds[openai] = _module(line).line_kind(self._decoder, self._options, self.fingerprint)
-        return self._kinds[openai].asked(line, self.digests.of(line))
+        if openai not in self._formats:
+            self._formats[openai] = _module(line).line_format(self._decoder, self._options, self.fingerprint)
+        return self._formats[openai].request_of(line, self.digests.of(line))
 
     def refusal(self, line: Line, error: Exception) -> dict[str, Any]:
         """What the error file says of a line."""
@@ -144,7 +141,7 @@ class LineReader:
 def _module(line: Line) -> Any:
     """The module of a line's format."""
     try:
-        return import_module(KINDS["openai" if is_openai(line.item) else "plain"])
+        return import_module(FORMATS["openai" if is_openai(line.item) else "plain"])
     except ModuleNotFoundError as error:
         raise SlipstreamError(NEEDED.format(error.name)) from error
 
@@ -152,7 +149,7 @@ def _module(line: Line) -> Any:
 def refusal_of(line: Line, digest: str, error: Exception) -> dict[str, Any]:
     """What the error file says of a line, in the line's format."""
     if line.error or not is_openai(line.item):
-        return {"line": line.number, "id": line.item.get("id"), "error": said(error)}
+        return {"line": line.number, "id": line.item.get("id"), "error": error_text(error)}
     refusal: dict[str, Any] = _module(line).refusal_line(line, digest, error)
     return {"line": line.number} | refusal
 
@@ -162,55 +159,55 @@ def seed_of(key: str) -> int:
     return int.from_bytes(hashlib.sha256(f"seed of {key}".encode()).digest()[:8], "big") >> 1
 
 
-def said(error: Exception) -> str:
-    """What is told of an error: its one line, or what kind of failure it was."""
+def error_text(error: Exception) -> str:
+    """An error in one line; with its class where it is none of ours."""
     return first_line(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def reason_of(refusal: Mapping[str, Any]) -> str:
-    """Why a line was refused, as the error file has it."""
-    told = refusal["error"]
-    return str(told["message"] if isinstance(told, Mapping) else told)
+    """The message of a line of the error file."""
+    reason = refusal["error"]
+    return str(reason["message"] if isinstance(reason, Mapping) else reason)
 
 
-def check_model(given: Any, name: str) -> None:
+def check_model(model: Any, name: str) -> None:
     """Refuse requests for another model than the loaded one."""
-    if given not in (None, "", name):
-        raise UsageError(f"model={given!r:.80}; allowed: {name!r}, which is loaded, or no model")
+    if model not in (None, "", name):
+        raise UsageError(f"model={model!r:.80}; allowed: {name!r}, which is loaded, or no model")
 
 
 @dataclass
 class PlainRequest:
-    """A plain line. Rows are in the order of its n texts."""
+    """The request of a plain line. rows: one for each of its n texts, in order."""
 
     line: Line
     digest: str
     rows: list[Row]
-    kind: PlainLines = field(repr=False)
+    reader: PlainLines = field(repr=False)
 
     def answer(self) -> dict[str, Any]:
-        """The first text with all that is known of it, the others as alternatives."""
+        """The first text with its details; the others as "alternatives"."""
         failed = next((row.error for row in self.rows if row.error is not None), None)
         if failed is not None:
             raise failed
-        results = [result_of(row, self.kind.tokenizer, lossless=True) for row in self.rows]
+        results = [result_of(row, self.reader.tokenizer, lossless=True) for row in self.rows]
         first, others = self._text(results[0]), [self._text(result) for result in results[1:]]
         return (
             {"id": self.line.id}
             | first
             | {"prompt_tokens": len(results[0].prompt_token_ids)}
             | ({"alternatives": others} if others else {})
-            | {"fingerprint": self.kind.fingerprint, "request": self.digest}
+            | {"fingerprint": self.reader.fingerprint, "request": self.digest}
         )
 
     def _text(self, result: Result) -> dict[str, Any]:
-        found: dict[str, Any] = {"text": result.text, "finish_reason": result.finish_reason, "seed": result.seed}
-        found["output_tokens"] = len(result.token_ids)
-        if self.kind.options.token_ids:
-            found["token_ids"] = result.token_ids
+        answer: dict[str, Any] = {"text": result.text, "finish_reason": result.finish_reason, "seed": result.seed}
+        answer["output_tokens"] = len(result.token_ids)
+        if self.reader.options.token_ids:
+            answer["token_ids"] = result.token_ids
         if result.logprobs is not None:
-            found["logprobs"] = [asdict(one) for one in result.logprobs]
-        return found
+            answer["logprobs"] = [asdict(entry) for entry in result.logprobs]
+        return answer
 
 
 class PlainLines:
@@ -218,10 +215,10 @@ class PlainLines:
 
     def __init__(self, decoder: Decoder, options: JobOptions, fingerprint: str) -> None:
         self._decoder, self.options, self.fingerprint = decoder, options, fingerprint
-        self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)  # they cannot be shared by threads
+        self.tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)  # threads cannot share one
         self._model_name = options.model_name or decoder.target.name
 
-    def asked(self, line: Line, digest: str) -> PlainRequest:
+    def request_of(self, line: Line, digest: str) -> PlainRequest:
         """The rows of a line; UsageError says what is not allowed."""
         item = line.item
         if "prompt" not in item:
@@ -240,28 +237,28 @@ class PlainLines:
         return PlainRequest(line, digest, rows, self)
 
     def _params(self, item: Mapping[str, Any], key: str) -> SamplingParams:
-        given = {name: value for name, value in item.items() if name not in OWN}
-        if "logits_processors" in given:
+        options = {name: value for name, value in item.items() if name not in NO_OPTIONS}
+        if "logits_processors" in options:
             raise UsageError("logits_processors are code, which is not read from files; allowed: other options")
-        if isinstance(given.get("constraint"), dict):
-            given["constraint"] = _constraint(given["constraint"])
-        if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = {_token_id(name): bias for name, bias in given["logit_bias"].items()}
-        params = replace(self.options.params, **given)  # names what is unknown or not allowed
+        if isinstance(options.get("constraint"), dict):
+            options["constraint"] = _constraint(options["constraint"])
+        if isinstance(options.get("logit_bias"), dict):
+            options["logit_bias"] = {_token_id(name): bias for name, bias in options["logit_bias"].items()}
+        params = replace(self.options.params, **options)  # names what is unknown or not allowed
         return params if params.seed is not None else replace(params, seed=seed_of(key))
 
 
-def line_kind(decoder: Decoder, options: JobOptions, fingerprint: str) -> PlainLines:
+def line_format(decoder: Decoder, options: JobOptions, fingerprint: str) -> PlainLines:
     """Plain lines for a decoder."""
     return PlainLines(decoder, options, fingerprint)
 
 
-def _constraint(given: dict[str, Any]) -> Constraint:
+def _constraint(fields: dict[str, Any]) -> Constraint:
     try:
-        return Constraint(**given)
+        return Constraint(**fields)
     except TypeError:
         raise UsageError(
-            f"constraint={given!r:.80}; allowed: one of json_schema, json_object, regex, choice, grammar"
+            f"constraint={fields!r:.80}; allowed: one of json_schema, json_object, regex, choice, grammar"
         ) from None
 
 

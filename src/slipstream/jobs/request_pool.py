@@ -1,4 +1,4 @@
-"""Requests that are decoded together: each ends by itself, and its place is taken by the next."""
+"""Continuous batching over requests: when one ends, the next takes its place."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import count
 
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
-from slipstream.jobs.line_formats import Asked, Decoder
+from slipstream.jobs.line_formats import Decoder, JobRequest
 
 
 @dataclass
 class Work:
-    """What a job has done so far, in tokens."""
+    """Tokens of a job so far."""
 
     output_tokens: int = 0
     draft_tokens: int = 0
@@ -22,11 +22,11 @@ class Work:
 
     def note(self, rounds: Iterable[Round]) -> None:
         """Count the rounds of a step."""
-        for done in rounds:
-            own = done.without_forced
-            self.output_tokens += len(done.tokens)
-            self.draft_tokens += own.num_draft_tokens
-            self.accepted_tokens += own.num_accepted_tokens
+        for round in rounds:
+            unforced = round.without_forced
+            self.output_tokens += len(round.tokens)
+            self.draft_tokens += unforced.num_draft_tokens
+            self.accepted_tokens += unforced.num_accepted_tokens
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -35,23 +35,23 @@ class Work:
 
 
 class RequestPool:
-    """Continuous batching over requests.
+    """The requests that are queued or being decoded.
 
-    Only as many rows wait in the scheduler as may soon get a place, so a step costs the same however many requests
+    The scheduler gets only as many rows as may soon be admitted, so a step takes the same time however many requests
     there are.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._scheduler = decoder.scheduler()
         self._most = 2 * self._scheduler.max_batch_size
-        self._queue: deque[Asked] = deque()
+        self._queue: deque[JobRequest] = deque()
         self._numbers = count()
-        self._running: dict[int, Asked] = {}  # by the index of a row
+        self._running: dict[int, JobRequest] = {}  # by the index of a row
         self._open: Counter[int] = Counter()  # rows that have not ended, by request
         self.work = Work()
 
     @property
-    def hungry(self) -> bool:
+    def has_room(self) -> bool:
         """Whether more requests are needed to keep the batch full."""
         return len(self._queue) + len(self._running) < self._most
 
@@ -60,18 +60,18 @@ class RequestPool:
         """Whether a request is waiting or under way."""
         return bool(self._queue or self._running)
 
-    def add(self, requests: Iterable[Asked]) -> None:
+    def add(self, requests: Iterable[JobRequest]) -> None:
         """Queue requests; they begin in this order."""
         self._queue.extend(requests)
 
-    def step(self) -> list[Asked]:
+    def step(self) -> list[JobRequest]:
         """One round of every running row; returns the requests that ended with it."""
         ended = self._begin()
         rounds = self._scheduler.step()
         self.work.note(rounds)
-        for done in rounds:
-            if done.finish_reason is not None:
-                request = self._running.pop(done.row)
+        for round in rounds:
+            if round.finish_reason is not None:
+                request = self._running.pop(round.row)
                 self._open[id(request)] -= 1
                 if not self._open[id(request)]:
                     del self._open[id(request)]
@@ -81,14 +81,14 @@ class RequestPool:
         return ended
 
     def await_together(self) -> None:
-        """Nothing else will come: what counts from now on is when the last row ends."""
+        """No more requests will come: from now on only the end of the last row matters."""
         if not self._queue:
             rows = self._unfinished_rows()
             for row in rows:
                 row.call_rows = rows
 
-    def _begin(self) -> list[Asked]:
-        """Hand rows to the scheduler; returns requests that have none."""
+    def _begin(self) -> list[JobRequest]:
+        """Hand rows to the scheduler; returns requests without rows, which have ended already."""
         empty = []
         while self._queue and len(self._running) < self._most:
             request = self._queue.popleft()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.core.kv_slots import EXACT_FIT, Shapes
+from slipstream.durable_files import replaced
 from slipstream.errors import UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.models.cpu.processor import processor
@@ -208,11 +209,10 @@ def _read(identity: str, parse: Callable[[dict[str, Any]], Found]) -> Found | No
 def _save(identity: str, values: dict[str, Any]) -> None:
     """Write what was measured; a cache folder that cannot be written is no reason to stop."""
     file = _file(identity)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({**values, "identity": identity}, indent=2))
-        partial.rename(file)
+        with replaced(file) as partial:
+            partial.write_text(json.dumps({**values, "identity": identity}, indent=2))
     except OSError as error:
         log.warning(
             "the calibration is not saved and will be measured at every start: %s: %s; "

@@ -71,7 +71,7 @@ class SamplingParams:
         None, "this request's draft length instead of the decoder's; 0 drafts nothing"
     )
     prediction: str | Sequence[int] | None = setting(
-        None, "what the text will probably be, most of it, drafted first; never changes the text"
+        None, "your best guess of the output, used as the first draft; never changes the result"
     )
     logits_processors: Sequence[Processor] = setting((), "stateless Hugging Face LogitsProcessors")
     constraint: Constraint | None = setting(None, "what the text must be: JSON by a schema, a regular expression, ...")

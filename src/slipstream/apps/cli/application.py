@@ -47,11 +47,11 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; a value that does not fit its option is repeated."""
-        given = list(args)
+        words = list(args)
         try:
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
-            values = [] if error.param is None else _values(given, error.param.opts)
+            values = [] if error.param is None else _values(words, error.param.opts)
             if not values or error.param is None:
                 raise
             allowed = error.message.removeprefix("Input should be ").partition(",")[0]
@@ -68,11 +68,11 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the sections in the order in which their first options come."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for one in self.get_params(ctx):
-            usual = "Arguments" if one.param_type_name == "argument" else "Options"
-            record = one.get_help_record(ctx)
+        for option in self.get_params(ctx):
+            usual = "Arguments" if option.param_type_name == "argument" else "Options"
+            record = option.get_help_record(ctx)
             if record is not None:
-                sections.setdefault(getattr(one, "rich_help_panel", None) or usual, []).append(record)
+                sections.setdefault(getattr(option, "rich_help_panel", None) or usual, []).append(record)
         _write(formatter, sections)
 
 
@@ -81,11 +81,11 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands with the first sentences of their help."""
-        known = {name for names in COMMANDS.values() for name in names}
-        others = {"Commands": tuple(name for name in self.list_commands(ctx) if name not in known)}
+        grouped = {name for names in COMMANDS.values() for name in names}
+        others = {"Commands": tuple(name for name in self.list_commands(ctx) if name not in grouped)}
         for title, names in (COMMANDS | others).items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
-            lines = [(name, one.get_short_help_str(WIDTH)) for name, one in found if one is not None]
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            lines = [(name, command.get_short_help_str(WIDTH)) for name, command in commands if command is not None]
             if lines:
                 _write(formatter, {title: lines})
 
@@ -98,19 +98,20 @@ def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
 
 def _values(args: Sequence[str], names: Sequence[str]) -> list[str]:
     """What the command line gives an option: `--name value` or `--name=value`, each time it does."""
-    found = []
+    values = []
     for i, word in enumerate(args):
         name, equals, value = word.partition("=")
         if name in names and (equals or i + 1 < len(args)):
-            found.append(value if equals else args[i + 1])
-    return found
+            values.append(value if equals else args[i + 1])
+    return values
 
 
 app = typer.Typer(
     name="slipstream",
     cls=Group,
     help="Speculative decoding: any Hugging Face language model generates faster, and the text stays the same.",
-    epilog="`slipstream COMMAND --help` lists the options; `slipstream demo` is a good beginning.",
+    epilog="`slipstream COMMAND --help` lists the usual options, `--help-all` every one; "
+    "`slipstream demo` is a good beginning.",
     context_settings=SETTINGS,
     no_args_is_help=True,
     add_completion=False,

@@ -106,16 +106,15 @@ def _summary(report: JobReport) -> str:
     """One line on a job."""
     before = f", {report.answered_before} before" if report.answered_before else ""
     failed = f", {report.failed} failed" if report.failed else ""
-    left = f", {report.remaining} left" if report.remaining > 0 else ""
-    return (
-        f"{report.answered} of {report.total} answered{before}{failed}{left} in {report.seconds:.1f} s{_speed(report)}"
-    )
+    remaining = f", {report.remaining} left" if report.remaining > 0 else ""
+    counts = f"{report.answered} of {report.total} answered{before}{failed}{remaining}"
+    return f"{counts} in {report.seconds:.1f} s{_speed(report)}"
 
 
 def _speed(report: JobReport) -> str:
     speed, rate = report.tokens_per_second, report.work.acceptance_rate
-    told = f", {speed:.0f} tokens/s" if speed and report.work.output_tokens else ""
-    return told + (f", acceptance {100 * rate:.0f} %" if rate is not None else "")
+    tokens = f", {speed:.0f} tokens/s" if speed and report.work.output_tokens else ""
+    return tokens + (f", acceptance {100 * rate:.0f} %" if rate is not None else "")
 
 
 @contextmanager
@@ -131,16 +130,19 @@ def _progress() -> Iterator[Progress]:
         task = bar.add_task("reading", total=None)
 
         def show(report: JobReport) -> None:
-            left = "" if report.seconds_left is None else f", {_time(report.seconds_left)} left"
-            done = report.answered_before + report.answered + report.failed
+            time_left = "" if report.seconds_left is None else f", {_time(report.seconds_left)} left"
+            completed = report.answered_before + report.answered + report.failed
             bar.update(
-                task, total=report.total, completed=done, description=f"{report.seconds:.0f} s{_speed(report)}{left}"
+                task,
+                total=report.total,
+                completed=completed,
+                description=f"{report.seconds:.0f} s{_speed(report)}{time_left}",
             )
 
         yield show
 
 
 def _time(seconds: float) -> str:
-    minutes, whole = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

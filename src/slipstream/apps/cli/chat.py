@@ -96,19 +96,15 @@ class Screen:
     """Answers, and what was asked for, on standard output; everything else on standard error."""
 
     def piece(self, text: str) -> None:
-        """A part of the answer, as it is."""
         print_text(text, end="")
 
     def say(self, line: str | Text) -> None:
-        """What the user asked to see."""
         out.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
 
     def note(self, line: str) -> None:
-        """A remark, dim."""
         err.print(Text(line, "dim"), soft_wrap=True)
 
     def error(self, line: str) -> None:
-        """Why something was not done."""
         print_error(line)
 
 

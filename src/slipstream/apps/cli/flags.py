@@ -27,6 +27,12 @@ from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
 
 SECTIONS = {DecoderConfig: "Decoder", SamplingParams: "Sampling", ServerSettings: "Server", RayOptions: "Many machines"}
+# flags of these classes that --help shows; --help-all has the others too
+USUAL = {
+    DecoderConfig: ("drafter", "num_draft_tokens", "acceptance", "dtype", "device", "max_batch_size"),
+    SamplingParams: ("temperature", "top_p", "max_tokens", "stop", "seed", "n", "prediction"),
+    RayOptions: ("ray",),
+}
 NOT_FLAGS = {"logits_processors", "constraint", "n", "logprobs", "prediction"}  # unless a command asks for them
 METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
 SEVERAL = "may be given several times"
@@ -51,14 +57,14 @@ def _json_object(text: str) -> Any:
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:
-    found = {}
+    biases = {}
     for pair in pairs:
         token, _, bias = pair.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise UsageError(f"--logit-bias {pair!r}; allowed: TOKEN_ID=NUMBER, e.g. 198=-5") from None
-    return found
+    return biases
 
 
 def _text_of(path: str | None) -> str | None:
@@ -107,6 +113,24 @@ WRITTEN = {
 }
 
 
+HELP_ALL = "help_all"
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    """Print the help with the options that `--help` leaves out."""
+    if is_asked:
+        for option in context.command.params:
+            setattr(option, "hidden", False)  # noqa: B010  # arguments have none
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all),
+]
+
+
 def flags(
     *classes: type, also: Collection[str] = (), without: Collection[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -127,15 +151,16 @@ def flags(
             for option in _options(cls, defaults, NOT_FLAGS.difference(also).union(without)):
                 options.setdefault(option.name, option)
                 owners.setdefault(option.name, cls)
-        parameters = [*options.values(), *others]
+        parameters = [*options.values(), *others, _parameter(HELP_ALL, HelpAll, False)]
 
         @functools.wraps(function)
         def wrapper(**values: Any) -> Any:
-            given = {name: _parsed(name, values.pop(name)) for name in options}
+            values.pop(HELP_ALL)  # its callback has ended the command if it was asked for
+            parsed = {name: _parsed(name, values.pop(name)) for name in options}
             for parameter in signature.parameters.values():
                 cls = parameter.annotation
                 if cls in classes:
-                    values[parameter.name] = cls(**{name: given[name] for name in given if owners[name] is cls})
+                    values[parameter.name] = cls(**{name: parsed[name] for name in parsed if owners[name] is cls})
             return function(**values)
 
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -171,6 +196,7 @@ def _setting_option(f: Field[Any], cls: type, defaults: Mapping[str, Any]) -> in
         help=f.metadata["help"] + written.more,
         metavar=written.metavar or None,
         rich_help_panel=SECTIONS[cls],
+        hidden=f.name not in USUAL.get(cls, (f.name,)),
     )
     return _parameter(f.name, Annotated[kind, option], default)
 
@@ -282,13 +308,13 @@ class PromptSource:
     raw: Raw = False
 
 
-def read_batch_sizes(text: str, most: int) -> list[int]:
+def read_batch_sizes(text: str, max_batch_size: int) -> list[int]:
     """The numbers of --batch-sizes. most: the decoder's max_batch_size."""
     sizes = [int(size) for size in text.split(",")] if re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text) else []
     if not sizes or len(set(sizes)) < len(sizes):
         raise UsageError(f"--batch-sizes {text!r}; allowed: different whole numbers with commas between, e.g. 1,4,8")
-    if max(sizes) > most:
-        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({most})")
+    if max(sizes) > max_batch_size:
+        raise UsageError(f"batch size {max(sizes)}; allowed: up to max_batch_size ({max_batch_size})")
     return sizes
 
 
@@ -303,38 +329,54 @@ class Structure:
     regex: Annotated[
         str | None,
         option(
-            STRUCTURE, "--regex", text="a text that matches this regular expression from end to end", metavar="TEXT"
+            STRUCTURE,
+            "--regex",
+            text="a text that matches this regular expression from end to end",
+            metavar="TEXT",
+            hidden=True,
         ),
     ] = None
     choice: Annotated[
         list[str],
-        option(STRUCTURE, "--choice", text="this text or another --choice; given several times", metavar="TEXT"),
+        option(
+            STRUCTURE,
+            "--choice",
+            text="this text or another --choice; given several times",
+            metavar="TEXT",
+            hidden=True,
+        ),
     ] = ()  # type: ignore[assignment]
     grammar: Annotated[
         Path | None,
-        option(STRUCTURE, "--grammar", text="a text of the grammar in this file (llguidance's Lark)", metavar="FILE"),
+        option(
+            STRUCTURE,
+            "--grammar",
+            text="a text of the grammar in this file (llguidance's Lark)",
+            metavar="FILE",
+            hidden=True,
+        ),
     ] = None
     whitespace: Annotated[
         str,
-        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME"),
+        option(STRUCTURE, "--whitespace", text="of JSON: compact | spaced | flexible", metavar="NAME", hidden=True),
     ] = Constraint.whitespace
 
     def of(self, params: SamplingParams) -> SamplingParams:
         """The sampling options with the constraint of these flags, if there is one."""
-        given: dict[str, Any] = {
+        kinds: dict[str, Any] = {
             "json_schema": self.json_schema and _read("--json-schema", self.json_schema),
             "json_object": self.json_object,
             "regex": self.regex,
             "choice": list(self.choice) or None,
             "grammar": self.grammar and _read("--grammar", self.grammar),
         }
-        if all(value in (None, False) for value in given.values()):
+        if all(value in (None, False) for value in kinds.values()):
             if self.whitespace != Constraint.whitespace:
                 raise UsageError(
                     f"--whitespace {self.whitespace!r} alone; allowed: with --json-schema or --json-object"
                 )
             return params
-        return replace(params, constraint=Constraint(**given, whitespace=self.whitespace))
+        return replace(params, constraint=Constraint(**kinds, whitespace=self.whitespace))
 
 
 def _read(flag: str, file: Path) -> str:
@@ -348,7 +390,7 @@ def read_plan(context: typer.Context, value: Path | None) -> Path | None:
     """Make the file's values the defaults of the command; keys that are no options of it are refused."""
     if value is None:
         return None
-    allowed = {key: option for option in context.command.params if (key := _key(option)) != "plan"}
+    allowed = {key: option for option in context.command.params if (key := _key(option)) not in ("plan", HELP_ALL)}
     defaults: dict[str, Any] = {}
     for key, item in _object(value).items():
         if key not in allowed:
@@ -380,18 +422,18 @@ def _key(option: Any) -> str:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"plan {str(file)!r} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UsageError(f"plan {str(file)!r} is not an object; allowed: one JSON object of options")
-    return found
+    return value
 
 
 def _default(where: str, item: Any, multiple: bool) -> str | list[str]:
     """A value as the flag would be written; a list is several flags, or one value with commas between."""
     if isinstance(item, list):
-        parts = [_word(where, one) for one in item]
+        parts = [_word(where, part) for part in item]
         return parts if multiple else ",".join(parts)
     word = json.dumps(item) if isinstance(item, dict) else _word(where, item)
     return [word] if multiple else word

@@ -60,7 +60,9 @@ def generate_command(
     else:
         results = _batch(decoder, prompts, requests, params, chat=not source.raw, debug=debug)
     write_json(json_file, {"target": models.target, "draft": models.draft, "results": results})
-    if any(one["finish_reason"] == "error" for result in results for one in (result, *result.get("alternatives", ()))):
+    if any(
+        text["finish_reason"] == "error" for result in results for text in (result, *result.get("alternatives", ()))
+    ):
         raise typer.Exit(1)
 
 
@@ -80,7 +82,7 @@ def _stream(
     out.print()
     rounds = [c.round for c in chunks]
     _show_rounds(decoder, rounds, debug)
-    told = _told_logprobs(decoder, rounds)
+    logprobs = _report_logprobs(decoder, rounds)
     stats = Stats.of(rounds, lossless=decoder.lossless)
     reason = "interrupted" if interrupted or not chunks else chunks[-1].round.finish_reason
     _print_stats(decoder, stats, f"ended by {reason}")
@@ -89,7 +91,7 @@ def _stream(
         "token_ids": [token for c in chunks for token in c.token_ids],
         "finish_reason": reason,
         "stats": stats.to_dict(),
-    } | told
+    } | logprobs
 
 
 def _batch(
@@ -117,7 +119,7 @@ def _batch(
             results[-1]["alternatives"].append(report)
         else:
             results.append(report | ({"alternatives": []} if seed else {}))
-    stats = Stats.of((done for row in rows for done in row.rounds), lossless=decoder.lossless)
+    stats = Stats.of((round for row in rows for round in row.rounds), lossless=decoder.lossless)
     _print_stats(decoder, stats, f"{len(rows)} texts")
     return results
 
@@ -128,17 +130,17 @@ def _report(decoder: SpeculativeDecoder, row: Row, params: SamplingParams, debug
     from slipstream.text.results import Stats
 
     assert decoder.tokenizer is not None
-    ids = [token for done in row.rounds for token in done.tokens]
+    ids = [token for round in row.rounds for token in round.tokens]
     text = visible_text(decoder.tokenizer, params, ids)
     print_text(text)
     _show_rounds(decoder, row.rounds, debug)
-    told = _told_logprobs(decoder, row.rounds)
+    details = _report_logprobs(decoder, row.rounds)
     if row.error is not None:
-        told["error"] = first_line(row.error)
-        err.print(f"error: {told['error']}", soft_wrap=True)
+        details["error"] = first_line(row.error)
+        err.print(f"error: {details['error']}", soft_wrap=True)
     stats = Stats.of(row.rounds, lossless=decoder.lossless)
     reason = row.finish_reason or "interrupted"
-    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | told
+    return {"text": text, "token_ids": ids, "finish_reason": reason, "stats": stats.to_dict()} | details
 
 
 def _n_times(
@@ -148,14 +150,14 @@ def _n_times(
     n = params[0].n
     if n == 1:
         return requests, params
-    ones = [replace(own, n=1) for own in params]
-    rows = decoder.rows(requests, ones, chat=chat)
-    seeded = [replace(own, seed=seed) for own, row in zip(ones, rows, strict=True) for seed in _seeds(row, n)]
+    singles = [replace(each, n=1) for each in params]
+    rows = decoder.rows(requests, singles, chat=chat)
+    seeded = [replace(each, seed=seed) for each, row in zip(singles, rows, strict=True) for seed in _seeds(row, n)]
     return [row.tokens for row in rows for _ in range(n)], seeded
 
 
 def _seeds(row: Row, n: int) -> list[int]:
-    """Of the texts of a request, whose first has the row's."""
+    """The seeds of a request's `n` texts; the first has the row's own."""
     from slipstream.text.requests import further_seeds
 
     return [row.seed, *further_seeds(row.seed, n)]
@@ -169,24 +171,24 @@ def _run(decoder: SpeculativeDecoder, rows: Sequence[Row]) -> None:
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("texts", total=len(rows))
         try:
-            for done in decoder.run(rows):
-                progress.update(task, advance=done.finish_reason is not None)
+            for round in decoder.run(rows):
+                progress.update(task, advance=round.finish_reason is not None)
         except KeyboardInterrupt:
             progress.update(task, description="interrupted")
 
 
-def _told_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
+def _report_logprobs(decoder: SpeculativeDecoder, rounds: Sequence[Round]) -> dict[str, Any]:
     """Print each token's log-probability and the likeliest tokens, if they were asked for, and return them for JSON."""
-    found = [one for done in rounds for one in done.logprobs or ()]
-    if all(done.logprobs is None for done in rounds):
+    reported = [entry for round in rounds for entry in round.logprobs or ()]
+    if all(round.logprobs is None for round in rounds):
         return {}
     assert decoder.tokenizer is not None
-    for one in found:
-        (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (one.token_id, *(i for i, _ in one.top)))
-        likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, one.top, strict=True))
-        line = f"{one.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
+    for entry in reported:
+        (token, *top) = (repr(decoder.tokenizer.decode([i])) for i in (entry.token_id, *(i for i, _ in entry.top)))
+        likeliest = ", ".join(f"{text} {value:.3f}" for text, (_, value) in zip(top, entry.top, strict=True))
+        line = f"{entry.logprob:8.3f}  {token}" + (f"  of  {likeliest}" if top else "")
         err.print(line, soft_wrap=True)
-    return {"logprobs": [asdict(one) for one in found]}
+    return {"logprobs": [asdict(entry) for entry in reported]}
 
 
 def _show_rounds(decoder: SpeculativeDecoder, rounds: Sequence[Round], debug: bool) -> None:

@@ -30,12 +30,12 @@ def models(
 
     if fetch:
         embedded_model()
-    found = list_models()
-    for item in found:
+    cached = list_models()
+    for item in cached:
         out.print(f"{item['name']:24} {item['architecture']:28} {item['gigabytes']:.2f} GB  {item['folder']}")
-    if not found:
+    if not cached:
         out.print("no models in the cache; 'slipstream models --fetch' gets the default one")
-    write_json(json_file, {"models": found})
+    write_json(json_file, {"models": cached})
 
 
 @models_app.command(cls=Command, context_settings=SETTINGS)
@@ -55,7 +55,7 @@ def check(
     from slipstream.text.prompt_sets import read_prompts
     from slipstream.wiring.vocabulary_report import compare_vocabularies
 
-    sample = "" if text is None else "\n\n".join(one.prompt for one in read_prompts(text))
+    sample = "" if text is None else "\n\n".join(prompt.prompt for prompt in read_prompts(text))
     report = compare_vocabularies(inspect_vocabulary(target), inspect_vocabulary(draft), sample)
     for line in report.lines():
         out.print(line, soft_wrap=True)

@@ -60,9 +60,9 @@ def _why_no_file(path: Path) -> str | None:
 def _why_no_folder(path: Path) -> str | None:
     """Why nothing can be written into the folder, or into the nearest one above it that exists."""
     try:
-        found = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     except (OSError, ValueError) as error:
         return str(error)
-    if not found.is_dir():
-        return f"{str(found)!r} is not a folder"
-    return None if os.access(found, os.W_OK | os.X_OK) else f"no permission to write into {str(found)!r}"
+    if not nearest.is_dir():
+        return f"{str(nearest)!r} is not a folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write into {str(nearest)!r}"

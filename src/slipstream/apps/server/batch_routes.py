@@ -18,7 +18,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import count_unknown, service_of
 from slipstream.apps.server.request_reading import check_extra
 from slipstream.apps.server.schemas import BatchList, BatchObject, Fields, FileDeleted, FileList, FileObject, answers
-from slipstream.jobs.job_output import sync
+from slipstream.durable_files import sync
 
 LONGEST_HEAD = 8 << 10  # bytes of a part's headers
 LONGEST_FIELD = 1 << 10  # bytes of a field that is no file

@@ -146,7 +146,7 @@ class OpenAILines:
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that the log has named
 
-    def asked(self, line: Line, digest: str) -> OpenAIRequest:
+    def request_of(self, line: Line, digest: str) -> OpenAIRequest:
         """The rows of a line; ApiError or UsageError says what is not allowed."""
         fields = read_fields(line)
         check_model(self._facts.name, fields.model)
@@ -164,7 +164,7 @@ class OpenAILines:
         return tuple(scores.values)
 
 
-def line_kind(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
+def line_format(decoder: SpeculativeDecoder, options: JobOptions, fingerprint: str) -> OpenAILines:
     """Lines of OpenAI's format for a decoder."""
     return OpenAILines(decoder, options)
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from slipstream.apps.server.error_objects import ApiError, refused
+from slipstream.durable_files import sync
 from slipstream.errors import SlipstreamError, UsageError
-from slipstream.jobs.job_output import sync
 
 LONGEST_NAME = 255  # characters of a file's name
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.drafters.suffix.automaton import LIMIT, SuffixAutomaton
+from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
 
 FORMAT = "slipstream suffix store 1"
@@ -95,13 +96,10 @@ class SuffixStore:
         tokens = np.array([token for text in texts for token in text], dtype=np.int32)
         size, tokenizer = np.array(self.vocab_size), np.array(self.tokenizer)
         values: tuple[Any, ...] = (np.array(FORMAT), size, tokenizer, lengths, tokens)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
-            with partial.open("wb") as file:
+            with replaced(path) as partial, partial.open("wb") as file:
                 np.savez(file, **dict(zip(FIELDS, values, strict=True)))
-            partial.replace(path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise SlipstreamError(f"store {str(path)!r} cannot be written: {error.strerror or error}") from error
 
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.jobs.job_lines import Line
-from slipstream.jobs.line_formats import Asked, JobOptions, LineReader
+from slipstream.jobs.line_formats import JobOptions, JobRequest, LineReader
 from slipstream.jobs.request_pool import RequestPool, Work
 from slipstream.wiring.run_order import first_row, ordered
 
@@ -41,40 +41,40 @@ class RayEngine:
         self._reader = LineReader(self._decoder, spec.options)
         self._pool = RequestPool(self._decoder)
         self._news, self._tokenizer = threading.Condition(), threading.Lock()
-        self._new: list[Asked] = []
-        self._ended: dict[int, Asked] = {}  # by the identity of a request
+        self._new: list[JobRequest] = []
+        self._ended: dict[int, JobRequest] = {}  # by the identity of a request
         self._told = Work()  # what has been reported
         self._failure: BaseException | None = None
         threading.Thread(target=self._run, name="slipstream-engine", daemon=True).start()
 
     def __call__(self, block: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
         """Answer a block: columns `number` and `line` (JSON). Returns columns with an answer or a refusal each."""
-        found: dict[int, tuple[bool, dict[str, Any]]] = {}
-        requests: list[Asked] = []
+        answers: dict[int, tuple[bool, dict[str, Any]]] = {}
+        requests: list[JobRequest] = []
         for number, text in zip(block["number"], block["line"], strict=True):
             line = Line(int(number), json.loads(text))
             try:
                 with self._tokenizer:  # which several threads cannot use at once
-                    requests.append(self._reader.asked(line))
+                    requests.append(self._reader.request_of(line))
             except Exception as error:  # of this line; the others go on
-                found[line.number] = False, self._reader.refusal(line, error)
+                answers[line.number] = False, self._reader.refusal(line, error)
         for request in self._decoded(ordered(requests, first_row, self._decoder.shapes.reuse)):
             try:
                 with self._tokenizer:
-                    found[request.line.number] = True, request.answer()
+                    answers[request.line.number] = True, request.answer()
             except Exception as error:  # the row's own
-                found[request.line.number] = False, self._reader.refusal(request.line, error)
+                answers[request.line.number] = False, self._reader.refusal(request.line, error)
         numbers = [int(number) for number in block["number"]]
         work = self._new_work()
         return {
             "number": numbers,
-            "answered": [found[number][0] for number in numbers],
-            "line": [json.dumps(found[number][1]) for number in numbers],
+            "answered": [answers[number][0] for number in numbers],
+            "line": [json.dumps(answers[number][1]) for number in numbers],
             "fingerprint": [self._reader.fingerprint] * len(numbers),
-            "work": [json.dumps(vars(work)) if at == 0 else "" for at in range(len(numbers))],
+            "work": [json.dumps(vars(work)) if i == 0 else "" for i in range(len(numbers))],
         }
 
-    def _decoded(self, requests: Sequence[Asked]) -> list[Asked]:
+    def _decoded(self, requests: Sequence[JobRequest]) -> list[JobRequest]:
         """Hand requests to the engine and wait for all of them."""
         with self._news:
             self._new += requests

@@ -86,18 +86,18 @@ class RayJob:
 
     def _write(self, state: JobState, lines: dict[int, Line], block: Mapping[str, Any]) -> None:
         answers = []
-        for at, number in enumerate(map(int, block["number"])):
+        for i, number in enumerate(map(int, block["number"])):
             line = lines.pop(number, None)
             if line is None:
                 continue
-            state.expect(str(block["fingerprint"][at]))
-            told = json.loads(block["line"][at])
-            if block["answered"][at]:
-                answers.append(told)
+            state.expect(str(block["fingerprint"][i]))
+            answer = json.loads(block["line"][i])
+            if block["answered"][i]:
+                answers.append(answer)
             else:
-                state.refuse(line, told)
-            if block["work"][at]:
-                work = json.loads(block["work"][at])
+                state.refuse(line, answer)
+            if block["work"][i]:
+                work = json.loads(block["work"][i])
                 for name, count in work.items():
                     setattr(self.report.work, name, getattr(self.report.work, name) + count)
         state.answer(answers, str(block["fingerprint"][0]) if answers else "")

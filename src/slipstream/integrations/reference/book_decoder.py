@@ -26,8 +26,8 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, target_model: Module, draft_model: Module, draft_tokens: int = 4) -> None:
-        whole = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool)
-        if not whole or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
+        is_whole = isinstance(draft_tokens, int) and not isinstance(draft_tokens, bool)
+        if not is_whole or not 0 <= draft_tokens <= MAX_DRAFT_TOKENS:
             raise UsageError(f"draft_tokens={draft_tokens!r}; allowed: a whole number from 0 to {MAX_DRAFT_TOKENS}")
         if draft_model is None:
             raise UsageError("draft_model=None; allowed: a loaded Hugging Face causal language model")
@@ -46,8 +46,8 @@ class SpeculativeDecoder:
         room = decoder.target.backend.max_length - len(prompt)
         if room < 1:
             raise UsageError(f"input_ids has {len(prompt)} tokens; allowed: at most {len(prompt) + room - 1}")
-        whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
-        if not whole or not 1 <= max_new_tokens <= room:
+        is_whole = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
+        if not is_whole or not 1 <= max_new_tokens <= room:
             raise UsageError(
                 f"max_new_tokens={max_new_tokens!r}; allowed: a whole number from 1 to {room}, the room that the "
                 f"model's context leaves after {len(prompt)} tokens"

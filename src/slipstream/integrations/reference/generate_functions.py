@@ -91,11 +91,11 @@ class Options:
 
     def end_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids that end the text; UsageError for one the model does not have."""
-        given = self.eos_tokens_id
-        ids = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+        ends = self.eos_tokens_id
+        ids = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
         if not all(_is_id(token) and token < vocab_size for token in ids):
             raise UsageError(
-                f"eos_tokens_id={given!r}; allowed: a token id from 0 to {vocab_size - 1}, a list of them, or None"
+                f"eos_tokens_id={ends!r}; allowed: a token id from 0 to {vocab_size - 1}, a list of them, or None"
             )
         return ids
 
@@ -104,24 +104,26 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def round_line(done: Round, number: int, tokenizer: TokenNames | None) -> str:
+def round_line(round: Round, number: int, tokenizer: TokenNames | None) -> str:
     """Accepted draft tokens, of the main chain and of a branch, rejected ones and the token that followed.
 
     By name, or by id without a tokenizer.
 
     "unused" are draft tokens behind the text's end, which were neither accepted nor rejected.
     """
-    accepted = done.num_accepted_tokens
-    left = "rejected" if done.rejected or done.path is not None else "unused"
+    accepted = round.num_accepted_tokens
+    fate = "rejected" if round.rejected or round.path is not None else "unused"
     parts = [
-        ("accepted", done.tokens[: done.num_accepted_on_chain]),
-        ("branch", done.tokens[done.num_accepted_on_chain : accepted]),
+        ("accepted", round.tokens[: round.num_accepted_on_chain]),
+        ("branch", round.tokens[round.num_accepted_on_chain : accepted]),
     ]
-    parts.append((left, done.unaccepted))
-    parts += [(origin, (token,)) for origin, token in zip(done.origins[accepted:], done.tokens[accepted:], strict=True)]
+    parts.append((fate, round.unaccepted))
+    parts += [
+        (origin, (token,)) for origin, token in zip(round.origins[accepted:], round.tokens[accepted:], strict=True)
+    ]
     words = [f"{what} {_names(tokens, tokenizer)}" for what, tokens in parts if tokens]
-    end = [f"end ({done.finish_reason})"] if done.finish_reason else []
-    return f"row {done.row} round {number}: {', '.join(words + end)}"
+    end = [f"end ({round.finish_reason})"] if round.finish_reason else []
+    return f"row {round.row} round {number}: {', '.join(words + end)}"
 
 
 def _names(tokens: Sequence[int], tokenizer: TokenNames | None) -> str:
@@ -273,10 +275,10 @@ def _decode(prompts: list[list[int]], target: Module, drafter: Module | None, op
     decoder = _with_rule(decoder, sampling, options.skip_sample_adjustment)
     base = replace(sampling.params, num_draft_tokens=options.gamma, ignore_eos=True, stop_token_ids=ends)
     params = [_with_length(base, prompt, options.max_gen_len, backend.max_length) for prompt in prompts]
-    rows = decoder.rows(prompts, [replace(one, seed=seed_from_torch()) for one in params])
-    for done in decoder.run(rows):
+    rows = decoder.rows(prompts, [replace(row_params, seed=seed_from_torch()) for row_params in params])
+    for round in decoder.run(rows):
         if options.debug:
-            print(round_line(done, len(rows[done.row].rounds), options.tokenizer), file=sys.stderr)
+            print(round_line(round, len(rows[round.row].rounds), options.tokenizer), file=sys.stderr)
     for row in rows:
         if row.error is not None:
             raise row.error

@@ -33,7 +33,6 @@ class LogitsProcessor(ABC):
         self.temperature = temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The distribution."""
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
     @abstractmethod
@@ -133,13 +132,10 @@ def _share(top_p: float) -> float:
 
 @runtime_checkable
 class Processor(Protocol):
-    """What is asked of a logits processor: probabilities [1, V] from logits [1, V], and a token [1, 1] from those."""
+    """What the functions need of a logits processor: probabilities [1, V] from logits and a token [1, 1] from those."""
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """The distribution."""
-
-    def sample(self, probs: Tensor) -> Tensor:
-        """A token sampled in the processor's own way."""
+    def __call__(self, logits: Tensor) -> Tensor: ...
+    def sample(self, probs: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -186,8 +182,8 @@ def sampling_of(processor: Processor, vocab_size: int, device: torch.device) -> 
     adapted = (_LogProbs(processor),)
     if _draws_like(processor, GreedyProcessor):
         return Sampling(SamplingParams(temperature=0.0, logits_processors=adapted))
-    own = None if _draws_like(processor, MultinomialProcessor) else own_draws(processor)
-    return Sampling(SamplingParams(temperature=1.0, logits_processors=adapted), own)
+    rule = None if _draws_like(processor, MultinomialProcessor) else own_draws(processor)
+    return Sampling(SamplingParams(temperature=1.0, logits_processors=adapted), rule)
 
 
 def _native(processor: Processor) -> SamplingParams | None:
@@ -214,14 +210,14 @@ def _check_answer(processor: Processor, vocab_size: int, device: torch.device) -
     """Refuse a processor that answers with anything but a distribution, or with two of them for the same logits."""
     logits = torch.linspace(-3.0, 3.0, vocab_size, dtype=torch.float32, device=device)[None]
     first, second = processor(logits.clone()), processor(logits.clone())
-    found = f"shape {tuple(first.shape)}"
+    answer = f"shape {tuple(first.shape)}"
     if first.shape == logits.shape:
         total = float(first.sum())
         if first.min() >= 0 and abs(total - 1) <= TOLERANCE and torch.equal(first, second):
             return
-        found = f"two answers to the same logits, or probabilities of sum {total:g}"
+        answer = f"two answers to the same logits, or probabilities of sum {total:g}"
     raise UsageError(
-        f"logits_processor {type(processor).__name__} gave {found}; "
+        f"logits_processor {type(processor).__name__} gave {answer}; "
         f"allowed: probabilities of shape (1, {vocab_size}) that depend on the logits alone"
     )
 

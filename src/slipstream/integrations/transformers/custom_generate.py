@@ -96,7 +96,7 @@ class CustomGenerate:
         passed = NotPassedOn.of(model)
         if passed.synced_gpus:
             raise UsageError("synced_gpus=True; allowed: None or False")
-        own = {
+        call_settings = {
             "draft": _one_of("draft", draft, "assistant_model", passed.assistant_model),
             "drafter": drafter,
             "num_draft_tokens": num_draft_tokens,
@@ -107,8 +107,8 @@ class CustomGenerate:
                 "draft_tokenizer", draft_tokenizer, "assistant_tokenizer", passed.assistant_tokenizer
             ),
         }
-        settings = replace(self, **{name: value for name, value in own.items() if value is not None})
-        if settings.draft is None and own["draft_tokenizer"] is not None:
+        settings = replace(self, **{name: value for name, value in call_settings.items() if value is not None})
+        if settings.draft is None and call_settings["draft_tokenizer"] is not None:
             raise UsageError("draft_tokenizer (assistant_tokenizer) without a draft model; allowed: with draft=...")
         refuse_row_hooks(model)
         cached = settings.decoder_of(model)
@@ -133,18 +133,19 @@ class CustomGenerate:
         if not generation_config.return_dict_in_generate:
             return sequences
         output = GenerateDecoderOnlyOutput(sequences=sequences)
-        rounds = [done for row in [*rows, *more.values()] for done in row.rounds]
+        rounds = [round for row in [*rows, *more.values()] for round in row.rounds]
         output.slipstream_stats = Stats.of(rounds, lossless=decoder.lossless)
         output.slipstream_results = results
         return output
 
     def decoder_of(self, model: Any) -> SpeculativeDecoder:
         """The decoder over the model and the draft, cached on the model."""
-        for one in (model, self.draft):
-            if isinstance(one, torch.nn.Module) and unwrapped(one).training:
-                raise UsageError(f"model {type(one).__name__} is in training mode; allowed: after model.eval()")
-        spoken = None if self.draft is None else self.draft_tokenizer  # it may be here for calls with a draft model
-        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=spoken)
+        for module in (model, self.draft):
+            if isinstance(module, torch.nn.Module) and unwrapped(module).training:
+                raise UsageError(f"model {type(module).__name__} is in training mode; allowed: after model.eval()")
+        # without a draft model it waits for the calls that bring one
+        draft_tokenizer = None if self.draft is None else self.draft_tokenizer
+        settings = DecoderSettings(draft=self.draft, tokenizer=self.tokenizer, draft_tokenizer=draft_tokenizer)
         return decoder_for(model, replace(settings, max_batch_size=self.max_batch_size))
 
     def stop_criteria(self, stop_strings: Any) -> list[Any]:
@@ -181,8 +182,8 @@ def _decode(decoder: SpeculativeDecoder, options: Options, prompts: Sequence[Pad
     if streamer is None:
         decoder.decode(rows)
     else:
-        for done in decoder.run(rows):
-            for token in done.tokens:
+        for round in decoder.run(rows):
+            for token in round.tokens:
                 streamer.put(torch.tensor([token], device="cpu"))
     for row in rows:
         if row.error is not None:

@@ -246,7 +246,9 @@ class NotPassedOn:
         while frame is not None:
             if frame.f_code is GENERATE and frame.f_locals["self"] is model:
                 above = {} if frame.f_back is None else frame.f_back.f_locals.get("kwargs", {})
-                given = {option.name: frame.f_locals.get(option.name, above.get(option.name)) for option in fields(cls)}
-                return cls(**given)
+                arguments = {
+                    option.name: frame.f_locals.get(option.name, above.get(option.name)) for option in fields(cls)
+                }
+                return cls(**arguments)
             frame = frame.f_back
         return cls()

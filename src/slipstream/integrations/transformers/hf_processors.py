@@ -53,11 +53,11 @@ def last_fields(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
     if rest and type(rest[-1]) is hf.LogitNormalization:
         rest.pop()
     while rest:
-        at = next((i for i, (kind, *_) in enumerate(WARPERS) if type(rest[-1]) is kind), stage)
-        if at >= stage or not _plain(rest[-1]):
+        index = next((i for i, (kind, *_) in enumerate(WARPERS) if type(rest[-1]) is kind), stage)
+        if index >= stage or not _plain(rest[-1]):
             break
-        _, name, attribute = WARPERS[at]
-        fields[name], stage = getattr(rest.pop(), attribute), at
+        _, name, attribute = WARPERS[index]
+        fields[name], stage = getattr(rest.pop(), attribute), index
     return fields, rest
 
 
@@ -81,13 +81,13 @@ def first_fields(
     """
     fields: dict[str, Any] = {}
     reached = -1
-    for at, processor in enumerate(processors):
-        stage, found = _known(processor, prompt, end_ids)
+    for index, processor in enumerate(processors):
+        stage, field = _known(processor, prompt, end_ids)
         if stage < reached or (stage == reached and stage != LENGTH):
-            return fields, list(processors[at:])
+            return fields, list(processors[index:])
         if stage == reached:
-            found["min_tokens"] = max(found["min_tokens"], fields["min_tokens"])
-        fields, reached = fields | found, stage
+            field["min_tokens"] = max(field["min_tokens"], fields["min_tokens"])
+        fields, reached = fields | field, stage
     return fields, []
 
 
@@ -125,22 +125,22 @@ def _ids(tensor: Tensor) -> frozenset[int]:
 
 def for_row(processor: Any, row: int, num_rows: int) -> Any:
     """The processor as it treats row number `row`: those that know the batch row by row are narrowed to one."""
-    kind, made = type(processor), copy(processor)
+    kind, narrowed = type(processor), copy(processor)
     if kind is hf.RepetitionPenaltyLogitsProcessor:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
-            made.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+            narrowed.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
     elif kind is hf.EncoderRepetitionPenaltyLogitsProcessor:
-        at = row * processor.encoder_input_ids.shape[0] // num_rows  # not repeated for num_return_sequences
-        made.encoder_input_ids = processor.encoder_input_ids[at : at + 1]
+        first = row * processor.encoder_input_ids.shape[0] // num_rows  # not repeated for num_return_sequences
+        narrowed.encoder_input_ids = processor.encoder_input_ids[first : first + 1]
     elif kind is hf.EncoderNoRepeatNGramLogitsProcessor:
-        at = row * processor.batch_size // num_rows
-        made.generated_ngrams, made.batch_size = processor.generated_ngrams[at : at + 1], 1
+        first = row * processor.batch_size // num_rows
+        narrowed.generated_ngrams, narrowed.batch_size = processor.generated_ngrams[first : first + 1], 1
     elif kind is hf.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
-        made._prefix_allowed_tokens_fn = lambda _, sent: allowed(row, sent)
+        narrowed._prefix_allowed_tokens_fn = lambda _, sent: allowed(row, sent)
     else:
         return processor
-    return made
+    return narrowed
 
 
 class RowProcessor:

@@ -1,0 +1,64 @@
+"""Files that a killed process or a full disk leaves whole: replaced at once, or appended line by line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+BLOCK = 1 << 16  # bytes read at a time
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder, of this process alone; the file written there replaces `path`.
+
+    After an exception the temporary file is deleted and `path` is as it was.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def append(file: IO[bytes], data: bytes) -> None:
+    """Write all of `data` to an unbuffered file; it is on the disk when this returns."""
+    while data:  # on a disk that is almost full a write may take a part of the data only
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
+
+
+def cut(file: IO[bytes], size: int) -> None:
+    """Leave the first `size` bytes of a file and go to their end."""
+    if file.seek(0, os.SEEK_END) > size:
+        file.truncate(size)
+        os.fsync(file.fileno())
+        file.seek(size)
+
+
+def size_of_whole_lines(file: IO[bytes]) -> int:
+    """Bytes up to the last newline: all, unless the last write was torn."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def sync(path: Path) -> None:
+    """Put a file's content, or a folder's new names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
