@@ -20,7 +20,7 @@ from slipstream.models.toy import ToyTokenizer
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
 from slipstream.text.prompt_sets import builtin_prompts, read_prompts
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

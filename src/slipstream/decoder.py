@@ -29,8 +29,8 @@ from slipstream.reproducibility.calibration import Calibration
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Message, Prompt, RequestReader, read_prompts
 from slipstream.text.results import Chunk, Result, chunks_of, result_of
-from slipstream.text.tokenizer import Tokenizer
-from slipstream.text.vocabulary_bridge import VocabularyBridge
+from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 from slipstream.wiring.engine_choice import EngineChoice, check_names, choose_engine, name_of
 from slipstream.wiring.model_pair import ModelPair
 from slipstream.wiring.prompt_scores import PromptScores

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.text.vocabulary import differing_tokens
+from slipstream.tokenization.vocabulary import differing_tokens
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 CONTEXT = 32

@@ -15,9 +15,9 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.layouts import make_session
 from slipstream.models.toy import ToyTokenizer
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo
-from slipstream.text.vocabulary_bridge import VocabularyBridge, bridge_between
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, bridge_between
 from tests.support.tiny_models import HashBackend, RaggedHash
 from tests.support.vocabularies import TEXT, bridge
 

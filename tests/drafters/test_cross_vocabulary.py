@@ -15,8 +15,8 @@ from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.models.toy import load_toy
 from slipstream.sampling.sampler import Sampler
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary_bridge import VocabularyBridge
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 from tests.support.markers import mostly_slow
 from tests.support.tiny_models import WINDOW
 from tests.support.vocabularies import KINDS, FableBackend, decoder_of, fable_model, speaking, tokenizer, vocabulary

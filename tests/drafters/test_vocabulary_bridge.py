@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.drafters.cross_vocabulary import bridged_session
 from slipstream.drafters.cross_vocabulary.bridged_session import DraftText
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.text.vocabulary_bridge import VocabularyBridge, unfinished
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinished
 from tests.support.vocabularies import KINDS, SPECIALS, TEXT, bridge, vocabulary
 
 PAIRS = [

@@ -7,9 +7,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from slipstream import UsageError
-from slipstream.text.byte_vocabulary import PROBES, ByteVocabulary, byte_vocabulary
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo
+from slipstream.tokenization.byte_vocabulary import PROBES, ByteVocabulary, byte_vocabulary
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo
 from tests.support.vocabularies import KINDS, SPECIALS, bridge, vocabulary
 
 TEXTS = [*PROBES, "The heron, 12345", "\n\n\n    x", "\u6771\u4eac \U0001f600", f"a {SPECIALS[0]} in a text", "  "]

@@ -20,8 +20,8 @@ from slipstream.models.weights.gguf_tokenizer import SPLITS
 from slipstream.models.weights.model_files import CONVERSION, is_converted
 from slipstream.models.weights.resolve import embedded_model, resolve
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load_tokenizer
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
 
 pytest.importorskip("gguf")

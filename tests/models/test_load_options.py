@@ -12,7 +12,7 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, Usag
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support.tiny_models import fresh, prompts, reference, shared, tokenizer
 
 PARAMS = SamplingParams(max_tokens=12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from slipstream import SpeculativeDecoder
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 from tests.support import tiny_models
 

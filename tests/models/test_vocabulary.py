@@ -15,8 +15,8 @@ from slipstream import SamplingParams, SlipstreamError, SpeculativeDecoder, Usag
 from slipstream.models.load import load
 from slipstream.models.loaded import Loaded, LoadOptions
 from slipstream.models.weights.tokenizer_loading import inspect_vocabulary
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo, same_vocabulary
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo, same_vocabulary
 from slipstream.wiring.vocabulary_report import PROBES, Finding, VocabularyReport, compare_vocabularies
 from tests.support.tiny_models import LETTERS, VOCAB, fresh, tokenizer
 

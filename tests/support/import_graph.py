@@ -23,22 +23,22 @@ def module_name(file: Path) -> str:
 FILES = {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
 
 
-def statements(tree: ast.AST, *, top_level: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements outside `if TYPE_CHECKING`; with top_level, those outside functions as well."""
+def statements(tree: ast.AST, *, top_level: bool, typing: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements; with `typing`, those under `if TYPE_CHECKING` too; with `top_level`, none in functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not typing:
             yield from (s for branch in node.orelse for s in statements(branch, top_level=top_level))
         elif not (top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            yield from statements(node, top_level=top_level)
+            yield from statements(node, top_level=top_level, typing=typing)
 
 
 @cache
-def imports(name: str, *, top_level: bool = False, source: str | None = None) -> frozenset[str]:
+def imports(name: str, *, top_level: bool = False, typing: bool = False, source: str | None = None) -> frozenset[str]:
     """Modules that a module imports; `from package import module` counts as the module."""
     found = set()
-    for statement in statements(ast.parse(source or FILES[name].read_text()), top_level=top_level):
+    for statement in statements(ast.parse(source or FILES[name].read_text()), top_level=top_level, typing=typing):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
             continue

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from slipstream import Constraint, SpeculativeDecoder
 from slipstream.constraints.compiled_grammars import CompiledGrammars, GrammarState
 from slipstream.models.loaded import Loaded
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 VOCAB, END, EMPTY = 448, "<eos>", 5  # the last ids stand for nothing, as padded heads have them
 

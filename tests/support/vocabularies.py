@@ -15,9 +15,9 @@ from torch import Tensor
 from slipstream import SpeculativeDecoder
 from slipstream.models.loaded import Loaded
 from slipstream.models.toy import FABLE, ToyBackend, load_toy
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo
-from slipstream.text.vocabulary_bridge import VocabularyBridge, bridge_between
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, bridge_between
 from slipstream.wiring import model_pair
 from tests.support.tiny_models import fresh
 

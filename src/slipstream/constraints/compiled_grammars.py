@@ -26,7 +26,7 @@ from slipstream.constraints.constraint import Constraint
 from slipstream.constraints.grammar_text import LIMITS, TOO_EXPENSIVE, Limits, allowed, load_llguidance, reason
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.text.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
+from slipstream.tokenization.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
 
 SAVED, SAVED_MEGABYTES = 32, 512  # grammars that stay compiled: how many, and what they take together
 LEXER_COST = re.compile(r'"lexer_cost": (\d+)')

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from slipstream.constraints.grammar_text import nesting
 from slipstream.durable_files import replaced
 from slipstream.errors import SlipstreamError, UsageError, first_line
-from slipstream.text.prompt_sets import check_text
+from slipstream.tokenization.tokenizer import check_text
 
 ROWS = 1024  # read and written at a time
 LONGEST_ID = 512  # characters

@@ -27,7 +27,7 @@ from slipstream.models.loaded import Loaded
 from slipstream.sampling.params import SamplingParams
 from slipstream.text.requests import Prompt, further_seeds
 from slipstream.text.results import Result, result_of
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
 FORMATS = {"plain": "slipstream.jobs.line_formats", "openai": "slipstream.apps.server.batch_runner"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.models.draft_vocabulary import RestrictedHead

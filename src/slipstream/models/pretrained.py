@@ -39,7 +39,7 @@ from slipstream.models.hf.supported_models import not_by_position, without_weigh
 from slipstream.models.loaded import PLAN, Loaded, LoadOptions
 from slipstream.models.quantised_models import QuantisedModel
 from slipstream.models.weights.tokenizer_loading import load_tokenizer
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 
 log = logging.getLogger("slipstream")
 

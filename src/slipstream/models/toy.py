@@ -16,8 +16,8 @@ from torch import Tensor
 from slipstream.core.trees import TreeSegment
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
-from slipstream.text.byte_vocabulary import ByteTokens, Encoding
-from slipstream.text.tokenizer import PLAIN_CHAT, ChatForm
+from slipstream.tokenization.byte_vocabulary import ByteTokens, Encoding
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, ChatForm
 
 END = 256
 VOCAB_SIZE = 257

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import UsageError, did_you_mean
+from slipstream.tokenization.tokenizer import check_text
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,6 @@ class NamedPrompt:
         check_text("prompt", self.prompt)
         if self.prediction is not None:
             check_text("prediction", self.prediction)
-
-
-def check_text(name: str, text: str) -> None:
-    """Refuse text that UTF-8 cannot encode: lone surrogates, which undecodable bytes become."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{name} has {text[error.start]!r} at character {error.start}; allowed: valid Unicode (no lone surrogates)"
-        ) from None
 
 
 def named_prompt(source: str, text: str, category: str = "prompt") -> NamedPrompt:

@@ -22,9 +22,9 @@ from slipstream.core.rng import key
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.byte_vocabulary import RunningModel
 from slipstream.text.detokenizer import VisibleText
-from slipstream.text.prompt_sets import check_text
+from slipstream.tokenization.byte_vocabulary import RunningModel
+from slipstream.tokenization.tokenizer import check_text
 
 ALLOWED = "a text, a list of token ids or a list of chat messages"
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")  # in names of what processors return

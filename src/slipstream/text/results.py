@@ -15,7 +15,7 @@ from slipstream.core.types import Row
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText, visible_text
 from slipstream.text.round_view import percent, round_lines, to_html
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rich.text import Text
 from slipstream.core.rounds import Round
 from slipstream.text.detokenizer import TextStream
 from slipstream.text.terminal_text import harmless
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     pass

@@ -10,7 +10,7 @@ import torch
 from slipstream.core.kv_slots import Shapes
 from slipstream.models.backend_capabilities import LayerSubsets
 from slipstream.models.loaded import Loaded
-from slipstream.text.tokenizer import TokenizerDetails
+from slipstream.tokenization.tokenizer import TokenizerDetails
 from slipstream.version import __version__
 
 

@@ -25,7 +25,7 @@ from slipstream.models.loaded import Loaded, LoadOptions, View, is_loaded, is_to
 from slipstream.reproducibility.calibration import Calibration
 from slipstream.reproducibility.calibration_cache import choose_shapes, remembered_draft_times
 from slipstream.reproducibility.timing import TEXT, DraftTimes, time_drafts
-from slipstream.text.vocabulary_bridge import bridge_between
+from slipstream.tokenization.vocabulary_bridge import bridge_between
 
 NOT_TIMED = DraftTimes()
 
@@ -203,7 +203,7 @@ def _tokenizer(given: Any, name: str) -> Any:
     """A tokenizer that was handed over under this name, or None."""
     if given is None:
         return None
-    from slipstream.text.hf_tokenizer import tokenizer_in
+    from slipstream.tokenization.hf_tokenizer import tokenizer_in
 
     return tokenizer_in(given, name)
 
@@ -230,7 +230,7 @@ def _bridged(
     """What drafts through bytes, where the two vocabularies differ."""
     if draft is None or session is None:
         return None
-    from slipstream.text.vocabulary import same_vocabulary  # transformers takes seconds to import
+    from slipstream.tokenization.vocabulary import same_vocabulary  # transformers takes seconds to import
 
     if same_vocabulary(target, draft):
         return None

@@ -10,9 +10,9 @@ from slipstream.drafters.cross_vocabulary.bridge_estimate import BridgeEstimate,
 from slipstream.errors import UsageError
 from slipstream.models.loaded import Loaded
 from slipstream.text.prompt_sets import builtin_prompts
-from slipstream.text.tokenizer import Tokenizer
-from slipstream.text.vocabulary import SPECIAL, VocabularyInfo, differences, usable
-from slipstream.text.vocabulary_bridge import bridge_between
+from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.tokenization.vocabulary import SPECIAL, VocabularyInfo, differences, usable
+from slipstream.tokenization.vocabulary_bridge import bridge_between
 
 T = TypeVar("T")
 SHOWN = 3

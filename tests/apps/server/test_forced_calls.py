@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from slipstream import SpeculativeDecoder
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.running_server import running_server
 

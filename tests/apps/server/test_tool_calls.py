@@ -19,7 +19,7 @@ from slipstream.apps.server.schemas import ChatFields, MessageFields
 from slipstream.core.rounds import Round
 from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
-from slipstream.text.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
 from tests.support.running_server import RunningServer, running_server
 

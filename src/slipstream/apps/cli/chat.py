@@ -17,7 +17,7 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.cache_folder import cache_folder
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import check_text
+from slipstream.tokenization.tokenizer import check_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

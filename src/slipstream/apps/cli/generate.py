@@ -24,7 +24,8 @@ from slipstream.apps.cli.flags import Debug, Json, Models, PromptSource, Structu
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError, first_line
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import NamedPrompt, check_text
+from slipstream.text.prompt_sets import NamedPrompt
+from slipstream.tokenization.tokenizer import check_text
 
 if TYPE_CHECKING:
     from slipstream.core.rounds import Round

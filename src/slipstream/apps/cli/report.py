@@ -13,7 +13,7 @@ from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
     from slipstream.bench.records import Header
-    from slipstream.text.tokenizer import Tokenizer
+    from slipstream.tokenization.tokenizer import Tokenizer
 
 
 @command("report")

@@ -22,7 +22,7 @@ from slipstream.certificate.parity import verdict
 from slipstream.text.detokenizer import TextStream
 from slipstream.text.results import Result
 from slipstream.text.round_view import percent
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 STYLES = {"accepted": "green", "forced": "yellow", "recovered": "blue", "bonus": "cyan", "plain": ""}
 MEANINGS = {

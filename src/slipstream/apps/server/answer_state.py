@@ -15,10 +15,10 @@ from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Sc
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
-from slipstream.text.byte_vocabulary import ReadableAsBytes
 from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
+from slipstream.tokenization.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of what a request's prediction drafted
 

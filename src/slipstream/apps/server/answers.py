@@ -27,7 +27,7 @@ from slipstream.apps.server.live_request import Event, LiveRequest
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, SamplingFields, StreamOptions
 from slipstream.core.rounds import TokenLogprobs
 from slipstream.text.detokenizer import StopStrings
-from slipstream.text.tokenizer import ParsedAnswer, Tokenizer, ToolCallParser
+from slipstream.tokenization.tokenizer import ParsedAnswer, Tokenizer, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": still here\n\n"  # a comment, which clients skip; proxies cut silent connections

@@ -39,7 +39,7 @@ from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.jobs.job_lines import FileLines, Line
 from slipstream.jobs.job_output import ROW_PREFIX, ErrorFile, JobOutput
 from slipstream.jobs.line_formats import JobOptions, LineReader, seed_of
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.prompt_scores import PromptScores
 from slipstream.wiring.run_order import first_row, ordered
 

@@ -38,8 +38,7 @@ from slipstream.apps.server.schemas import (
 )
 from slipstream.apps.server.service import Service
 from slipstream.apps.server.streaming import AnswerStream
-from slipstream.text.prompt_sets import check_text
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer, check_text
 
 T = TypeVar("T")
 STARTED = int(time.time())

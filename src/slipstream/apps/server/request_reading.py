@@ -34,8 +34,7 @@ from slipstream.apps.server.schemas import (
 from slipstream.constraints.constraint import Constraint
 from slipstream.errors import did_you_mean
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import check_text
-from slipstream.text.tokenizer import ChatForm, Tokenizer, TokenizerDetails
+from slipstream.tokenization.tokenizer import ChatForm, Tokenizer, TokenizerDetails, check_text
 
 LONGEST_NAME = 256
 MOST_NAMED = 100  # fields without effect that the log names

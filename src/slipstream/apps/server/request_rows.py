@@ -34,7 +34,7 @@ from slipstream.constraints.grammar_trial import is_small
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError, did_you_mean, first_line
 from slipstream.text.requests import RequestReader, further_seeds
-from slipstream.text.tokenizer import CallForm, Tokenizer, ToolCallParser
+from slipstream.tokenization.tokenizer import CallForm, Tokenizer, ToolCallParser
 
 MOST_BYTES = 64 << 10  # of a schema, an expression or a grammar
 MOST_OF_TOOLS = 256 << 10  # of all schemas of tools that a grammar is made of

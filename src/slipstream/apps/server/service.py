@@ -30,7 +30,7 @@ from slipstream.core.rounds import Round
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.acceptance_model import DraftNote
 from slipstream.text.results import Stats
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 from slipstream.wiring.model_fingerprint import fingerprint_of
 
 if TYPE_CHECKING:

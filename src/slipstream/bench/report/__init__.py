@@ -11,7 +11,7 @@ from slipstream.bench.report.html import render
 from slipstream.bench.report.plots import charts, require_matplotlib, save
 from slipstream.bench.report.report_data import load
 from slipstream.errors import UsageError
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 __all__ = ["REPORT", "require_matplotlib", "write_report"]
 

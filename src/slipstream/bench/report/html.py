@@ -18,7 +18,7 @@ from slipstream.bench.report.report_data import Data, acceptance, against, effic
 from slipstream.bench.speed_model.formula import conclusions
 from slipstream.bench.summary import PARTS, ArmSummary, Estimate, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 PER_FAMILY = 2
 VERDICTS = ("reference", "identical", "tie", "different", "not compared")

@@ -21,7 +21,7 @@ from slipstream.bench.sweep_grid import references, summarise_by_temperature
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError, did_you_mean
 from slipstream.text.round_view import Piece, RoundView, views
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 LONGEST = 400  # output tokens shown of a text
 _CLASSES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
-from slipstream.text.vocabulary_bridge import VocabularyBridge
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
 DRAFTED, EVERY, CHARACTERS = 6, 3, 8000  # draft tokens of a trial, tokens between two trials, characters tried
 SHOWN = 5

@@ -15,8 +15,8 @@ from slipstream.core.interfaces import Backend
 from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
-from slipstream.text.byte_vocabulary import Encoding
-from slipstream.text.vocabulary_bridge import VocabularyBridge, unfinished
+from slipstream.tokenization.byte_vocabulary import Encoding
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinished
 
 KEPT_WORDS = 2  # words at the end of a text whose tokens may still change
 LONGEST_TAIL = 400  # characters of a text without spaces that are encoded again

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
-from slipstream.text.vocabulary_bridge import VocabularyBridge, unfinished
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge, unfinished
 
 CONTEXT, MOST_CONTEXT = 3, 24  # committed tokens that are encoded together with a draft: at least, and to reach a word
 

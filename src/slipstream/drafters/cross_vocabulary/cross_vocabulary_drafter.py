@@ -23,7 +23,7 @@ from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.drafters.cross_vocabulary.continuation import Continuation
 from slipstream.drafters.model import ModelDrafter, Stop, annotated, stop_for
 from slipstream.errors import UsageError
-from slipstream.text.vocabulary_bridge import VocabularyBridge
+from slipstream.tokenization.vocabulary_bridge import VocabularyBridge
 
 TRAITS = Traits(
     has_own_cache=True,

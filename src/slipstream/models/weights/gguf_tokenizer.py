@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError, one_line
 from slipstream.models.weights.gguf_file import GGUFHeader
-from slipstream.text.hf_byte_tokens import byte_alphabet
+from slipstream.tokenization.hf_byte_tokens import byte_alphabet
 
 # ruff: noqa: RUF001 (signs of other scripts that look like ours)
 

@@ -12,8 +12,8 @@ from slipstream.models.weights.model_files import code_of_its_own, is_converted,
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.safetensors_files import file_of
 from slipstream.models.weights.transformers_reader import READER_ERRORS, quietly
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.vocabulary import VocabularyInfo
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.vocabulary import VocabularyInfo
 
 PLAIN = LoadOptions()
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

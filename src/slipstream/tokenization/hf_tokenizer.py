@@ -12,11 +12,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.errors import UsageError, did_you_mean, one_line
-from slipstream.text import tool_calls
-from slipstream.text.byte_vocabulary import ByteTokens
-from slipstream.text.hf_byte_tokens import TokenNames, read_byte_tokens
-from slipstream.text.prompt_sets import check_text
-from slipstream.text.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer
+from slipstream.tokenization import tool_calls
+from slipstream.tokenization.byte_vocabulary import ByteTokens
+from slipstream.tokenization.hf_byte_tokens import TokenNames, read_byte_tokens
+from slipstream.tokenization.tokenizer import PLAIN_CHAT, CallForm, ChatForm, ParsedAnswer, check_text
 
 OWN = {"messages", "tools", "documents", "add_generation_prompt"}  # variables of a template that are not the caller's
 

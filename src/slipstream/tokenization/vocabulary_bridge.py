@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slipstream.errors import UsageError
-from slipstream.text.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
+from slipstream.tokenization.byte_vocabulary import ByteVocabulary, NamedModel, byte_vocabulary
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from slipstream.errors import UsageError
+
 
 @dataclass(frozen=True)
 class ChatForm:
@@ -110,3 +112,13 @@ class Tokenizer(Protocol):
 
     def vocabulary(self) -> dict[str, int]:
         """Token text to id, added tokens included."""
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse text that UTF-8 cannot encode: lone surrogates, which undecodable bytes become."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{name} has {text[error.start]!r} at character {error.start}; allowed: valid Unicode (no lone surrogates)"
+        ) from None

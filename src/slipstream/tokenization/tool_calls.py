@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.text.tokenizer import CallForm, ParsedAnswer, ToolCall
+from slipstream.tokenization.tokenizer import CallForm, ParsedAnswer, ToolCall
 
 NAMES = ("probe_one", "probe_two")
 ARGUMENTS: Mapping[str, Any] = {"probe": 7}

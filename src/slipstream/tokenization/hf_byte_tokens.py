@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from slipstream.errors import UsageError
-from slipstream.text.byte_vocabulary import ByteTokens, Encoding
+from slipstream.tokenization.byte_vocabulary import ByteTokens, Encoding
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

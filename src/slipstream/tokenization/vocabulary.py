@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.errors import UsageError
-from slipstream.text.byte_vocabulary import RunningModel
-from slipstream.text.hf_tokenizer import HFTokenizer
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.byte_vocabulary import RunningModel
+from slipstream.tokenization.hf_tokenizer import HFTokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 SPECIAL = ("bos", "eos", "pad")
 

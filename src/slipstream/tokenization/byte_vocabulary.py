@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from slipstream.core.interfaces import Backend
 from slipstream.errors import UsageError
-from slipstream.text.tokenizer import Tokenizer
+from slipstream.tokenization.tokenizer import Tokenizer
 
 PROBES = (
     " two  spaces,\n\ta tab and a line ",
