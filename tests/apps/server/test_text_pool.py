@@ -8,10 +8,10 @@ import threading
 import pytest
 from served import PATIENCE, Gate, served
 
-from slipstream.apps.server import service
+from slipstream.apps.server import service, text_pool
 from slipstream.apps.server.request_rows import compiles_slowly
 from slipstream.apps.server.schemas import ChatFields
-from slipstream.apps.server.service import MOST_THREADS, THREADS, TextPool
+from slipstream.apps.server.text_pool import MAX_THREADS, THREADS, TextPool
 
 
 def test_callers_take_turns() -> None:
@@ -42,11 +42,11 @@ def test_callers_take_turns() -> None:
 
 
 def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PATIENCE", 0.05)
+    monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
 
     async def work() -> None:
         pool, opened = TextPool(None), threading.Event()
-        stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MOST_THREADS - 1)]
+        stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MAX_THREADS - 1)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(pool.run(lambda _: "done"), PATIENCE) == "done"
         assert not any(one.done() for one in stuck)
@@ -68,7 +68,7 @@ def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         ) as answer:
             assert gate.reached.wait(PATIENCE)
             assert server.http.get("/health").status_code == 200  # a step may take a while
-            monkeypatch.setattr(service, "STALLED", 0.0)
+            monkeypatch.setattr(service, "STALLED_SECONDS", 0.0)
             told = server.http.get("/health")
             assert told.status_code == 503 and told.json() == {"status": "stalled"}
             monkeypatch.undo()

@@ -26,12 +26,11 @@ from slipstream.apps.server.batch_store import BatchRecord, BatchStore
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
-from slipstream.apps.server.openai_routes import collect, count_unknown, prepare
-from slipstream.apps.server.request_reading import name_unknown
+from slipstream.apps.server.request_reading import count_unknown_fields
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
 from slipstream.apps.server.schemas import ChatFields, CompletionFields
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.apps.server.service import facts_of
+from slipstream.apps.server.service import Service
 from slipstream.core.rounds import TokenLogprobs
 from slipstream.core.scheduler import PROMPT_BUDGET
 from slipstream.core.types import Row
@@ -44,7 +43,6 @@ from slipstream.wiring.prompt_scores import PromptScores
 from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
-    from slipstream.apps.server.service import Service
     from slipstream.decoder import SpeculativeDecoder
 
 URLS: dict[str, type[ChatFields | CompletionFields]] = {
@@ -142,7 +140,7 @@ class OpenAILines:
     def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
         self._decoder = decoder
         self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
-        self._facts: ModelFacts = facts_of(decoder, options.model_name)
+        self._facts = ModelFacts.of(decoder, options.model_name)
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that the log has named
 
@@ -152,7 +150,7 @@ class OpenAILines:
         check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
-        name_unknown(fields, self._tokenizer, self._named)
+        count_unknown_fields(fields, self._tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
 
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
@@ -284,8 +282,8 @@ class BatchLines:
             fields = read_fields(line)
             check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
-            writer = await prepare(service, live, fields)
-            count_unknown(service, fields)
+            writer = await service.prepare(live, fields)
+            service.count_unknown(fields)
             return Prepared(line, digest, live, writer)
         except BaseException as error:
             if live is not None:
@@ -296,8 +294,8 @@ class BatchLines:
     async def _answer(self, one: Prepared) -> None:
         """One line; those that fail are counted and written down."""
         try:
-            self._service.submit_background(one.live)
-            answer = answer_line(one.line, one.digest, await collect(one.live, one.writer))
+            self._service.submit(one.live, one.live.jobs)
+            answer = answer_line(one.line, one.digest, await one.writer.collect())
             await self._write(self._answered, answer)
         except Exception as error:
             await self._refuse(one.line, one.digest, error)
@@ -339,13 +337,13 @@ class BatchRunner:
     def __init__(self, service: Service, store: BatchStore) -> None:
         self._service, self.store = service, store
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.reader = LineReader(service.decoder, JobOptions())
         self._stopped = False
         unfinished = {record.id for record in store.batches.values() if record.unfinished}
         self.under_way = LinesUnderWay(store.folder / "lines-under-way", unfinished)
 
     def start(self) -> None:
-        """Go on with every batch that is not finished."""
+        """Go on with every batch that is not finished; the models are loaded."""
+        self.reader = LineReader(self._service.decoder, JobOptions())
         for record in self.store.batches.values():
             if record.unfinished:
                 self.begin(record)
@@ -378,6 +376,10 @@ class BatchRunner:
         self.under_way.close(orderly=orderly)
         for task in self._tasks.values():
             task.cancel()
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self.store.close()
 
     async def _run(self, record: BatchRecord) -> None:
         """A batch from wherever it is to its end."""

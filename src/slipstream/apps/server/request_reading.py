@@ -231,7 +231,7 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
     return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
 
 
-def name_unknown(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
+def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
     """How many fields of a request have no effect; the log names each once. named: those that it has named."""
     read, count = _message_fields(tokenizer), 0
     for place, part in nested(fields):
