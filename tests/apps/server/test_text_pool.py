@@ -81,6 +81,9 @@ def fields(**given: object) -> ChatFields:
     return ChatFields.model_validate({"messages": [{"role": "user", "content": "a"}]} | given)
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"multipleOf": 99999989}}}}}
+
+
 def test_which_requests_are_slow() -> None:
     def schema(value: object) -> dict[str, object]:
         return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
@@ -97,5 +100,7 @@ def test_which_requests_are_slow() -> None:
         schema({"enum": [f"v{at}" for at in range(2000)]}),
         {"structured_outputs": {"regex": "[0-9]{1,90}"}},
         {"structured_outputs": {"grammar": "start: /a{2}/"}},
+        {"response_format": {"type": "json_object"}, "tools": [TOOL]},  # one grammar of the answer and all tools
+        {"tool_choice": "required", "tools": [TOOL]},
     ):
         assert compiles_slowly(fields(**given))

@@ -18,6 +18,7 @@ from slipstream.apps.server.error_objects import ApiError, refused
 from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
 from slipstream.apps.server.schemas import BatchList, BatchObject, Fields, FileDeleted, FileList, FileObject, answers
+from slipstream.errors import did_you_mean
 from slipstream.jobs.job_output import sync
 
 LONGEST_HEAD = 8 << 10  # bytes of a part's headers
@@ -177,7 +178,8 @@ async def upload(http: Request) -> dict[str, Any]:
         form = UploadForm(http.headers.get("content-type", ""), content)
         await form.read(http.stream())
         if form.fields.get("purpose") != "batch":
-            raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'", "purpose")
+            near = did_you_mean(form.fields.get("purpose", ""), "batch")
+            raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'{near}", "purpose")
         for name in form.fields:
             if name.startswith("expires_after"):
                 raise refused(f"{name:.80}: {NO_EXPIRY}", "expires_after")

@@ -34,7 +34,7 @@ from slipstream.apps.server.service import Service
 from slipstream.core.rounds import TokenLogprobs
 from slipstream.core.scheduler import PROMPT_BUDGET
 from slipstream.core.types import Row
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line
 from slipstream.jobs.job_lines import FileLines, Line
 from slipstream.jobs.job_output import ROW_PREFIX, ErrorFile, JobOutput
 from slipstream.jobs.line_formats import JobOptions, LineReader, seed_of
@@ -61,12 +61,14 @@ def read_fields(line: Line) -> ChatFields | CompletionFields:
     """The request of a line; ApiError says what is not allowed."""
     item = line.item
     if unknown := [name for name in item if name not in KNOWN]:
-        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}", unknown[0])
+        near = did_you_mean(str(unknown[0]), *KNOWN)
+        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}{near}", unknown[0])
     if item.get("method", "POST") != "POST":
         raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
     url, body = item.get("url"), item.get("body")
     if not isinstance(url, str) or url not in URLS:
-        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}", "url")
+        near = did_you_mean(str(url), *URLS)
+        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}{near}", "url")
     if not isinstance(body, dict):
         raise refused("body; allowed: a JSON object, the request", "body")
     try:
@@ -417,7 +419,8 @@ class BatchRunner:
                 has_id = "custom_id" in line.item
                 if line.item.get("url") != record.endpoint:
                     more = "" if has_id else ", and a custom_id"
-                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}")
+                    near = did_you_mean(str(line.item.get("url")), record.endpoint)
+                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}{near}")
                 if not has_id:
                     raise UsageError("custom_id is missing; allowed: one for each line")
                 key = str(line.id)
