@@ -69,3 +69,11 @@ def test_a_draft_model_of_another_vocabulary_is_taken_on_the_command_line(
         assert code == 0, err
         texts.append(json.loads(file.read_text())["results"][0]["token_ids"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["a b", "-x", "a..b", "x/", "a" * 120])
+def test_a_name_that_no_model_can_have_is_wrong_use(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str, folders: dict[str, str]
+) -> None:
+    code, _, err = run(capsys, monkeypatch, "models", "check", "--", folders["bytes"], name)
+    assert code == 2 and len(err.strip().splitlines()) == 1 and repr(name) in err

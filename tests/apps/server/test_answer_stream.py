@@ -14,7 +14,7 @@ import pytest
 from slipstream.apps.server import answers
 from slipstream.apps.server.answers import DONE, KEEP_ALIVE
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, tell_all
+from slipstream.apps.server.live_request import Ended, Event, Job, LiveRequest, Started, notify_all
 from slipstream.apps.server.streaming import MOST_JOINED, AnswerStream, first_step
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
@@ -90,8 +90,8 @@ def step(clients: list[Client], at: float) -> None:
 
     def publish() -> None:
         for client in clients:
-            client.live.put(Started(0, 0, at))
-        tell_all([client.live for client in clients])
+            client.live.add_event(Started(0, 0, at))
+        notify_all([client.live for client in clients])
 
     asyncio.get_running_loop().call_soon(publish)
 
@@ -139,9 +139,9 @@ def test_a_step_of_many_rows_is_written_whole() -> None:
         client = Client(rows=MOST_JOINED)
         async with answered(client) as running:
             for job in client.live.jobs:
-                client.live.put(Started(job.choice, 0, job.choice))
-                client.live.put(Ended(job.choice, "length", job.choice))
-            client.live.tell()
+                client.live.add_event(Started(job.choice, 0, job.choice))
+                client.live.add_event(Ended(job.choice, "length", job.choice))
+            client.live.notify()
             await asyncio.wait_for(running, PATIENCE)
         expected = "".join(f"{at} {at} " for at in range(MOST_JOINED)) + DONE.decode()
         assert client.text == expected
@@ -153,8 +153,8 @@ def test_a_step_of_many_rows_is_written_whole() -> None:
 def test_what_came_before_the_stream_began_is_written() -> None:
     async def run() -> None:
         client = Client()
-        client.live.put(Started(0, 0, 1))
-        client.live.put(Ended(0, "stop", 2))
+        client.live.add_event(Started(0, 0, 1))
+        client.live.add_event(Ended(0, "stop", 2))
         async with answered(client) as running:
             await asyncio.wait_for(running, PATIENCE)
         assert client.text == f"1 2 {DONE.decode()}"
@@ -214,7 +214,7 @@ def test_a_slow_reader_who_leaves_is_waited_for_no_longer() -> None:
             client.leaves.set()
             await asyncio.wait_for(running, PATIENCE)
             await asyncio.wait({waiting})
-            assert waiting.cancelled() and client.live.listener is None
+            assert waiting.cancelled() and client.live.subscriber is None
 
     asyncio.run(run())
 

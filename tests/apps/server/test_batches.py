@@ -43,7 +43,7 @@ def begun(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/chat/com
 
 
 def ended(server: RunningServer, client: openai.OpenAI, batch: Any) -> Any:
-    server.wait_until(lambda: not server.service.batches.store.batches[batch.id].unfinished)
+    server.wait_until(lambda: not server.service.background.store.batches[batch.id].unfinished)
     return client.batches.retrieve(batch.id)
 
 
@@ -93,13 +93,13 @@ def test_prompts_of_a_batch_are_counted_and_its_times_are_not(server: RunningSer
 def test_a_line_has_a_cache_of_its_own_where_it_asks_for_one(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups, shown = set[str](), server.service.room.event
+    groups, shown = set[str](), server.service.engine_status.event
 
     def note(live: LiveRequest, event: Event) -> None:
         groups.add(live.jobs[event.choice].row.group)
         shown(live, event)
 
-    monkeypatch.setattr(server.service.room, "event", note)
+    monkeypatch.setattr(server.service.engine_status, "event", note)
     with server.openai() as client:
         ended(server, client, begun(client, [LINES[0], chat("s", "x", cache_salt="salt")]))
     assert groups == {"", "\nsalt"}
@@ -202,7 +202,7 @@ def test_wrong_calls_are_refused(
 def test_wrong_forms_are_refused_and_leave_nothing(server: RunningServer, form: dict[str, Any], why: str) -> None:
     answer = server.http.post("/v1/files", **form)
     assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-    assert not list((server.service.batches.store.folder / "uploads").iterdir())
+    assert not list((server.service.background.store.folder / "uploads").iterdir())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100_000])
@@ -256,13 +256,13 @@ def test_a_key_sees_its_own_files_and_batches_only(tmp_path: Path) -> None:
 def test_those_who_wait_for_an_answer_go_before_batches(tmp_path: Path) -> None:
     gate = Gate()
     with running_server(lambda: gate.load(max_batch_size=1), batch_folder=str(tmp_path)) as server:
-        order, shown = list[bool](), server.service.room.event
+        order, shown = list[bool](), server.service.engine_status.event
 
         def note(live: LiveRequest, event: Event) -> None:
             order.extend([live.background] * isinstance(event, Ended))
             shown(live, event)
 
-        server.service.room.event = note
+        server.service.engine_status.event = note
         with server.openai() as client:
             begun(client, LINES)
             assert gate.reached.wait(60)  # one row of the batch is under way, the place is taken
@@ -289,7 +289,7 @@ def test_one_place_is_left_to_those_who_come(tmp_path: Path) -> None:
         with server.openai() as client:
             begun(client, LINES)
             assert gate.reached.wait(60)
-            server.wait_until(lambda: server.service.room.num_running == 3)
+            server.wait_until(lambda: server.service.engine_status.num_running == 3)
         gate.opened.set()
 
 
@@ -473,7 +473,7 @@ def test_one_key_cannot_use_up_the_room_of_others(tmp_path: Path, monkeypatch: p
         for key, statuses in (("key-of-ann", [200, 200, 400]), ("key-of-bob", [200])):
             server.http.headers["authorization"] = f"Bearer {key}"
             assert [uploaded(server, "filename=x").status_code for _ in statuses] == statuses
-        store = server.service.batches.store
+        store = server.service.background.store
         server.call(lambda: setattr(store, "max_bytes", 3))  # what bob's file has
         assert "allowed: fewer than 2 files and 3 bytes" in uploaded(server, "filename=x").text
         with ExitStack() as arriving:

@@ -37,7 +37,7 @@ def test_the_first_request_waits_a_moment_for_those_that_come_with_it(monkeypatc
         server.call(lambda: service._preparing.add(late))
         with in_thread(lambda: server.text("A heron", max_tokens=4)) as found:
             server.wait_until(lambda: service.num_waiting == 1 and service._preparing == {late})
-            assert server.call(lambda: service.room.num_running) == 0
+            assert server.call(lambda: service.engine_status.num_running) == 0
             server.call(lambda: service._preparing.discard(late))
             server.text("Then", max_tokens=4)  # which ends the wait
         assert isinstance(found[0], str)

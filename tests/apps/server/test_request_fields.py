@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from slipstream.apps.server.schemas import ChatFields, CompletionFields, Detoken
 from tests.support.running_server import RunningServer, running_server
 
 WRONG = [None] * 20_000
+LONE = "a\ud800"  # half of a surrogate pair
+TEXT_PART = {"type": "text", "text": LONE}
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -27,7 +30,8 @@ def server() -> Iterator[RunningServer]:
 
 def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     body = {CHAT: {"messages": HI, "max_tokens": 3}, TEXT: {"prompt": "A heron", "max_tokens": 3}}.get(path, {})
-    answer = server.http.post(path, json={name: one for name, one in (body | fields).items() if one is not None})
+    sent = json.dumps({name: one for name, one in (body | fields).items() if one is not None})
+    answer = server.http.post(path, content=sent, headers={"content-type": "application/json"})
     return answer.status_code, answer.json()
 
 
@@ -151,10 +155,35 @@ NO_TEXT = "a text, or parts of one"
             "no chat t",
         ),
         ("/detokenize", {"tokens": [97], "model": "other"}, "model", "model 'other' is not served here"),
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "prompt: Input should be a valid string"),
+        (
+            TEXT,
+            {"logit_bias": {"1": 1, "01": 2}},
+            "logit_bias",
+            "logit_bias: '1' and '01' are one token; allowed: each",
+        ),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens=0; allowed: at least 1"),
+        # texts that UTF-8 cannot write
+        (TEXT, {"prompt": LONE}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),
+        (TEXT, {"prompt": ["x", LONE]}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),
+        ("/tokenize", {"prompt": LONE}, "prompt", "prompt has '\\ud800' at character 1; allowed: valid Unicode"),
+        (CHAT, said(content=LONE), "messages.0.content", "messages.0.content has '\\ud800' at character 1"),
+        (CHAT, said(content=[TEXT_PART]), "messages.0.content", "messages.0.content has '\\ud800' at character 1"),
+        (CHAT, said(name=LONE), "messages.0.name", "messages.0.name: has a lone surrogate; allowed: valid Unicode"),
+        (CHAT, {"stop": [LONE]}, "stop", "stop.0: has a lone surrogate; allowed: valid Unicode"),
+        (CHAT, {LONE: 1}, None, "a field's name has a lone surrogate; allowed: valid Unicode"),
+        (CHAT, {"prediction": {"type": "content", "content": LONE}}, "prediction.content", "prediction.content has '"),
+        # what may be meant
+        (CHAT, said(role="usr"), "messages.0.role", "'tool' or 'function'; did you mean 'user'?"),
+        (CHAT, said(content=None, contents="hi"), "messages.0.content", "is null; is 'contents' meant for it?"),
+        (CHAT, {"tool_choice": "requird"}, "tool_choice", "did you mean 'required'?"),
+        (CHAT, {"response_format": {"type": "json_shema"}}, "response_format.type", "did you mean 'json_schema'?"),
+        (CHAT, {"tools": [{"type": "functon"}]}, "tools.0.type", "allowed: 'function'; did you mean 'function'?"),
+        (TEXT, {"model": "toyy"}, "model", "allowed: 'toy'; did you mean 'toy'?"),
     ],
 )
 def test_a_refusal_names_the_field_and_the_reason(
-    server: RunningServer, path: str, fields: dict[str, Any], param: str, why: str
+    server: RunningServer, path: str, fields: dict[str, Any], param: str | None, why: str
 ) -> None:
     status, answer = ask(server, path, fields)
     assert status == (404 if param == "model" else 400), answer

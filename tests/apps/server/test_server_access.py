@@ -203,7 +203,7 @@ def test_the_first_page_is_protected_and_cached(unlocked: RunningServer) -> None
     assert answer.headers["x-content-type-options"] == "nosniff"
     again = unlocked.http.get("/", headers={"if-none-match": answer.headers["etag"]})
     assert again.status_code == 304 and not again.content
-    for name in ("..%2fapp_factory.py", "app_factory.py", "__init__.py", "nothing.js", "%2e%2e"):
+    for name in ("..%2fweb_app.py", "web_app.py", "__init__.py", "nothing.js", "%2e%2e"):
         assert unlocked.http.get(f"/page/{name}").status_code == 404
 
 

@@ -49,7 +49,7 @@ def ready(server):
 launch.CLOSES = 4.0
 launch.FORCED = 0.1
 import slipstream.apps.server.service as service
-service.ENGINE_STOPS = 0.1
+service.ENGINE_STOP_SECONDS = 0.1
 serve(ServerSettings(port=0, drain_timeout=0.3), load, ready)
 """
 

@@ -162,7 +162,7 @@ def fatal(**settings: Any) -> SpeculativeDecoder:
 def served_batch(folder: Path, lines: list[Any] | None) -> tuple[bool, Any]:
     """A server over a folder, which begins a batch or goes on: whether it lived, and what it says of the batch."""
     with running_server(lambda: fatal(max_batch_size=3), batch_folder=str(folder)) as server:
-        store = server.service.batches.store
+        store = server.service.background.store
         if lines is not None:
             data = "".join(json.dumps(line) + "\n" for line in lines).encode()
             file = server.http.post("/v1/files", files={"file": data}, data={"purpose": "batch"}).json()["id"]

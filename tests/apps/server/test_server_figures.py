@@ -163,7 +163,7 @@ def test_the_log_has_the_traceback_of_what_fails_outside_of_answers(
     def failing(totals: Any) -> Any:
         raise KeyError("lane")
 
-    monkeypatch.setattr(server.service.room, "state", failing)
+    monkeypatch.setattr(server.service.engine_status, "state", failing)
     answer = server.http.get("/v1/slipstream/state")
     assert answer.status_code == 500 and "lane" not in answer.text
     (record,) = [record for record in caplog.records if record.name == "slipstream.server"]

@@ -20,7 +20,7 @@ from slipstream.apps.server import launch
 from slipstream.apps.server.connections import BoundedConnection, ConnectionLimits
 from slipstream.apps.server.engine_thread import WaitingLine
 from slipstream.apps.server.error_objects import ApiError
-from slipstream.apps.server.live_request import JOINED, Ended, Event, Job, LiveRequest, Started
+from slipstream.apps.server.live_request import MAX_UNREAD_EVENTS, Ended, Event, Job, LiveRequest, Started
 from slipstream.apps.server.request_reading import rendered_prompts
 from slipstream.apps.server.request_rows import writer_of
 from slipstream.apps.server.schemas import CompletionFields
@@ -74,7 +74,7 @@ def test_more_prompt_tokens_than_may_wait_are_refused(gate: Gate) -> None:
     with one_at_a_time(gate, max_queued_tokens=1000) as server, opened(server.http, LONG):
         assert gate.reached.wait(PATIENCE)
         with opened(server.http, LONG | {"prompt": "x" * 980}):
-            server.wait_until(lambda: sum(server.service._waiting.values()) >= 980)
+            server.wait_until(lambda: sum(server.service.admission._prompt_tokens.values()) >= 980)
             assert server.complete("x" * 21, max_tokens=1).status_code == 429
             gate.opened.set()
 
@@ -167,7 +167,7 @@ def two_rows(ends: int) -> LiveRequest:
     live = job("a").request
     live.jobs = [job("a"), job("a")]
     for event in (Started(0, 0, 0.0), Started(1, 0, 0.0), *(Ended(choice, "length", 0.0) for choice in range(ends))):
-        live.put(event)
+        live.add_event(event)
     return live
 
 
@@ -187,7 +187,7 @@ def test_a_slow_reader_is_told_of_the_deadline_before_what_waits_for_it(ends: in
 def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends: int) -> None:
     async def read() -> tuple[list[Event], Exception | None]:
         live, told = two_rows(ends), list[Event]()
-        reading = asyncio.ensure_future(live.tell_all_to(told.append))
+        reading = asyncio.ensure_future(live.read_all(told.append))
         await asyncio.sleep(0)
         assert len(told) == (4 if ends == 2 else 0)
         live.fail(ApiError(408, "late"))
@@ -204,16 +204,16 @@ def test_who_waits_for_a_whole_answer_is_told_at_its_end_or_of_the_deadline(ends
 def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
     async def read() -> None:
         live, told = two_rows(0), list[Event]()
-        reading = asyncio.ensure_future(live.tell_all_to(told.append))
+        reading = asyncio.ensure_future(live.read_all(told.append))
         await asyncio.sleep(0)
-        for count in range(3, 3 * JOINED):
-            live.put(Started(0, 0, 0.0))
-            live.tell()
-            assert len(told) == count // JOINED * JOINED  # in the call itself
-        live.put(Ended(0, "length", 0.0))
-        live.put(Ended(1, "length", 0.0))
-        live.tell()
-        assert len(told) == 3 * JOINED + 1
+        for count in range(3, 3 * MAX_UNREAD_EVENTS):
+            live.add_event(Started(0, 0, 0.0))
+            live.notify()
+            assert len(told) == count // MAX_UNREAD_EVENTS * MAX_UNREAD_EVENTS  # in the call itself
+        live.add_event(Ended(0, "length", 0.0))
+        live.add_event(Ended(1, "length", 0.0))
+        live.notify()
+        assert len(told) == 3 * MAX_UNREAD_EVENTS + 1
         await reading
 
     asyncio.run(read())
@@ -221,7 +221,7 @@ def test_a_long_answer_is_told_in_parts_that_nobody_is_woken_for() -> None:
 
 def test_an_error_while_an_answer_is_made_ends_the_wait() -> None:
     async def read() -> None:
-        await two_rows(2).tell_all_to(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
+        await two_rows(2).read_all(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(read())
@@ -363,13 +363,13 @@ def test_one_short_request_is_not_kept_waiting_by_many_of_another_key(
 ) -> None:
     (tmp_path / "keys").write_text("many:key-of-the-many\none:key-of-the-one\n")
     with one_at_a_time(gate, api_key_file=str(tmp_path / "keys"), share_learning=share_learning) as server:
-        ended, shown = list[str](), server.service.room.event
+        ended, shown = list[str](), server.service.engine_status.event
 
         def note(live: LiveRequest, event: Event) -> None:
             ended.extend([live.owner] * isinstance(event, Ended))
             shown(live, event)
 
-        server.service.room.event = note
+        server.service.engine_status.event = note
 
         def ask(key: str, salt: str | None = None) -> None:
             with server.openai(key) as client:
@@ -421,7 +421,7 @@ def test_the_long_rows_of_one_request_leave_a_place_to_others(gate: Gate) -> Non
     with running_server(lambda: gate.load(max_batch_size=3)) as server:
 
         def running() -> int:
-            return int(server.service.room.num_running)
+            return int(server.service.engine_status.num_running)
 
         with in_thread(lambda: server.http.post("/v1/completions", json=many | {"max_tokens": 1000})) as answers:
             assert gate.reached.wait(PATIENCE)
@@ -438,7 +438,7 @@ def test_short_rows_of_one_request_take_all_places(gate: Gate) -> None:
         in_thread(lambda: server.complete(["A heron"] * 3, max_tokens=9)) as answers,
     ):
         assert gate.reached.wait(PATIENCE)
-        server.wait_until(lambda: server.service.room.num_running == 3)
+        server.wait_until(lambda: server.service.engine_status.num_running == 3)
         gate.opened.set()
     assert answers[0].status_code == 200
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from uvicorn.lifespan.on import LifespanOn
 
 from slipstream.apps.server.launch import Server
 from slipstream.apps.server.server_settings import ServerSettings
+from tests.support.command_line import run
 from tests.support.running_server import running_server, toy
 
 
@@ -32,3 +34,12 @@ def test_models_that_are_loaded_before_it_listens_are_told_once_it_does(monkeypa
     monkeypatch.setattr(LifespanOn, "startup", after_the_models)
     with running_server() as server:
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("option", ["--batch-folder", "--api-key-file"])
+def test_what_a_server_cannot_use_is_one_line_before_models_are_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = run(capsys, monkeypatch, "serve", "--target", "toy", "--port", "0", option, str(tmp_path / "file"))
+    assert code == 2 and not out and len(err.strip().splitlines()) == 1 and err.startswith("error: "), err

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from slipstream.apps.server import service
+from slipstream.apps.server import service, text_pool
 from slipstream.apps.server.request_rows import compiles_slowly
 from slipstream.apps.server.schemas import ChatFields
-from slipstream.apps.server.service import MOST_THREADS, THREADS, TextPool
+from slipstream.apps.server.text_pool import MAX_THREADS, THREADS, TextPool
 from tests.support.running_server import PATIENCE, Gate, running_server
 
 
@@ -42,11 +42,11 @@ def test_callers_take_turns() -> None:
 
 
 def test_calls_that_never_come_back_are_stepped_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PATIENCE", 0.05)
+    monkeypatch.setattr(text_pool, "PATIENCE", 0.05)
 
     async def work() -> None:
         pool, opened = TextPool(None), threading.Event()
-        stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MOST_THREADS - 1)]
+        stuck = [asyncio.ensure_future(pool.run(lambda _: opened.wait(PATIENCE))) for _ in range(MAX_THREADS - 1)]
         await asyncio.sleep(0)
         assert await asyncio.wait_for(pool.run(lambda _: "done"), PATIENCE) == "done"
         assert not any(one.done() for one in stuck)
@@ -68,7 +68,7 @@ def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         ) as answer:
             assert gate.reached.wait(PATIENCE)
             assert server.http.get("/health").status_code == 200  # a step may take a while
-            monkeypatch.setattr(service, "STALLED", 0.0)
+            monkeypatch.setattr(service, "STALLED_SECONDS", 0.0)
             told = server.http.get("/health")
             assert told.status_code == 503 and told.json() == {"status": "stalled"}
             monkeypatch.undo()
@@ -79,6 +79,9 @@ def test_a_server_that_gets_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def fields(**given: object) -> ChatFields:
     return ChatFields.model_validate({"messages": [{"role": "user", "content": "a"}]} | given)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"multipleOf": 99999989}}}}}
 
 
 def test_which_requests_are_slow() -> None:
@@ -97,5 +100,7 @@ def test_which_requests_are_slow() -> None:
         schema({"enum": [f"v{at}" for at in range(2000)]}),
         {"structured_outputs": {"regex": "[0-9]{1,90}"}},
         {"structured_outputs": {"grammar": "start: /a{2}/"}},
+        {"response_format": {"type": "json_object"}, "tools": [TOOL]},  # one grammar of the answer and all tools
+        {"tool_choice": "required", "tools": [TOOL]},
     ):
         assert compiles_slowly(fields(**given))

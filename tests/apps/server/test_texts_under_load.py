@@ -36,7 +36,7 @@ def stormed(load: Callable[[], SpeculativeDecoder], requests: int = 150) -> tupl
         storm = Storm(server.url, requests, seed=1, longest=120).run()
         server.wait_until(lambda: not server.service.live)
         assert server.complete(max_tokens=2).status_code == 200
-        assert server.call(lambda: server.service.room.num_running) == 0 == server.service.num_waiting
+        assert server.call(lambda: server.service.engine_status.num_running) == 0 == server.service.num_waiting
         return storm, server
 
 
@@ -76,10 +76,12 @@ def test_a_hostile_storm_leaves_nothing_behind(tmp_path: Path) -> None:
         threads = threading.active_count()
         storm = Storm(server.url, 110, seed=2, longest=120, kinds=KINDS | HOSTILE).run()
         service = server.service
-        server.wait_until(lambda: not service.live and not service.room.num_running and not service.num_waiting)
+        server.wait_until(
+            lambda: not service.live and not service.engine_status.num_running and not service.num_waiting
+        )
         server.wait_until(lambda: len(server.server.server_state.connections) <= 1)  # that of this test's client
         assert server.http.get("/health").json() == {"status": "ready"}
-        assert server.http.get("/v1/files").json()["data"] == [] and not service.batches.store._uploads
+        assert server.http.get("/v1/files").json()["data"] == [] and not service.background.store._uploads
         assert threading.active_count() <= threads + 1
         gc.collect()
         assert sum(type(one) is LiveRequest for one in gc.get_objects()) <= 8  # the latest, held by frames

@@ -26,15 +26,12 @@ def serve_command(models: Models, settings: ServerSettings, config: DecoderConfi
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SlipstreamError(f"the server needs {', '.join(missing)}; run: pip install 'slipstream-lm[server]'")
     from slipstream.apps.cli import CORES
-    from slipstream.apps.server.access import ApiKeys
     from slipstream.apps.server.launch import serve
 
-    ApiKeys.read(settings.api_key_file)  # before the models are loaded
-
     def load() -> SpeculativeDecoder:
+        err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
         return load_decoder(models, config)
 
-    err.print(f"loading {models.target}{f' and {models.draft}' if models.draft else ''} ...", style="dim")
     serve(settings, load, _banner, CORES)
 
 

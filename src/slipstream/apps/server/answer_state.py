@@ -4,21 +4,26 @@ receipts.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import Committed, Ended, Event, Job, Scored, Started
 from slipstream.core.rounds import FinishReason, Round, TokenLogprobs
+from slipstream.decoder import SpeculativeDecoder
+from slipstream.draft_length.acceptance_model import DraftNote
 from slipstream.errors import SlipstreamError, UsageError, first_line
 from slipstream.sampling.processors import params_of
 from slipstream.text.detokenizer import VisibleText
 from slipstream.text.results import Stats
 from slipstream.tokenization.byte_vocabulary import ReadableAsBytes
 from slipstream.tokenization.tokenizer import Tokenizer
+from slipstream.wiring.model_fingerprint import fingerprint_of
 
 PREDICTION = "prediction"  # the source of what a request's prediction drafted
 
@@ -127,6 +132,18 @@ class ModelFacts:
     lossless: bool
     tokenizer: Tokenizer | None
 
+    @classmethod
+    def of(cls, decoder: SpeculativeDecoder, name: str) -> ModelFacts:
+        """The facts of a decoder. name: by which it is served, "" for the target's own."""
+        return cls(
+            name or decoder.target.name,
+            fingerprint_of(decoder.target, decoder.shapes),
+            decoder.reproducible and decoder.coupled,
+            partial(source_of, decoder.drafter_name, decoder.traits.plans_itself),
+            decoder.lossless,
+            copy.deepcopy(decoder.tokenizer),
+        )
+
     def token_bytes(self, token: int) -> bytes | None:
         """What one token stands for, perhaps a part of a character; None if that is no text, or not known."""
         if not isinstance(self.tokenizer, ReadableAsBytes):
@@ -146,6 +163,14 @@ class ModelFacts:
     def token_text(self, token: int) -> str:
         """One token as text; those that stand for none by their number."""
         return self.added_bytes(token).decode(errors="replace") or f"token_id:{token}"
+
+
+def source_of(drafter: str, is_mixed: bool, round: Round) -> str:
+    """The decoder's drafter in a round. is_mixed: it takes turns with a draft model."""
+    if is_mixed:
+        is_model = isinstance(round.note, DraftNote) and round.note.asked > 0
+        return "model" if is_model else "retrieval"
+    return drafter.partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class AnswerWriter(ABC):
         """Take in an event of an answer that is told whole."""
         self.choices[event.choice].take(event)
 
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer, once it is there."""
+        await self.live.read_all(self.note)
+        return self.whole()
+
     def sent(self, chunk: dict[str, Any]) -> bytes:
         """A chunk as a server-sent event, with what all of them begin with."""
         return b"%b%b\n\n" % (self._begin, encoded(chunk)[1:])

@@ -15,10 +15,11 @@ from pydantic import Field
 from slipstream.apps.server.batch_runner import BatchRunner
 from slipstream.apps.server.batch_store import LONGEST_NAME, BatchRecord, FileRecord, found
 from slipstream.apps.server.error_objects import ApiError, refused
-from slipstream.apps.server.openai_routes import count_unknown, service_of
+from slipstream.apps.server.openai_routes import service_of
 from slipstream.apps.server.request_reading import check_extra
 from slipstream.apps.server.schemas import BatchList, BatchObject, Fields, FileDeleted, FileList, FileObject, answers
 from slipstream.durable_files import sync
+from slipstream.errors import did_you_mean
 
 LONGEST_HEAD = 8 << 10  # bytes of a part's headers
 LONGEST_FIELD = 1 << 10  # bytes of a field that is no file
@@ -162,11 +163,11 @@ class BatchFields(Fields):
 
 
 def _runner(http: Request) -> BatchRunner:
-    service = service_of(http)
-    service.check_ready()
-    if service.batches is None:
+    service_of(http).check_ready()
+    runner: BatchRunner | None = http.app.state.batches
+    if runner is None:
         raise ApiError(404, "this server keeps no files; start it with --batch-folder FOLDER", code="no_batch_folder")
-    return service.batches
+    return runner
 
 
 @router.post("/files", response_model=None, responses=answers(FileObject), openapi_extra={"requestBody": FORM})
@@ -177,7 +178,8 @@ async def upload(http: Request) -> dict[str, Any]:
         form = UploadForm(http.headers.get("content-type", ""), content)
         await form.read(http.stream())
         if form.fields.get("purpose") != "batch":
-            raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'", "purpose")
+            near = did_you_mean(form.fields.get("purpose", ""), "batch")
+            raise refused(f"purpose={form.fields.get('purpose')!r:.80}; allowed: 'batch'{near}", "purpose")
         for name in form.fields:
             if name.startswith("expires_after"):
                 raise refused(f"{name:.80}: {NO_EXPIRY}", "expires_after")
@@ -223,7 +225,7 @@ async def create(http: Request, fields: BatchFields) -> dict[str, Any]:
     """Begin a batch over a file."""
     runner, owner = _runner(http), http.state.owner
     check_extra(fields)
-    count_unknown(service_of(http), fields)
+    service_of(http).count_unknown(fields)
     source = found(runner.store.files, fields.input_file_id, owner, "file")
     record = runner.store.add_batch(owner, source.id, fields.endpoint, fields.metadata)
     runner.begin(record)

@@ -26,16 +26,15 @@ from slipstream.apps.server.batch_store import BatchRecord, BatchStore
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused, validation_error
 from slipstream.apps.server.lines_under_way import LinesUnderWay
 from slipstream.apps.server.live_request import Committed, Ended, LiveRequest, Scored, Started
-from slipstream.apps.server.openai_routes import collect, count_unknown, prepare
-from slipstream.apps.server.request_reading import name_unknown
+from slipstream.apps.server.request_reading import count_unknown_fields
 from slipstream.apps.server.request_rows import RowMaker, check_model, writer_of
 from slipstream.apps.server.schemas import ChatFields, CompletionFields
 from slipstream.apps.server.server_settings import ServerSettings
-from slipstream.apps.server.service import facts_of
+from slipstream.apps.server.service import Service
 from slipstream.core.rounds import TokenLogprobs
 from slipstream.core.scheduler import PROMPT_BUDGET
 from slipstream.core.types import Row
-from slipstream.errors import SlipstreamError, UsageError, first_line
+from slipstream.errors import SlipstreamError, UsageError, did_you_mean, first_line
 from slipstream.jobs.job_lines import FileLines, Line
 from slipstream.jobs.job_output import ROW_PREFIX, ErrorFile, JobOutput
 from slipstream.jobs.line_formats import JobOptions, LineReader, seed_of
@@ -44,7 +43,6 @@ from slipstream.wiring.prompt_scores import PromptScores
 from slipstream.wiring.run_order import first_row, ordered
 
 if TYPE_CHECKING:
-    from slipstream.apps.server.service import Service
     from slipstream.decoder import SpeculativeDecoder
 
 URLS: dict[str, type[ChatFields | CompletionFields]] = {
@@ -63,12 +61,14 @@ def read_fields(line: Line) -> ChatFields | CompletionFields:
     """The request of a line; ApiError says what is not allowed."""
     item = line.item
     if unknown := [name for name in item if name not in KNOWN]:
-        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}", unknown[0])
+        near = did_you_mean(str(unknown[0]), *KNOWN)
+        raise refused(f"unknown field {unknown[0]!r:.80}; allowed: {', '.join(KNOWN)}{near}", unknown[0])
     if item.get("method", "POST") != "POST":
         raise refused(f"method={item['method']!r:.80}; allowed: 'POST'", "method")
     url, body = item.get("url"), item.get("body")
     if not isinstance(url, str) or url not in URLS:
-        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}", "url")
+        near = did_you_mean(str(url), *URLS)
+        raise refused(f"url={url!r:.80}; allowed: {', '.join(URLS)}{near}", "url")
     if not isinstance(body, dict):
         raise refused("body; allowed: a JSON object, the request", "body")
     try:
@@ -142,7 +142,7 @@ class OpenAILines:
     def __init__(self, decoder: SpeculativeDecoder, options: JobOptions) -> None:
         self._decoder = decoder
         self._tokenizer: Tokenizer | None = copy.deepcopy(decoder.tokenizer)
-        self._facts: ModelFacts = facts_of(decoder, options.model_name)
+        self._facts = ModelFacts.of(decoder, options.model_name)
         self._rows = RowMaker.of(decoder, ServerSettings(max_model_len=0))
         self._named = set[str]()  # fields without effect that the log has named
 
@@ -152,7 +152,7 @@ class OpenAILines:
         check_model(self._facts.name, fields.model)
         live = LiveRequest(str(line.item["url"]), id=digest)
         writer = writer_of(self._rows, self._facts, live, fields, self._tokenizer)
-        name_unknown(fields, self._tokenizer, self._named)
+        count_unknown_fields(fields, self._tokenizer, self._named)
         return OpenAIRequest(line, digest, live, writer, self)
 
     def scored(self, row: Row, count: int) -> tuple[TokenLogprobs, ...]:
@@ -284,8 +284,8 @@ class BatchLines:
             fields = read_fields(line)
             check_model(service.facts.name, fields.model)
             live = service.enter_background(record.endpoint, record.owner, digest, fields.cache_salt)
-            writer = await prepare(service, live, fields)
-            count_unknown(service, fields)
+            writer = await service.prepare(live, fields)
+            service.count_unknown(fields)
             return Prepared(line, digest, live, writer)
         except BaseException as error:
             if live is not None:
@@ -296,8 +296,8 @@ class BatchLines:
     async def _answer(self, one: Prepared) -> None:
         """One line; those that fail are counted and written down."""
         try:
-            self._service.submit_background(one.live)
-            answer = answer_line(one.line, one.digest, await collect(one.live, one.writer))
+            self._service.submit(one.live, one.live.jobs)
+            answer = answer_line(one.line, one.digest, await one.writer.collect())
             await self._write(self._answered, answer)
         except Exception as error:
             await self._refuse(one.line, one.digest, error)
@@ -339,13 +339,13 @@ class BatchRunner:
     def __init__(self, service: Service, store: BatchStore) -> None:
         self._service, self.store = service, store
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.reader = LineReader(service.decoder, JobOptions())
         self._stopped = False
         unfinished = {record.id for record in store.batches.values() if record.unfinished}
         self.under_way = LinesUnderWay(store.folder / "lines-under-way", unfinished)
 
     def start(self) -> None:
-        """Go on with every batch that is not finished."""
+        """Go on with every batch that is not finished; the models are loaded."""
+        self.reader = LineReader(self._service.decoder, JobOptions())
         for record in self.store.batches.values():
             if record.unfinished:
                 self.begin(record)
@@ -378,6 +378,10 @@ class BatchRunner:
         self.under_way.close(orderly=orderly)
         for task in self._tasks.values():
             task.cancel()
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self.store.close()
 
     async def _run(self, record: BatchRecord) -> None:
         """A batch from wherever it is to its end."""
@@ -415,7 +419,8 @@ class BatchRunner:
                 has_id = "custom_id" in line.item
                 if line.item.get("url") != record.endpoint:
                     more = "" if has_id else ", and a custom_id"
-                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}")
+                    near = did_you_mean(str(line.item.get("url")), record.endpoint)
+                    raise UsageError(f"url={line.item.get('url')!r:.80}; allowed: {record.endpoint!r}{more}{near}")
                 if not has_id:
                     raise UsageError("custom_id is missing; allowed: one for each line")
                 key = str(line.id)

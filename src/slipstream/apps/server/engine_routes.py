@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 import slipstream
 from slipstream.apps.server.answers import EventStream, encoded, event
 from slipstream.apps.server.error_objects import refused, validation_error
-from slipstream.apps.server.openai_routes import collect, count_unknown, prepare, service_of, until_gone
+from slipstream.apps.server.openai_routes import service_of, until_gone
 from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import NUMBER, ChatFields, CompletionFields, Fields, ReplayResult, TokenId, answers
 from slipstream.apps.server.service import Service
@@ -55,10 +55,10 @@ def engine_state(service: Service) -> dict[str, Any]:
     service.check_ready()
     decoder = service.decoder
     most = decoder.config.max_batch_size
-    return service.room.state(service.totals.fold()) | {
+    return service.engine_status.state(service.totals.fold()) | {
         "waiting": service.num_waiting,
         "queue": {"waiting": service.num_waiting, "most": service.settings.max_queued_requests},
-        "places": {"taken": service.room.num_running, "most": most},
+        "places": {"taken": service.engine_status.num_running, "most": most},
         "model": service.facts.name,
         "draft": None if decoder.draft is None else decoder.draft.name,
         "drafter": decoder.drafter_name,
@@ -76,15 +76,15 @@ async def replay(http: Request, fields: ReplayFields) -> dict[str, Any]:
     service.check_ready()
     again = _plain(fields)
     check_model(service.facts.name, again.model)
-    count_unknown(service, fields)
+    service.count_unknown(fields)
     live = service.enter(http.scope["path"], cast(str, http.state.owner), again.cache_salt, http.state.caller)
     try:
-        writer = await until_gone(http, prepare(service, live, again))
+        writer = await until_gone(http, service.prepare(live, again))
         if len(live.jobs) != 1:
             raise refused(f"request: {len(live.jobs)} texts; allowed: one", "request")
         service.submit(live, live.jobs)
         begun = monotonic()
-        await until_gone(http, collect(live, writer))
+        await until_gone(http, writer.collect())
         seconds = monotonic() - begun
     finally:
         service.release(live)

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import monotonic
 
-from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started, tell_all
+from slipstream.apps.server.live_request import Committed, Ended, Event, Job, LiveRequest, Scored, Started, notify_all
 from slipstream.core.rounds import Round
 from slipstream.core.scheduler import Scheduler
 from slipstream.decoder import SpeculativeDecoder
@@ -330,10 +330,10 @@ class EngineThread:
     def _publish(self, told: Told, rounds: list[Round]) -> None:
         for request, event in told:
             try:
-                request.put(event)
+                request.add_event(event)
             except Exception as error:  # or the requests behind it would wait for ever
                 request.fail(error)
-        tell_all(dict.fromkeys(request for request, _ in told))
+        notify_all(dict.fromkeys(request for request, _ in told))
         if rounds:
             self._on_step(rounds)
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from slipstream.apps.server.schemas import ChatFields, CompletionFields
-from slipstream.errors import UsageError, first_line
+from slipstream.errors import UsageError, did_you_mean, first_line
 
 log = logging.getLogger("slipstream.server")
 
@@ -28,8 +28,9 @@ TYPES = {
     503: "overloaded_error",
 }
 FIELDS = ChatFields.model_fields.keys() | CompletionFields.model_fields.keys()
-NAME = re.compile(r"[a-z][a-z_]*(?=[=:.]| (?:with|\d+)\b)")  # of a field, at the beginning of a refusal
-RETRY_AFTER = 1  # seconds; what a client is told to wait before it tries again
+# a field and where in it the fault is, at the beginning of a refusal: messages.0.content
+ADDRESS = re.compile(r"([a-z][a-z_]*)(?:\.\w+)*(?=[=:]| (?:has|with|\d+)\b)")
+RETRY_AFTER_SECONDS = 1  # that clients should wait before they try again
 
 
 class ApiError(Exception):
@@ -41,19 +42,18 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with it."""
-        found = {"retry-after": str(RETRY_AFTER)} if self.status in (429, 503) else {}
-        found |= {"x-should-retry": "false"} if self.status == 408 else {}  # it would take as long again
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_AFTER_SECONDS)}
+        if self.status == 408:
+            return {"x-should-retry": "false"}  # it would take as long again
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
     def response(self) -> JSONResponse:
-        """The answer to the client."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -63,14 +63,14 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of any exception. Of those that are not about the request it learns nothing."""
+    """The refusal or failure that a client sees for any exception; internal errors keep their message to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
         line = first_line(error)
-        word = NAME.match(line)
-        is_field = word is not None and (word[0] in FIELDS or line[word.end() :].startswith("="))
-        return refused(line, word[0] if word is not None and is_field else None)
+        address = ADDRESS.match(line)
+        is_field = address is not None and (address[1] in FIELDS or line[address.end() :].startswith("="))
+        return refused(line, address[0] if address is not None and is_field else None)
     log.error("internal error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 
@@ -93,8 +93,8 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code
-        said = _said_of_body(error.__cause__, request) if status == 400 else _said(status, request)
-        answer = ApiError(status, said).response()
+        message = _body_problem(error.__cause__, request) if status == 400 else _status_line(status, request)
+        answer = ApiError(status, message).response()
         answer.headers.update(error.headers or {})
         if status == 405:
             answer.headers["allow"] = ", ".join(_methods(request))
@@ -111,7 +111,7 @@ def _methods(request: Request) -> list[str]:
     return sorted({method for route in here for method in getattr(route, "methods", None) or ()})
 
 
-def _said(status: int, request: Request) -> str:
+def _status_line(status: int, request: Request) -> str:
     """One line about a status of the web framework."""
     path = f"{request.method} {request.scope['path']!r:.80}"
     if status == 404:
@@ -125,7 +125,7 @@ def _said(status: int, request: Request) -> str:
     return f"{path}: {HTTPStatus(status).phrase.lower()}"
 
 
-def _said_of_body(cause: BaseException | None, request: Request) -> str:
+def _body_problem(cause: BaseException | None, request: Request) -> str:
     """Why a body could not be read."""
     if coding := request.headers.get("content-encoding"):
         return f"the request body has content-encoding {coding!r:.40}; allowed: none"
@@ -135,12 +135,13 @@ def _said_of_body(cause: BaseException | None, request: Request) -> str:
         return "the request body is not valid JSON here: lists and objects are nested too deep"
     if isinstance(cause, ValueError):
         return f"the request body is not valid JSON here: {first_line(cause).partition(';')[0]}"
-    return _said(400, request)
+    return _status_line(400, request)
 
 
 SOURCES = ("body", "query", "path", "header")  # of a field, as the web framework has them
 BRANCHES = ("str", "int", "bool", "float")  # of a field that takes several kinds of values, as pydantic names them
 SHOULD = "Input should be "
+QUOTED = re.compile(r"'([^']*)'")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
@@ -155,19 +156,31 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     place = _address(first)
     source = "query." if first["loc"][0:1] == ("query",) else ""
     name = source + ".".join(map(str, place)) or None
-    of_kind = first["type"].endswith("_type")
-    if place[:1] == ["prompt"] and of_kind:
+    of_kind, is_choice = first["type"].endswith("_type"), first["type"] == "literal_error"
+    if first["type"] == "string_unicode":
+        what = f"{name}:" if name else "a field's name"
+        return refused(f"{what} has a lone surrogate; allowed: valid Unicode", _without_indexes(place))
+    if place[:1] == ["prompt"] and of_kind and len(same) > 1:  # lists are allowed, too, on some addresses
         return refused("prompt; allowed: a text, a list of texts, token ids, or lists of token ids", "prompt")
     if not place and first["type"] == "model_attributes_type":
         return refused("the request body; allowed: a JSON object, sent as application/json")
     if first["type"].startswith("json_invalid"):
         return refused("the request body is not valid JSON")
     if first["type"] == "missing":
-        return refused(f"{name or 'request body'} is missing{_misspelt(place, first['input'])}", name)
+        return refused(
+            f"{name or 'request body'} is missing{misspelt(str(place[-1]), first['input']) if place else ''}", name
+        )
     wanted = [_wanted(error) for error in same if _address(error) == place] if of_kind else [_wanted(first)]
-    while place and isinstance(place[-1], int):  # the field is what a client can look up
-        place.pop()
-    return refused(f"{name or 'request body'}: {_any_of(wanted)}", ".".join(map(str, place)) or None)
+    near = did_you_mean(str(first["input"]), *QUOTED.findall(first["ctx"]["expected"])) if is_choice else ""
+    return refused(f"{name or 'request body'}: {_any_of(wanted)}{near}", _without_indexes(place))
+
+
+def _without_indexes(place: Sequence[str | int]) -> str | None:
+    """The field that a client can look up."""
+    end = len(place)
+    while end and isinstance(place[end - 1], int):
+        end -= 1
+    return ".".join(map(str, place[:end])) or None
 
 
 def _address(error: Any) -> list[str | int]:
@@ -188,9 +201,9 @@ def _wanted(error: Any) -> str:
     return str(error["msg"])
 
 
-def _misspelt(place: Sequence[str | int], given: Any) -> str:
-    """Which of the fields that are there may be meant for a missing one."""
-    near = get_close_matches(str(place[-1]), list(given), 1, 0.7) if place and isinstance(given, dict) else []
+def misspelt(name: str, fields: Any) -> str:
+    """Which of the fields that are there may be meant for the missing one of this name."""
+    near = get_close_matches(name, list(fields), 1, 0.7) if isinstance(fields, dict) else []
     return f"; is {near[0]!r} meant for it?" if near else ""
 
 

@@ -14,10 +14,10 @@ from types import FrameType
 
 import uvicorn
 
-from slipstream.apps.server.app_factory import Load, make_app
 from slipstream.apps.server.connections import ConnectionLimits
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
+from slipstream.apps.server.web_app import Load, make_app
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, first_line
 from slipstream.models.cpu.thread_placement import free_thread
@@ -71,11 +71,7 @@ class Server(uvicorn.Server):
     def _make_service(self) -> Service:
         self._loop = asyncio.get_running_loop()
         free_thread(self._cores)  # else it would take its time from the core of the engine's thread
-        try:
-            self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
-        except SlipstreamError as error:
-            self.failure = error
-            raise
+        self.service = Service(self.settings, lambda service: self._tell_ready(), self._engine_ended)
         return self.service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

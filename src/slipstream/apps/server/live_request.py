@@ -53,8 +53,8 @@ class Ended:
 
 
 Event = Started | Scored | Committed | Ended
-Listener = Callable[[], Callable[[], None] | None]
-JOINED = 64  # events that are told together to those who wait for a whole answer
+Subscriber = Callable[[], Callable[[], None] | None]
+MAX_UNREAD_EVENTS = 64  # that wait while nobody reads until the whole answer is there
 
 
 @dataclass(eq=False)
@@ -80,8 +80,9 @@ class LiveRequest:
 
     owner: the name of the caller's key; caller: by which turns go, the owner or an address.
     group: with whom its rows share cached prompts and what drafters learn.
-    background: nobody waits for its answer now; others go first. listener: called to `read` what there is, instead of
-    waking who waits for an error; it returns what is left to do once the listeners of other requests have read.
+    background: a line of a batch; live requests go first. observer: called with every event as it arrives.
+    subscriber: called after new events, to `read` them; it may return what is to be done once the subscribers of other
+    requests have read theirs.
     """
 
     endpoint: str
@@ -93,32 +94,33 @@ class LiveRequest:
     error: Exception | None = None
     background: bool = False
     caller: str = ""
-    watch: Callable[[LiveRequest, Event], None] = lambda request, event: None
-    listener: Listener | None = None
+    observer: Callable[[LiveRequest, Event], None] = lambda request, event: None
+    subscriber: Subscriber | None = None
     _events: deque[Event] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0  # rows whose end has come
-    _read: int = 0  # rows whose end the handler has read
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_ended: int = 0  # rows whose end has come
+    _num_read: int = 0  # rows whose end the handler has read
 
-    def put(self, event: Event) -> None:
-        """Called on the event loop; `tell` follows once all events of a step are there."""
-        self._ended += isinstance(event, Ended)
+    def add_event(self, event: Event) -> None:
+        """Called on the event loop; `notify` follows once all events of a step are there."""
+        self._num_ended += isinstance(event, Ended)
         self._events.append(event)
-        self.watch(self, event)
+        self.observer(self, event)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Have the handler read what has happened."""
-        tell_all([self])
+        notify_all([self])
 
     def fail(self, error: Exception) -> None:
-        """The handler is told an error instead of the next event, unless the answer is whole; on the event loop."""
+        """The handler gets an error instead of the next event, unless the answer is whole; on the event loop."""
         if not self._is_complete or not self.jobs:
             self.error = self.error or error
-            self.tell()
+            self._failed.set()
+            self.notify()
 
     async def before_failing(self, work: Awaitable[T]) -> T:
         """The result of work that precedes all events; given up for what the request fails with meanwhile."""
-        task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._news.wait())
+        task, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
             if self.error is not None:
@@ -129,17 +131,17 @@ class LiveRequest:
             failed.cancel()
 
     @property
-    def has_news(self) -> bool:
-        """Whether something waits to be read."""
+    def has_unread(self) -> bool:
+        """Whether an event, or an error, waits to be read."""
         return bool(self._events) or self.error is not None
 
     @property
     def all_read(self) -> bool:
         """Whether all rows have ended and the handler knows it."""
-        return self._read == len(self.jobs)
+        return self._num_read == len(self.jobs)
 
     def read(self) -> Event | None:
-        """The next that has happened, None if nothing waits; raises what the request failed with."""
+        """The next event, None if none waits; raises what the request failed with."""
         if self.all_read:
             return None
         if self.error is not None:  # it goes before events that wait: the reader may be slow
@@ -147,19 +149,20 @@ class LiveRequest:
         if not self._events:
             return None
         event = self._events.popleft()
-        self._read += isinstance(event, Ended)
+        self._num_read += isinstance(event, Ended)
         return event
 
-    async def tell_all_to(self, take: Callable[[Event], None]) -> None:
+    async def read_all(self, take: Callable[[Event], None]) -> None:
         """Call `take` with every event until all rows have ended; raises what the request failed with.
 
-        Many events are told together, in the call that brings the last of them: to wake a task after each step would
+        Many events are read together, in the call that brings the last of them: to wake a task after each step would
         take longer than all that an answer of one piece needs.
         """
         over = asyncio.get_running_loop().create_future()
 
-        def news() -> None:
-            if over.done() or (self.error is None and not self._is_complete and len(self._events) < JOINED):
+        def on_events() -> None:
+            is_due = self.error is not None or self._is_complete or len(self._events) >= MAX_UNREAD_EVENTS
+            if over.done() or not is_due:
                 return
             try:
                 while (event := self.read()) is not None:
@@ -170,28 +173,26 @@ class LiveRequest:
                 if self.all_read:
                     over.set_result(None)
 
-        self.listener = news
+        self.subscriber = on_events
         try:
-            self.tell()  # of what came before
+            self.notify()  # of what came before
             await over
         finally:
-            self.listener = None
+            self.subscriber = None
 
     @property
     def _is_complete(self) -> bool:
-        return self._ended == len(self.jobs)
+        return self._num_ended == len(self.jobs)
 
 
-def tell_all(requests: Iterable[LiveRequest]) -> None:
+def notify_all(requests: Iterable[LiveRequest]) -> None:
     """Have the handlers of these read what has happened.
 
     All read before any writes: a write lets the engine's thread go on, and what comes after finds cold caches.
     """
     writes = []
     for request in requests:
-        if request.listener is None:
-            request._news.set()
-        elif (write := request.listener()) is not None:
+        if request.subscriber is not None and (write := request.subscriber()) is not None:
             writes.append(write)
     for write in writes:
         write()

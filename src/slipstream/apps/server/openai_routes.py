@@ -15,18 +15,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import slipstream
-from slipstream.apps.server.answers import AnswerWriter
 from slipstream.apps.server.error_objects import ApiError, as_api_error, refused
 from slipstream.apps.server.live_request import LiveRequest
-from slipstream.apps.server.request_reading import check_extra, check_plain, name_unknown, rendered_messages
-from slipstream.apps.server.request_rows import check_model, compiles_slowly, writer_of
+from slipstream.apps.server.request_reading import check_extra, check_plain, rendered_messages
+from slipstream.apps.server.request_rows import check_model
 from slipstream.apps.server.schemas import (
     ChatFields,
     CompletionFields,
     ConversationFields,
     Detokenized,
     DetokenizeFields,
-    Fields,
     ModelCard,
     ModelList,
     Status,
@@ -58,13 +56,13 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
     live = service.enter(http.scope["path"], owner, fields.cache_salt, http.state.caller)
     streaming = False
     try:
-        writer = await until_gone(http, prepare(service, live, fields))
-        count_unknown(service, fields)
+        writer = await until_gone(http, service.prepare(live, fields))
+        service.count_unknown(fields)
         service.submit(live, [choice.job for choice in writer.choices])
         if fields.stream:
             streaming = True
             return AnswerStream(live, writer, lambda: _over(service, live, 200))
-        whole = await until_gone(http, collect(live, writer))
+        whole = await until_gone(http, writer.collect())
         _over(service, live, 200)
         return JSONResponse(whole)
     except Exception as error:
@@ -74,25 +72,6 @@ async def answer(service: Service, http: Request, fields: ChatFields | Completio
     finally:
         if not streaming:
             service.release(live)
-
-
-def count_unknown(service: Service, fields: Fields) -> None:
-    """Name each field without effect once in the log, and count them all."""
-    for _ in range(name_unknown(fields, service.facts.tokenizer, service.unknown_fields)):
-        service.metrics.add("slipstream:unknown_fields")
-
-
-async def prepare(service: Service, live: LiveRequest, fields: ChatFields | CompletionFields) -> AnswerWriter:
-    """Render the prompts and make the rows, in the text pool; nothing is queued yet."""
-    pool = service.compiling_pool if compiles_slowly(fields) else service.pool
-    work = pool.run(lambda tokenizer: writer_of(service.rows, service.facts, live, fields, tokenizer), live.caller)
-    return await live.before_failing(work)
-
-
-async def collect(live: LiveRequest, writer: AnswerWriter) -> dict[str, Any]:
-    """The whole answer, once it is there."""
-    await live.tell_all_to(writer.note)
-    return writer.whole()
 
 
 def _over(service: Service, live: LiveRequest, status: int) -> None:
@@ -197,8 +176,8 @@ async def tokenize(http: Request, fields: TokenizeFields) -> dict[str, Any]:
             check_plain([("prompt", fields.prompt or "")], tokenizer)
         return (tokenizer.bare if fields.add_special_tokens is False else tokenizer.encode)(fields.prompt or "")
 
-    tokens = await until_gone(http, service.pool.run(work, http.state.caller))
-    count_unknown(service, fields)
+    tokens = await until_gone(http, service.text_pool.run(work, http.state.caller))
+    service.count_unknown(fields)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.rows.max_model_len}
 
 
@@ -209,7 +188,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
     service = service_of(http)
     service.check_ready()
     check_model(service.facts.name, fields.model)
-    count_unknown(service, fields)
+    service.count_unknown(fields)
     size = service.decoder.target.backend.vocab_size
     for token in fields.tokens:
         if token >= size:
@@ -220,7 +199,7 @@ async def detokenize(http: Request, fields: DetokenizeFields) -> dict[str, str]:
             raise refused("this model has no tokenizer", "tokens")
         return tokenizer.decode(fields.tokens)
 
-    return {"prompt": await until_gone(http, service.pool.run(work, http.state.caller))}
+    return {"prompt": await until_gone(http, service.text_pool.run(work, http.state.caller))}
 
 
 @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
@@ -246,7 +225,7 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
 async def health(http: Request) -> JSONResponse:
     """Whether requests are answered: 503 while loading, stalled or shutting down, and after the engine has ended."""
     service = service_of(http)
-    status = "stalled" if service.stalled else service.state
+    status = "stalled" if service.is_stalled else service.state
     ready = status == "ready" and service.engine is not None and service.engine.alive
     return JSONResponse({"status": status}, 200 if ready else 503)
 
@@ -269,7 +248,7 @@ async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
     service = service_of(http)
     service.check_ready()
-    running, most = service.room.num_running, service.decoder.config.max_batch_size
+    running, most = service.engine_status.num_running, service.decoder.config.max_batch_size
     gauges = {
         "vllm:num_requests_running": running,
         "vllm:num_requests_waiting": service.num_waiting,

@@ -12,9 +12,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from slipstream.apps.server.app_factory import make_app
 from slipstream.apps.server.server_settings import ServerSettings
 from slipstream.apps.server.service import Service
+from slipstream.apps.server.web_app import make_app
 from slipstream.config import SERVED, DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import SlipstreamError, UsageError, did_you_mean

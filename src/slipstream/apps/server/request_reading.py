@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.apps.server.error_objects import refused
+from slipstream.apps.server.error_objects import misspelt, refused
 from slipstream.apps.server.schemas import (
     MOST_ROWS,
     THOUGHTS,
@@ -67,7 +67,8 @@ def checked_tools(fields: ConversationFields) -> list[dict[str, Any]]:
 
 def _check(place: str, tool: dict[str, Any]) -> None:
     if tool.get("type", "function") != "function":
-        raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'", f"{place}.type")
+        near = did_you_mean(str(tool.get("type")), "function")
+        raise refused(f"{place}.type: {tool.get('type')!r:.40}; allowed: 'function'{near}", f"{place}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise refused(f"{place}.function; allowed: an object with a name and parameters", f"{place}.function")
@@ -97,7 +98,8 @@ def _check_parameters(place: str, parameters: Any) -> None:
     if not isinstance(parameters, dict):
         raise refused(f"{place}; allowed: a JSON schema, which is an object", place)
     if parameters.get("type", "object") != "object":
-        raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'", place)
+        near = did_you_mean(str(parameters["type"]), "object")
+        raise refused(f"{place}.type: {parameters['type']!r:.40}; allowed: 'object'{near}", place)
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
         raise refused(f"{place}.properties; allowed: an object of JSON schemas", place)
@@ -229,7 +231,7 @@ def _message_fields(tokenizer: Tokenizer | None) -> frozenset[str]:
     return tokenizer.template_fields() if isinstance(tokenizer, TokenizerDetails) and templated else frozenset()
 
 
-def name_unknown(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
+def count_unknown_fields(fields: Fields, tokenizer: Tokenizer | None, named: set[str]) -> int:
     """How many fields of a request have no effect; the log names each once. named: those that it has named."""
     read, count = _message_fields(tokenizer), 0
     for place, part in nested(fields):
@@ -284,7 +286,8 @@ def _message(number: int, message: MessageFields, read: frozenset[str]) -> dict[
     """A message as chat templates read it. read: names of further fields that this model's template reads."""
     name = f"messages.{number}.content"
     if message.content in (None, []) and not (message.content is None and _speaks_otherwise(message)):
-        raise refused(f"{name} is {json.dumps(message.content)}; allowed: a text, or parts of one", name)
+        near = misspelt("content", message.extra) or "; allowed: a text, or parts of one"
+        raise refused(f"{name} is {json.dumps(message.content)}{near}", name)
     made: dict[str, Any] = {
         name: value for name, value in message.extra.items() if name in read - message.REFUSED.keys()
     }
@@ -428,8 +431,11 @@ def predicted_text(fields: SamplingFields) -> str | None:
     return text
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
-    for name in given:
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    names: dict[int, str] = {}
+    for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 12):
             raise refused(f"logit_bias: {name!r:.40}; allowed: token ids", "logit_bias")
-    return {int(name): bias for name, bias in given.items()}
+        if (other := names.setdefault(int(name), name)) != name:
+            raise refused(f"logit_bias: {other!r} and {name!r} are one token; allowed: each once", "logit_bias")
+    return {token: biases[name] for token, name in names.items()}

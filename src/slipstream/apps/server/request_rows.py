@@ -80,13 +80,15 @@ def form_field(fields: SamplingFields) -> str | None:
 
 
 def compiles_slowly(fields: SamplingFields) -> bool:
-    """Whether a request's constraint may take seconds to compile."""
-    forced = isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto")
+    """Whether a request's constraint may take seconds to compile. ApiError if several fields ask for one."""
+    if form_field(fields) is None:
+        return False
+    has_tools = isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none"
     given = [(KINDS.get(name, "grammar"), value) for name, value in (fields.structured_outputs or {}).items()]
     if fields.response_format is not None and (named := fields.response_format.json_schema) is not None:
         given.append(("json_schema", named.json_schema))
     texts = [(kind, value if isinstance(value, str) else json.dumps(value)) for kind, value in given]
-    return forced or not all(is_small(kind, text) for kind, text in texts)
+    return bool(has_tools) or not all(is_small(kind, text) for kind, text in texts)
 
 
 def answer_constraint(fields: SamplingFields, tokenizer: Tokenizer | None) -> Constraint | None:
@@ -276,7 +278,8 @@ class RowMaker:
             default = COMPLETION_TOKENS
         echoed = isinstance(fields, CompletionFields) and fields.echo
         if wanted == 0 and not echoed:
-            raise refused(f"{name}=0; allowed: at least 1, or 0 with echo=true", name)
+            more = ", or 0 with echo=true" if isinstance(fields, CompletionFields) else ""
+            raise refused(f"{name}=0; allowed: at least 1{more}", name)
         room = self.max_model_len - prompt
         needed = 1 if wanted is None else wanted
         if needed > room:
@@ -294,7 +297,7 @@ def check_model(name: str, given: str | None) -> None:
     if given not in (None, "", name):
         raise ApiError(
             404,
-            f"model {given!r:.200} is not served here; allowed: {name!r}",
+            f"model {given!r:.200} is not served here; allowed: {name!r}{did_you_mean(given or '', name)}",
             param="model",
             code="model_not_found",
         )

@@ -30,6 +30,7 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 PER_STEP = (1, *(2**e for e in range(3, 15)))
 MAX_UNFOLDED_STEPS = 64
 MOST_UNFOLDED = 256  # rounds whose times wait to be counted together
+RECENT_SECONDS = 10.0  # of the figures that speak of now
 LABELS = ("model_name", "engine")
 PARTS = ("prefill", "draft", "verify", "accept")
 COUNTERS = {
@@ -112,6 +113,74 @@ class StepTotals:
                 self.drafted[share.source] += share.drafted
                 self.accepted[share.source] += share.accepted
         return self.stats.num_output_tokens - before
+
+
+class EngineStatus:
+    """What the engine is doing now. Lanes number the rows under way; a freed lane is taken again."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Job, int] = {}
+        self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._prompt_tokens = self._cached_tokens = 0
+
+    def event(self, live: LiveRequest, event: Event) -> None:
+        """Rows take lanes and leave them."""
+        job = live.jobs[event.choice]
+        if isinstance(event, Started):
+            taken = set(self._lanes.values())
+            self._lanes[job] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
+            self._prompt_tokens += job.row.prompt_length
+            self._cached_tokens += event.cached
+        elif isinstance(event, Ended):
+            self._lanes.pop(job, None)
+
+    def stepped(self, at: float, tokens: int) -> None:
+        """Note how many tokens a step has committed, and when."""
+        self._recent.append((at, tokens))
+        self._trim(at)
+
+    def _trim(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - RECENT_SECONDS:
+            self._recent.popleft()
+
+    @property
+    def num_running(self) -> int:
+        """Rows under way."""
+        return len(self._lanes)
+
+    def state(self, totals: StepTotals) -> dict[str, Any]:
+        """Everything, for JSON."""
+        self._trim(monotonic())
+        tokens = sum(count for _, count in self._recent)
+        stats = totals.stats
+        seconds = {part: getattr(stats, f"{part}_seconds") for part in ("prefill", "draft", "verify", "accept")}
+        seconds["overhead"] = stats.overhead_seconds
+        total = sum(seconds.values())
+        return {
+            "running": [self._lane(job, lane) for job, lane in sorted(self._lanes.items(), key=lambda pair: pair[1])],
+            "tokens_per_second": tokens / RECENT_SECONDS,
+            "acceptance_by_source": {
+                source: {"drafted": count, "accepted": totals.accepted[source], "rate": totals.accepted[source] / count}
+                for source, count in sorted(totals.drafted.items())
+            },
+            "acceptance_by_position": [
+                accepted / drafted
+                for accepted, drafted in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
+            ],
+            "round_shares": {part: spent / total if total else 0.0 for part, spent in seconds.items()},
+            "cache": {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens},
+        }
+
+    def _lane(self, job: Job, lane: int) -> dict[str, Any]:
+        stats = Stats.of(list(job.row.rounds))
+        return {
+            "lane": lane,
+            "id": job.request.id[:8],
+            "prompt_tokens": job.row.prompt_length,
+            "tokens": stats.num_output_tokens,
+            "max_tokens": job.row.params.max_tokens,
+            "acceptance_rate": stats.acceptance_rate,
+        }
 
 
 class ServerMetrics:

@@ -75,8 +75,8 @@ class AnswerStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._heard = loop.time()
             self._timer = loop.call_later(answers.SILENCE, self._end_silence)
-            self._live.listener = self._news
-            self._live.tell()  # of what came before the start
+            self._live.subscriber = self._on_events
+            self._live.notify()  # of what came before the start
             await asyncio.wait({gone, self._over}, return_when=asyncio.FIRST_COMPLETED)
             for one in (gone, self._over):
                 if one.done():
@@ -87,13 +87,13 @@ class AnswerStream(Response):
             self._on_end()
 
     def _close(self) -> None:
-        if self._live.listener is not None:
-            self._live.listener = None
+        if self._live.subscriber is not None:
+            self._live.subscriber = None
             self._timer.cancel()
         if self._behind is not None:
             self._behind.cancel()
 
-    def _news(self) -> Callable[[], None] | None:
+    def _on_events(self) -> Callable[[], None] | None:
         """Read what has happened; returns how to write it. While a task waits for the client, the task reads it."""
         self._heard = self._loop.time()
         if self._behind is None and not self._told_all and (data := self._take()):
@@ -133,7 +133,7 @@ class AnswerStream(Response):
     @property
     def _more(self) -> bool:
         """Whether something is left to read."""
-        return self._live.has_news and not self._told_all
+        return self._live.has_unread and not self._told_all
 
     def _sent(self, data: bytes) -> Awaitable[None]:
         message = {"type": "http.response.body", "body": data, "more_body": not self._told_all}

@@ -73,6 +73,13 @@ def _place_of(source: str, subfolder: str) -> str:
         raise UsageError("model 'toy' is built in and has no files; allowed here: a model of transformers")
     if "/" not in source and (nearest := get_close_matches(source, known_names(), 1, SIMILAR)):
         raise UsageError(f"unknown model {source!r}; did you mean {nearest[0]}? {models_at_hand()}")
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        raise UsageError(f"model {source!r} is no name that a hub id can have; {models_at_hand()}") from None
     return source
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
@@ -11,6 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 import slipstream
 from slipstream.apps.server import batch_routes, engine_routes, openai_routes, page_routes
 from slipstream.apps.server.access import Access, ApiKeys, Scope
+from slipstream.apps.server.batch_runner import BatchRunner
+from slipstream.apps.server.batch_store import BatchStore
 from slipstream.apps.server.error_objects import add_handlers
 from slipstream.apps.server.openai_routes import answer, service_of
 from slipstream.apps.server.schemas import REFUSALS, ChatCompletion, ChatFields, Completion, CompletionFields, streamed
@@ -24,11 +27,18 @@ Load = Callable[[], SpeculativeDecoder]
 
 
 def make_app(settings: ServerSettings, load: Load, make_service: Callable[[], Service]) -> FastAPI:
-    """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop."""
+    """The application. load: makes the decoder, in the engine's thread; make_service: called on the event loop.
+
+    UsageError for files of keys and folders of batches that cannot be used.
+    """
+    folder = settings.batch_folder
+    store = BatchStore(Path(folder).expanduser(), settings.max_stored_bytes) if folder else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = app.state.service = make_service()
+        batches = app.state.batches = None if store is None else BatchRunner(service, store)
+        service.background = batches
         service.start(load)
         yield
         service.close()
