@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from slipstream.apps.cli.application import command, demo_data, err, load_decoder, out, write_json
+from slipstream.apps.cli.compare import comparison_dict, fail_on_difference
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
 from slipstream.config import EMBEDDED, DecoderConfig
 from slipstream.sampling.params import SamplingParams
@@ -30,7 +31,6 @@ def demo_command(
     err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
     models, params = Models(EMBEDDED), SamplingParams(max_tokens=max_tokens)
     decoder = load_decoder(models, DecoderConfig())
-    from slipstream.apps.cli import comparison_report as report
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE, compare, summarise
     from slipstream.text.round_view import round_lines
@@ -48,8 +48,8 @@ def demo_command(
     for item, one in zip(data, done, strict=True):
         out.print(caption(one, item["why"]), style="dim", soft_wrap=True)
     print(json.dumps(_line(done, summary)))
-    write_json(json_file, report.to_dict(decoder, models, params, done, summary))
-    report.fail_on_difference(decoder, summary)
+    write_json(json_file, comparison_dict(decoder, models, params, done, summary))
+    fail_on_difference(decoder, summary)
 
 
 def caption(done: Comparison, why: str) -> str:
