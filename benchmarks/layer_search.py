@@ -9,7 +9,7 @@ agreement is the share of positions at which its first choice is the target's, a
 its drafts would last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one,
 each time the least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes
 what a plain forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of
-layers. The speed-up is what `slipstream.bench.prediction` expects of these figures at the best draft length.
+layers. The speed-up is what `slipstream.bench.speed_model` expects of these figures at the best draft length.
 
 --save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this
 model.
@@ -33,7 +33,10 @@ from terminal import Count, console, run
 from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.speed_model.formula import Acceptance, Costs, expected_tokens, measure_costs, predicted_speed_up
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import expected_tokens, predicted_speed_up
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.interfaces import Backend
 from slipstream.drafters.layer_skip import remember_layers
 from slipstream.models.hf.model_files import quiet

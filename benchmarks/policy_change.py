@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from policy_replay import CPU, Replay, cost_model_of
 from terminal import Count, console, run
 
-from slipstream.bench.speed_model.formula import Costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.rounds import Round
 from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto

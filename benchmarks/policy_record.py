@@ -18,7 +18,7 @@ import typer
 from terminal import console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder
-from slipstream.bench.speed_model.formula import measure_costs
+from slipstream.bench.speed_model.probe import measure_costs
 from slipstream.core.types import Row
 from slipstream.errors import UsageError
 from slipstream.models.hf.model_files import quiet

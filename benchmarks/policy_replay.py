@@ -26,7 +26,7 @@ from rich.table import Table
 from terminal import Count, console, run
 
 from slipstream import Draft, SamplingParams
-from slipstream.bench.speed_model.formula import Costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.core.interfaces import Drafter, Policy
 from slipstream.core.loop import draft_lengths
 from slipstream.core.rng import Race

@@ -17,7 +17,9 @@ from tiny import Oracle, perturbed, shared
 from vocabularies import decoder_of, fable_model
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
-from slipstream.bench.speed_model.formula import Costs, Machine, best_length, measure_costs, paper_costs
+from slipstream.bench.speed_model.formula import best_length
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
 from slipstream.models.toy import load_toy
 
 

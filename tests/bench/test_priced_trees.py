@@ -21,20 +21,16 @@ from slipstream.apps.cli.application import app, out
 from slipstream.bench.records import compact
 from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
 from slipstream.bench.speed_model.formula import (
-    Costs,
-    Machine,
     best_length,
     conclusions,
     expected_tokens,
-    measure_costs,
-    paper_costs,
     predict_from_stats,
     predicted_speed_up,
     round_milliseconds,
     simulate,
 )
-from slipstream.bench.speed_model.probe import uneven
-from slipstream.bench.speed_model.round_costs import TokenCosts
+from slipstream.bench.speed_model.probe import measure_costs, ragged_lengths
+from slipstream.bench.speed_model.round_costs import Costs, Machine, TokenCosts, paper_costs
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
 
@@ -244,10 +240,10 @@ def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducibl
 
 @given(st.integers(1, 40), st.integers(2, 8))
 def test_uneven_drafts_have_the_tokens_asked_for_and_beat_their_rectangle(drafted: int, rows: int) -> None:
-    lengths = uneven(drafted, rows, lambda width: width)
+    lengths = ragged_lengths(drafted, rows, lambda width: width)
     assert lengths is not None and sum(lengths) == drafted and len(lengths) == rows
     assert rows * (max(lengths) + 1) > rows + drafted
-    assert uneven(drafted, 1, lambda width: width) is None
+    assert ragged_lengths(drafted, 1, lambda width: width) is None
 
 
 def simulated(arguments: str) -> str:

@@ -14,7 +14,7 @@ import policy_change
 import policy_replay as replay
 import pytest
 
-from slipstream.bench.speed_model.formula import Costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.draft_length.costs import CostModel
 from slipstream.draft_length.planner import DraftController
 from slipstream.draft_length.policies import Auto, Fixed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -131,8 +131,7 @@ class ArmSummary:
     stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
     that is not in PARTS; None for baselines that do not tell. tokens_per_forward: of baselines, where a forward serves
     one row; else None.
-    prediction: what `slipstream.bench.speed_model.formula` makes of the arm, where it was asked. levels: what its
-    drafts held, over all runs; None for baselines.
+    levels: what its drafts held, over all runs; None for baselines.
     """
 
     arm: str
@@ -145,7 +144,6 @@ class ArmSummary:
     stats: Stats | None = None
     time_split: dict[str, float] | None = None
     tokens_per_forward: float | None = None
-    prediction: dict[str, float] | None = field(default=None)
     levels: LevelCounts | None = None
 
     @property

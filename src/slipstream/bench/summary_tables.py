@@ -78,10 +78,8 @@ def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
 
 
 def _time(summaries: Sequence[ArmSummary]) -> Table:
-    predicted = any(one.prediction for one in summaries)
-    more = ("predicted\nspeed-up", "observed,\nno prefill") if predicted else ()
     columns = (*PARTS, "overhead", "overhead\nof a round", "accepted at draft position 1, 2, ...")
-    table = _table("where the time went", "arm", *columns, *more)
+    table = _table("where the time went", "arm", *columns)
     for one in summaries:
         if one.time_split is not None:
             shares = [f"{one.time_split[part]:.1%}" for part in (*PARTS, "overhead")]
@@ -91,10 +89,7 @@ def _time(summaries: Sequence[ArmSummary]) -> Table:
                 "-" if one.round_overhead is None else f"{one.round_overhead:.1%}",
                 " ".join(percent(share) for share in one.acceptance_by_position) or "-",
             ]
-            both = (
-                [f"{one.prediction[key]:.2f}x" for key in ("predicted", "observed")] if one.prediction else ["-", "-"]
-            )
-            table.add_row(*cells, *(both if predicted else []))
+            table.add_row(*cells)
     return table
 
 

@@ -174,7 +174,7 @@ def parity_of(summaries: Iterable[ArmSummary]) -> str:
 
 
 def sweep_report(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """The series for JSON: every cell with speed, parity, statistics and prediction, and the best length."""
+    """The series for JSON: every cell with speed, parity and statistics, and the best length."""
     return [
         {
             "series": one.name,

@@ -1,5 +1,6 @@
-"""How long forwards take by their shape, and how long a draft model takes to read and to draft: the one timing
-instrument.
+"""The one timing instrument: how long forwards take by their shape, and how long a draft model reads and drafts.
+
+Shapes take turns, and of each the fastest of many turns counts: whatever else the machine does only adds time.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,26 @@ FEW, FEW_RAGGED, FEWEST_OF_FEW = 16, 32, 6  # tokens of most verifications, and 
 SECONDS = 1.5  # after which no more turns are taken than these
 TEXT, SHORT = 64, 8  # tokens of the text that is read, and of those that are only drafted after
 STEPS, TURNS = 6, 2  # of a draft; how often a single row's is timed, the first time being of much else too
+
+Shape = TypeVar("Shape")
+
+
+@dataclass
+class Fastest(Generic[Shape]):
+    """The least milliseconds seen, by shape."""
+
+    milliseconds: dict[Shape, float] = field(default_factory=dict)
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        """Note a time."""
+        ms = 1e3 * max(0.0, seconds)
+        self.milliseconds[shape] = min(ms, self.milliseconds.get(shape, ms))
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it; a processor has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[list[RowSegment]]:
@@ -60,9 +82,8 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
 class ForwardTimes:
     """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
 
-    The shapes alternate and the fastest of many turns counts: whatever else the machine does only adds time. Shapes of
-    few tokens, which most verifications have, get more turns than others even where they take long: what a drafted
-    token costs is the difference of two of them, and two or three turns leave it to chance.
+    Shapes of few tokens, which most verifications have, get more turns than others even where they take long: what a
+    drafted token costs is the difference of two of them, and two or three turns leave it to chance.
     """
 
     backend: Backend
@@ -72,16 +93,15 @@ class ForwardTimes:
 
     def alone(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
         """Milliseconds of one row's forward, by width. turns: their numbers; taken as long as there is time."""
-        started = perf_counter()
-        times: dict[int, list[float]] = {width: [] for width in widths}
+        started, times = perf_counter(), Fastest[int]()
         for turn in turns:
             late = perf_counter() - started > SECONDS
             due = [width for width in widths if not late or turn < (FEWEST_OF_FEW if width <= FEW else FEWEST_TURNS)]
             if not due:
                 break
             for width in due:
-                times[width].append(self._seconds(width))
-        return {width: 1e3 * min(taken) for width, taken in times.items()}
+                times.add(width, self._seconds(width))
+        return times.milliseconds
 
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
@@ -92,23 +112,24 @@ class ForwardTimes:
         all times count in proportion to it: the machine may have become slower or faster since.
         """
         reference, begun = max(width for width in alone if width <= FEW), perf_counter()
-        times, again = dict[int, list[float]](), list[float]()
+        times, again = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
             if turn != last:
                 late = perf_counter() - begun > SECONDS
                 if late and turn >= FEWEST_OF_FEW:
                     break
-                if not times:
+                if not times.milliseconds:
                     self._ragged_seconds(total, widths)  # much happens for the first time
-                again.append(self._seconds(reference))
+                again.add(reference, self._seconds(reference))
                 last = turn
             if not (late and turn >= FEWEST_RAGGED_TURNS and total > FEW_RAGGED):
-                times.setdefault(total, []).append(self._ragged_seconds(total, widths))
-        if not times:
+                times.add(total, self._ragged_seconds(total, widths))
+        if not times.milliseconds:
             return {}
-        again.append(self._seconds(reference))
-        return {total: alone[reference] * min(taken) / min(again) for total, taken in times.items()}
+        again.add(reference, self._seconds(reference))
+        speed = alone[reference] / again.milliseconds[reference]
+        return {total: ms * speed for total, ms in times.milliseconds.items()}
 
     def _ragged_seconds(self, total: int, widths: Sequence[int]) -> float:
         counts = shared_out(total, min(total, len(self.starts)), 0)
@@ -152,17 +173,17 @@ def time_drafts(scorer: DraftScorer, most: int) -> DraftTimes:
 
     scorer: with room for them; what it has cached is overwritten.
     """
-    reading, steps = list[float](), dict[int, float]()
+    steps, reading = Fastest[int](), Fastest[int]()
     for turn in range(TURNS):
         first, *others = _seconds(scorer, 1, TEXT, turn)
-        steps[1] = min(steps.get(1, others[0]), *others)
-        reading.append(max(0.0, first - steps[1]) / (TEXT - 1))
-    for count in _counts(most):
-        steps[count] = min(_seconds(scorer, count, SHORT, count)[1:])
-    return DraftTimes({count: 1e3 * seconds for count, seconds in steps.items()}, 1e3 * min(reading))
+        steps.add(1, min(others))
+        reading.add(1, (first - 1e-3 * steps.milliseconds[1]) / (TEXT - 1))
+    for rows in _row_counts(most):
+        steps.add(rows, min(_seconds(scorer, rows, SHORT, rows)[1:]))
+    return DraftTimes(steps.milliseconds, reading.milliseconds[1])
 
 
-def _counts(most: int) -> Sequence[int]:
+def _row_counts(most: int) -> Sequence[int]:
     """Powers of two from 2 on that are less than `most`, and `most` itself."""
     return sorted({*(1 << n for n in range(1, most.bit_length()) if 1 << n < most), most} - {1})
 

@@ -15,7 +15,7 @@ from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Compariso
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
 from slipstream.bench.speed_model.formula import Simulation, conclusions
 from slipstream.bench.speed_model.round_costs import Costs
-from slipstream.bench.summary import ArmSummary, Estimate
+from slipstream.bench.summary import Estimate
 from slipstream.bench.sweep_grid import Cell, Series, best_of
 from slipstream.certificate.checks import Check
 from slipstream.text.detokenizer import TextStream, Tokenizer
@@ -150,16 +150,18 @@ def simulation_table(simulation: Simulation) -> Table:
     for name in (*first, "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches)):
         table.add_column(name, justify="right")
     for length in simulation.lengths:
-        cells = [_cell(simulation, batch, length) for batch in simulation.batches]
+        cells = [_speed_up(simulation, batch, length) for batch in simulation.batches]
         size = [f"{simulation.nodes[length]:.3g}"] if simulation.chains else []
         table.add_row(str(length), *size, f"{simulation.tokens[length]:.2f}", *cells)
     return table
 
 
-def _cell(simulation: Simulation, batch: int, length: int) -> Text:
-    text = simulation.marked(batch, length)
-    style = {"*": "bold green", "-": "red"}.get(text[-1])
-    return Text(text, style) if style else Text(f"{text} ")
+def _speed_up(simulation: Simulation, batch: int, length: int) -> Text:
+    """`*` behind the best of its batch, `-` behind what is slower than plain decoding."""
+    speed_up = simulation.speed_ups[batch][length]
+    if length == simulation.best[batch]:
+        return Text(f"{speed_up:.2f}x*", "bold green")
+    return Text(f"{speed_up:.2f}x-", "red") if speed_up < 1 else Text(f"{speed_up:.2f}x ")
 
 
 def print_series(series: Sequence[Series]) -> None:
@@ -175,12 +177,11 @@ def series_table(series: Series) -> Table:
     """One line per draft length: speed with its interval, parity, and how much was accepted."""
     title = f"{series.name}, batch size {series.batch}; speed-up against length 0, 95 % intervals"
     table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
-    predicted = any(cell.summary.prediction for cell in series.cells)
     names = ["length", "tok/s", "", "speed-up", "", "texts", "accep-\ntance", "alpha", "tokens\nper round"]
-    for name in names + ["predic-\nted", "without\nprefill"] * predicted:
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for cell in series.cells:
-        table.add_row(*_cell_line(cell), *(_prediction(cell.summary) if predicted else []))
+        table.add_row(*_cell_line(cell))
     return table
 
 
@@ -207,12 +208,6 @@ def _cell_line(cell: Cell) -> list[str]:
     if stats is not None:
         accepted = [percent(stats.acceptance_rate), percent(stats.alpha), f"{stats.block_efficiency:.2f}"]
     return [str(cell.length), *speeds, texts, *accepted]
-
-
-def _prediction(one: ArmSummary) -> list[str]:
-    if one.prediction is None:
-        return ["-", "-"]
-    return [f"{one.prediction[key]:.2f}x" for key in ("predicted", "observed")]
 
 
 def _estimate(estimate: Estimate | None, form: str, unit: str = "") -> list[str]:

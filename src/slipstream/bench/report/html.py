@@ -15,7 +15,6 @@ from slipstream.bench.records import VerdictName
 from slipstream.bench.report import report_data as samples
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
 from slipstream.bench.report.report_data import Data, acceptance, against, efficiency
-from slipstream.bench.speed_model.formula import conclusions
 from slipstream.bench.summary import PARTS, ArmSummary, Estimate, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
 from slipstream.text.detokenizer import Tokenizer
@@ -130,8 +129,6 @@ def render(data: Data, charts: Sequence[Chart], tokenizer: Tokenizer | None) -> 
         section("Failures", _failures(data)),
         section("Plots", _plots(charts)),
         section("Where the time went", _time(data)),
-        section("Predicted and observed", _predictions(data)),
-        section("Simulated", *_simulations(data)),
         section("Texts", _samples(data, tokenizer)),
         section("Settings", settings_list(data.header.settings)),
         section("Versions and machine", settings_list(data.header.versions | data.header.machine)),
@@ -251,8 +248,8 @@ def _failures(data: Data) -> str:
 def _plots(charts: Sequence[Chart]) -> str:
     """The charts side by side; those of one kind are equally high."""
     blocks = []
-    for kinds in (("rows",), ("lines", "scatter")):
-        own = [chart for chart in charts if chart.kind in kinds]
+    for kinds in ("rows", "lines"):
+        own = [chart for chart in charts if chart.kind == kinds]
         height = max(map(height_of, own), default=0.0)
         figures = "".join(figure(inline_svg(chart, height), chart.caption) for chart in own)
         blocks.append(f'<div class="plots">{figures}</div>' if own else "")
@@ -271,40 +268,6 @@ def _time(data: Data) -> str:
         "takes besides drafting, verifying and accepting, as a share of the round"
     )
     return table(caption, ["arm", "batch", *parts, "overhead of a round"], rows) if rows else ""
-
-
-def _predictions(data: Data) -> str:
-    known = [(one, one.prediction) for one in data.summaries if one.prediction is not None]
-    rows = [
-        [
-            data.label(one.arm),
-            str(one.batch),
-            f"{p['predicted']:.2f}x",
-            f"{p['observed']:.2f}x",
-            f"{p['predicted'] / p['observed'] - 1:+.0%}",
-        ]
-        for one, p in known
-    ]
-    caption = "speed-up over plain decoding, prompt processing not counted"
-    return table(caption, ["arm", "batch", "predicted", "observed", "deviation"], rows) if rows else ""
-
-
-def _simulations(data: Data) -> list[str]:
-    """Per arm the speed-ups over draft length and batch, and what follows from them."""
-    made = []
-    for one in data.simulations:
-        found = one.simulation
-        first = ["tree depth", "draft tokens"] if found.chains else ["draft length"]
-        head = [*first, "tokens per round", *(f"batch {batch}" for batch in found.batches)]
-        sizes = {n: [f"{found.nodes[n]:.3g}"] if found.chains else [] for n in found.lengths}
-        rows = [
-            [str(n), *sizes[n], f"{found.tokens[n]:.2f}", *(found.marked(batch, n) for batch in found.batches)]
-            for n in found.lengths
-        ]
-        name = data.label(one.arm)
-        caption = f"{name}, from what it accepted in these runs: predicted speed-up (* best, - slower than plain)"
-        made += [table(caption, head, rows), bullets(conclusions(one.costs, found))]
-    return made
 
 
 def _samples(data: Data, tokenizer: Tokenizer | None) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slipstream.bench.arms import Arm, parse_arm
-from slipstream.bench.report.report_data import Data, acceptance, acceptance_at, decoding_speed_up
+from slipstream.bench.report.report_data import Data, acceptance, acceptance_at
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, parity_of, series_of
 from slipstream.errors import SlipstreamError, UsageError
@@ -65,7 +65,7 @@ T = TypeVar("T")
 SPEED = f"{INTERVALS} and repeats; prompt processing is counted."
 
 
-Kind = Literal["lines", "scatter", "rows"]
+Kind = Literal["lines", "rows"]
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points under one name. look: which colour, marker and dash, the same for an arm in every chart of a report.
-
-    plain: drawn dashed and without markers, for what was computed and not measured.
-    """
+    """Points under one name. look: which colour, marker and dash, the same for an arm in every chart of a report."""
 
     name: str
     points: tuple[Point, ...]
     look: int
-    plain: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
     """One picture. name: of its files, without ending; caption: what the intervals are and what was measured.
 
-    lines: values over whole numbers x, neighbours joined. scatter: values over x, with the diagonal. rows: values
-    along x, one row per label
-    of `rows`, where a point's x is the row's number. level: a value to compare with, drawn across.
+    lines: values over whole numbers x, neighbours joined. rows: values along x, one row per label of `rows`, where a
+    point's x is the row's number. level: a value to compare with, drawn across.
     """
 
     name: str
@@ -169,7 +164,7 @@ def _drawn(chart: Chart, fonts: str, height: float | None = None) -> Iterator[Fi
         figure = Figure(figsize=(WIDTH, height or height_of(chart)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        {"lines": _draw_lines, "scatter": _draw_scatter, "rows": _draw_rows}[chart.kind](axes, chart)
+        {"lines": _draw_lines, "rows": _draw_rows}[chart.kind](axes, chart)
         axes.set_title(chart.title, loc="left")
         axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.y_label)
@@ -198,11 +193,7 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
     for line in chart.lines:
         look = _look(line)
         for points in _neighbours(line.points):
-            if line.plain:
-                marker = "x" if len(points) == 1 else None  # a line of one point cannot be seen
-                axes.plot(*_columns(points), **look | {"marker": marker})
-            else:
-                axes.errorbar(*_columns(points), yerr=_errors(points), **look)
+            axes.errorbar(*_columns(points), yerr=_errors(points), **look)
             look["label"] = "_"  # one entry in the legend
     if chart.level is not None:
         axes.axhline(chart.level, color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
@@ -210,15 +201,6 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
     places = [point.x for line in chart.lines for point in line.points]
     axes.set_xlim(min(places) - 0.5, max(places) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _draw_scatter(axes: Axes, chart: Chart) -> None:
-    for line in chart.lines:
-        axes.errorbar(*_columns(line.points), yerr=_errors(line.points), **_look(line) | {"linestyle": "none"})
-    largest = max(max(p.x, p.high or p.value) for line in chart.lines for p in line.points) * 1.05
-    axes.plot([0, largest], [0, largest], color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
-    axes.set_xlim(0, largest)
-    axes.set_ylim(0, largest)
 
 
 def _draw_rows(axes: Axes, chart: Chart) -> None:
@@ -259,8 +241,6 @@ def _errors(points: tuple[Point, ...]) -> list[list[float]]:
 
 def _look(line: Line) -> dict[str, Any]:
     colour = COLOURS[line.look % len(COLOURS)]
-    if line.plain:
-        return {"color": colour, "linestyle": (0, (4, 2)), "label": line.name}
     dash = DASHES[line.look // len(COLOURS) % len(DASHES)]
     marker = MARKERS[line.look % len(MARKERS)]
     return {"color": colour, "marker": marker, "linestyle": dash, "label": line.name}
@@ -272,7 +252,7 @@ def charts(data: Data) -> list[Chart]:
     for batch in dict.fromkeys(one.batch for one in data.summaries):
         own = [one for one in data.summaries if one.batch == batch]
         series = [one for one in series_of(data.summaries) if one.batch == batch]
-        made = [*_families(data, own), *_over_length(data, series), *_by_position(data, own), *_predicted(data, own)]
+        made = [*_families(data, own), *_over_length(data, series), *_by_position(data, own)]
         found += [replace(c, name=f"{c.name}_batch_{batch}", title=f"{c.title}, batch size {batch}") for c in made]
     return found
 
@@ -363,49 +343,6 @@ def _positions(data: Data, one: ArmSummary) -> tuple[Point, ...]:
     runs = data.runs_of(one.arm, one.batch)
     shares = [(place, acceptance_at(runs, place)) for place in range(len(one.acceptance_by_position))]
     return tuple(_point(place + 1, ratio) for place, ratio in shares if ratio is not None)
-
-
-def _predicted(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
-    """What the cost model predicts against what was observed: over draft length, and all arms in one picture."""
-    caption = "Predicted from the accepted lengths and the measured costs of a round; prompt processing is not counted."
-    known = [one for one in series_of(summaries) if any(cell.summary.prediction for cell in one.cells)]
-    for number, part in enumerate(_parts(known, MOST // 2), 1):
-        lines = []
-        for look, one in enumerate(part):
-            arms = [(cell.length, cell.summary) for cell in one.cells if cell.summary.prediction]
-            lines.append(Line(data.label(one.name), tuple(_observed(data, arm, n) for n, arm in arms), look))
-            predicted = tuple(Point(n, _prediction(arm, "predicted")) for n, arm in arms)
-            lines.append(Line(f"{data.label(one.name)}, predicted", predicted, look, plain=True))
-        name, title = _numbered("predicted_by_draft_length", "Predicted and observed", number, len(known), MOST // 2)
-        x, y = "draft length (tokens)", "speed-up over plain decoding (times)"
-        yield Chart(name, title, f"{caption} {INTERVALS}. Texts: {_parity(part)}.", x, y, tuple(lines), level=1.0)
-    kinds: dict[str, list[Point]] = {}
-    drafting = [one for one in summaries if one.prediction]
-    for arm in drafting:
-        kind = str(parse_arm(arm.arm).drafter)
-        kinds.setdefault(kind, []).append(_observed(data, arm, _prediction(arm, "predicted")))
-    if kinds:
-        dots = tuple(Line(kind, tuple(points), look) for look, (kind, points) in enumerate(kinds.items()))
-        x, y = "predicted speed-up (times)", "observed speed-up (times)"
-        caption = (
-            f"{caption} One point per arm; on the dotted line both agree. {INTERVALS}. Texts: {parity_of(drafting)}."
-        )
-        yield Chart("predicted_observed", "Predicted against observed", caption, x, y, dots, "scatter")
-
-
-def _observed(data: Data, one: ArmSummary, x: float) -> Point:
-    """The speed-up that stands beside the prediction, with the relative width of the bootstrap interval."""
-    value = _prediction(one, "observed")
-    base = data.runs_of(data.references[one.arm], one.batch)
-    spread = decoding_speed_up(data.runs_of(one.arm, one.batch), base)
-    if spread is None or spread.low is None or spread.high is None:
-        return Point(x, value)
-    return Point(x, value, value * spread.low / spread.value, value * spread.high / spread.value)
-
-
-def _prediction(one: ArmSummary, key: str) -> float:
-    assert one.prediction is not None
-    return one.prediction[key]
 
 
 def _point(x: float, estimate: Estimate) -> Point:

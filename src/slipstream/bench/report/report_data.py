@@ -1,4 +1,4 @@
-"""What a report shows: a folder of runs, their summaries, predictions, ratios, and texts coloured by origin.
+"""What a report shows: a folder of runs, their summaries, ratios, and texts coloured by origin.
 
 Marks need no colour: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from slipstream.bench.arms import counted, label, parse_arm
-from slipstream.bench.predictions import ArmSimulation, read_saved, simulate_arms
 from slipstream.bench.records import Header, Run, read_records
 from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
@@ -44,15 +43,13 @@ LEGEND = (
 class Data:
     """A folder of runs.
 
-    references: what each arm's speed-up refers to. summaries: with predictions, if there are any. simulations: of the
-    arms, where the benchmark was asked for them.
+    references: what each arm's speed-up refers to.
     """
 
     header: Header
     runs: list[Run]
     summaries: list[ArmSummary]
     references: dict[str, str]
-    simulations: tuple[ArmSimulation, ...] = ()
 
     def label(self, name: str) -> str:
         """An arm or a series of arms in words; the temperature is said where the runs have several."""
@@ -74,12 +71,7 @@ def load(folder: Path) -> Data:
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
-    saved = read_saved(folder)
-    summaries = summarise_by_temperature(runs, default)
-    simulations = simulate_arms(summaries, saved.costs) if saved is not None and saved.simulated else []
-    return Data(
-        header, runs, saved.beside(summaries) if saved else summaries, references(names, default), tuple(simulations)
-    )
+    return Data(header, runs, summarise_by_temperature(runs, default), references(names, default))
 
 
 def against(data: Data, reference: str) -> Data:
@@ -131,18 +123,6 @@ def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
     return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
 
 
-def decoding_speed_up(runs: Sequence[Run], base: Sequence[Run]) -> Estimate | None:
-    """Tokens per second relative to those of `base` on the same prompts, prompt processing not counted."""
-    tables = [
-        _by_prompt(arm, count)
-        for arm in (runs, base)
-        for count in (lambda run: run.num_output_tokens, _decoding_seconds)
-    ]
-    prompts = [prompt for prompt in tables[0] if prompt in tables[2]]
-    tokens, seconds, base_tokens, base_seconds = ([table[prompt] for prompt in prompts] for table in tables)
-    return total_ratio([tokens, base_seconds], [seconds, base_tokens]) if prompts else None
-
-
 def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
     return total_ratio([list(_by_prompt(runs, above).values())], [list(_by_prompt(runs, below).values())])
 
@@ -168,10 +148,6 @@ def _at(name: str, place: int) -> Count:
         return float(values[place]) if place < len(values) else 0.0
 
     return count
-
-
-def _decoding_seconds(run: Run) -> float:
-    return _stat(run, "total_seconds") - _stat(run, "prefill_seconds")
 
 
 def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> list[Round]:

@@ -22,7 +22,9 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import Group, Measurement
 from slipstream.bench.records import Run
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import Costs, longest_known, measure_costs, predicted_speed_up
+from slipstream.bench.speed_model.formula import longest_known, predicted_speed_up
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.bench.summary import ArmSummary, Estimate, summarise, total_stats
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.errors import UsageError

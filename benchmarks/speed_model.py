@@ -1,7 +1,7 @@
 """Measured against predicted speed-up over draft lengths and batches.
 
-    python benchmarks/prediction.py smollm2 PROMPTS.jsonl
-    python benchmarks/prediction.py TARGET PROMPTS.jsonl --draft DRAFT
+    python benchmarks/speed_model.py smollm2 PROMPTS.jsonl
+    python benchmarks/speed_model.py TARGET PROMPTS.jsonl --draft DRAFT
 
 Costs are measured first. Then, batch by batch, plain decoding and every draft length take turns on the same prompts,
 greedily; times exclude prompt processing and are the medians of several turns. Each line is predicted twice: from what
@@ -25,13 +25,10 @@ from rich.table import Table
 from terminal import JsonFile, console, run
 
 from slipstream import SamplingParams, SpeculativeDecoder, Stats
-from slipstream.bench.speed_model.formula import (
-    Acceptance,
-    Costs,
-    measure_costs,
-    predict_from_stats,
-    predicted_speed_up,
-)
+from slipstream.bench.speed_model.accepted_lengths import Acceptance
+from slipstream.bench.speed_model.formula import predict_from_stats, predicted_speed_up
+from slipstream.bench.speed_model.probe import measure_costs
+from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.models.hf.model_files import quiet
 from slipstream.text.prompt_sets import read_prompts, spread
 
