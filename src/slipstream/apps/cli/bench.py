@@ -99,8 +99,8 @@ def bench_command(
     from slipstream.bench.llama_cpp import require_llama
     from slipstream.bench.plan import name_prompts
     from slipstream.bench.report import require_matplotlib
+    from slipstream.bench.result_tables import bench_tables
     from slipstream.bench.summary import summarise
-    from slipstream.bench.summary_tables import tables
 
     if options.report:
         require_matplotlib()
@@ -114,7 +114,7 @@ def bench_command(
     folder = options.out_folder or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     header, runs = benchmark.run(folder)
     summaries = summarise(runs, reference)
-    for table in tables(summaries, reference):
+    for table in bench_tables(summaries, reference):
         out.print(table)
     report_folder(folder, header, page=options.report)
     write_json(json_file, asdict(header) | {"summary": [arm.to_dict() for arm in summaries]})

@@ -22,8 +22,8 @@ from slipstream.bench.lineup import Lineup, Runner
 from slipstream.bench.plan import BenchPrompt, Measurement, plan
 from slipstream.bench.records import FILE, Header, Run, finished, make_header, open_folder
 from slipstream.bench.report import write_report
+from slipstream.bench.result_tables import progress_line
 from slipstream.bench.summary import ArmSummary, wrong_texts
-from slipstream.bench.summary_tables import progress_line
 from slipstream.config import DecoderConfig
 from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
