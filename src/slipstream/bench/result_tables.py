@@ -48,7 +48,7 @@ def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:
 
 
 def speed_cell(estimate: Estimate) -> Cell:
-    """Tokens per second."""
+    """Tokens per second, without decimals from 1000 on."""
     return cell(estimate, ".1f" if estimate.value < 1000 else ".0f")
 
 
@@ -72,14 +72,14 @@ class Table:
 
 def terminal_table(table: Table, *, narrow: bool = False, centred: bool = False) -> RichTable:
     """For a terminal. narrow: intervals in two lines below their figures. centred: the title, over its table."""
-    made = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title or None)
-    made.title_justify = "center" if centred else "left"
+    written = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title or None)
+    written.title_justify = "center" if centred else "left"
     for number, name in enumerate(table.columns):
-        left = number == 0 or name in table.words
-        made.add_column(name, justify="left" if left else "right", no_wrap=number == 0, overflow="fold")
+        is_words = number == 0 or name in table.words
+        written.add_column(name, justify="left" if is_words else "right", no_wrap=number == 0, overflow="fold")
     for row in table.cells:
-        made.add_row(*(_terminal_text(entry, narrow=narrow) for entry in row))
-    return made
+        written.add_row(*(_terminal_text(entry, narrow=narrow) for entry in row))
+    return written
 
 
 def _terminal_text(entry: Cell, *, narrow: bool) -> Text:
@@ -120,7 +120,7 @@ def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[Ri
 def _overall(summaries: Sequence[ArmSummary], batch: int, reference: str) -> Table:
     title = f"batch size {batch}; speed-up against {reference}; 95 % intervals behind the values"
     columns = ("arm", "tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nround")
-    rows = [
+    rows: list[Row] = [
         [_name(arm), *speed_cells(arm), verdict_cell(arm.verdicts, promised=arm.lossless), *acceptance_cells(arm)]
         for arm in summaries
     ]
@@ -144,7 +144,7 @@ def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
 
 def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
     names = list(dict.fromkeys(family for arm in summaries for family in arm.families))
-    rows = [[_name(arm), *(_family(arm, name) for name in names)] for arm in summaries]
+    rows: list[Row] = [[_name(arm), *(_family(arm, name) for name in names)] for arm in summaries]
     return Table(f"speed-up against {reference} per family, geometric means", ["arm", *names], rows)
 
 
@@ -154,7 +154,7 @@ def _family(arm: ArmSummary, name: str) -> Cell:
 
 def _time(summaries: Sequence[ArmSummary]) -> Table:
     columns = ["arm", *PARTS, "overhead", "overhead\nof a round", "accepted at draft position 1, 2, ..."]
-    rows = [
+    rows: list[Row] = [
         [
             _name(arm),
             *(f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")),
@@ -168,7 +168,9 @@ def _time(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def _failures(summaries: Sequence[ArmSummary]) -> Table:
-    rows = [[_name(arm), str(arm.batch), str(arm.failed), arm.error or ""] for arm in summaries if arm.failed]
+    rows: list[Row] = [
+        [_name(arm), str(arm.batch), str(arm.failed), arm.error or ""] for arm in summaries if arm.failed
+    ]
     return Table("failed", ["arm", "batch", "runs", "first error"], rows, words=["first error"])
 
 

@@ -32,12 +32,12 @@ Shape = TypeVar("Shape")
 
 @dataclass
 class Fastest(Generic[Shape]):
-    """The least milliseconds seen, by shape."""
+    """The least time seen of each shape, in milliseconds."""
 
     milliseconds: dict[Shape, float] = field(default_factory=dict)
 
     def add(self, shape: Shape, seconds: float) -> None:
-        """Note a time."""
+        """Note what a forward or a draft of this shape took."""
         ms = 1e3 * max(0.0, seconds)
         self.milliseconds[shape] = min(ms, self.milliseconds.get(shape, ms))
 
@@ -54,21 +54,21 @@ def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[lis
     The second has padding. Forwards that could reach beyond position `limit` are left out.
     """
     for rows in {min(count, len(starts), total - 1) for count in (len(starts), FEW_ROWS)}:
-        done = [0] * rows
+        read = [0] * rows
         for turn in range(2):
             counts = shared_out(total - turn, rows, turn)
-            if max(starts[:rows]) + max(done) + max(counts) > limit:
+            if max(starts[:rows]) + max(read) + max(counts) > limit:
                 break
-            yield [RowSegment(i, starts[i] + done[i], counts[i]) for i in range(rows)]
-            done = [at + count for at, count in zip(done, counts, strict=True)]
+            yield [RowSegment(i, starts[i] + read[i], counts[i]) for i in range(rows)]
+            read = [before + count for before, count in zip(read, counts, strict=True)]
 
 
 def shared_out(total: int, rows: int, turn: int) -> list[int]:
     """Tokens of each row, at least one."""
     counts = [1] * rows
     places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
-    while (left := total - sum(counts)) > 0:
-        counts[next(places)] += min(left, next(shares) - 1)
+    while (remaining := total - sum(counts)) > 0:
+        counts[next(places)] += min(remaining, next(shares) - 1)
     return counts
 
 
@@ -106,17 +106,17 @@ class ForwardTimes:
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
     ) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take.
+        """Milliseconds of a ragged forward of as many rows as there may be, by tokens. turns: a number, and the tokens.
 
         alone: milliseconds of one row's forwards, measured earlier. One of them is timed again beside each turn, and
         all times count in proportion to it: the machine may have become slower or faster since.
         """
-        reference, begun = max(width for width in alone if width <= FEW), perf_counter()
+        reference, started = max(width for width in alone if width <= FEW), perf_counter()
         times, again = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
             if turn != last:
-                late = perf_counter() - begun > SECONDS
+                late = perf_counter() - started > SECONDS
                 if late and turn >= FEWEST_OF_FEW:
                     break
                 if not times.milliseconds:
@@ -135,23 +135,23 @@ class ForwardTimes:
         counts = shared_out(total, min(total, len(self.starts)), 0)
         segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
         tokens = end_to_end(self.tokens, segments, total)
-        begun = perf_counter()
+        started = perf_counter()
         assert isinstance(self.backend, RaggedForwards)
         argmax(self.backend.forward_ragged(tokens, segments, widths=widths))[-1].item()
-        return perf_counter() - begun
+        return perf_counter() - started
 
     def _seconds(self, width: int) -> float:
         tokens = self.tokens[None, self.start : self.start + width]
         if isinstance(self.backend, Checkpoints):
             self.backend.settle(0, self.start)
-        begun = perf_counter()
+        started = perf_counter()
         argmax(self.backend.forward(tokens, [self.start], first_slot=0, logits=True))[-1, -1].item()
-        return perf_counter() - begun
+        return perf_counter() - started
 
 
 @dataclass(frozen=True)
 class GreedyOptions:
-    """Of the rows that are timed; see `RequestOptions`."""
+    """The `RequestOptions` of the rows that are timed."""
 
     temperature: float = 0.0
     min_tokens: int = 0
@@ -168,36 +168,36 @@ class DraftTimes:
     token: float | None = None
 
 
-def time_drafts(scorer: DraftScorer, most: int) -> DraftTimes:
+def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
     """Draft for 1, 2, 4, ... and `most` rows whose texts nobody wrote; the fastest step counts.
 
     scorer: with room for them; what it has cached is overwritten.
     """
     steps, reading = Fastest[int](), Fastest[int]()
     for turn in range(TURNS):
-        first, *others = _seconds(scorer, 1, TEXT, turn)
+        first, *others = _step_seconds(scorer, 1, TEXT, turn)
         steps.add(1, min(others))
         reading.add(1, (first - 1e-3 * steps.milliseconds[1]) / (TEXT - 1))
-    for rows in _row_counts(most):
-        steps.add(rows, min(_seconds(scorer, rows, SHORT, rows)[1:]))
+    for rows in _row_counts(max_rows):
+        steps.add(rows, min(_step_seconds(scorer, rows, SHORT, rows)[1:]))
     return DraftTimes(steps.milliseconds, reading.milliseconds[1])
 
 
-def _row_counts(most: int) -> Sequence[int]:
+def _row_counts(max_rows: int) -> Sequence[int]:
     """Powers of two from 2 on that are less than `most`, and `most` itself."""
-    return sorted({*(1 << n for n in range(1, most.bit_length()) if 1 << n < most), most} - {1})
+    return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 
 @torch.inference_mode()
-def _seconds(scorer: DraftScorer, count: int, length: int, seed: int) -> list[float]:
-    """Of each step of a draft for so many rows of so many tokens; the first one reads the texts, all of them new."""
+def _step_seconds(scorer: DraftScorer, num_rows: int, length: int, seed: int) -> list[float]:
+    """Seconds of each step of a draft for `num_rows` new texts of `length` tokens; the first step reads the texts."""
     backend, generator = scorer.backend, torch.Generator().manual_seed(20240229 + seed)
-    texts = torch.randint(0, backend.vocab_size, (count, length), generator=generator).tolist()
+    texts = torch.randint(0, backend.vocab_size, (num_rows, length), generator=generator).tolist()
     rows = [Row(i, text, GreedyOptions(), seed=0) for i, text in enumerate(texts)]
-    drafted, taken = torch.zeros(count, STEPS, dtype=torch.int64, device=backend.device), []
-    for done in range(STEPS):
-        begun = perf_counter()
-        logits = scorer.score(rows, drafted[:, :done], [done] * count, keep=1)
-        drafted[:, done] = logits[:, 0].argmax(-1)
-        taken.append(perf_counter() - begun)
-    return taken
+    drafted, seconds = torch.zeros(num_rows, STEPS, dtype=torch.int64, device=backend.device), []
+    for step in range(STEPS):
+        started = perf_counter()
+        logits = scorer.score(rows, drafted[:, :step], [step] * num_rows, keep=1)
+        drafted[:, step] = logits[:, 0].argmax(-1)
+        seconds.append(perf_counter() - started)
+    return seconds

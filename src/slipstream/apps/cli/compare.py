@@ -62,17 +62,17 @@ def compare_command(
     from slipstream.bench.comparison import BATCH, compare, compare_batch, summarise
     from slipstream.text.round_view import time_split
 
-    done = []
-    for one in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):
-        done.append(one)
-        _print_progress(decoder, one, f"{len(done)}/{len(prompts)}", debug=debug)
+    comparisons = []
+    for comparison in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):
+        comparisons.append(comparison)
+        _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
     if not debug:
-        err.print(tables.legend(done))
-    summary = summarise(done)
+        err.print(tables.legend(comparisons))
+    summary = summarise(comparisons)
     if arms.batch:
-        summary[BATCH] = compare_batch(decoder, done, params, chat=not source.raw)
-    out.print(tables.comparison_table(done), tables.summary_table(summary), time_split(summary["stats"]))
-    write_json(json_file, comparison_dict(decoder, models, params, done, summary))
+        summary[BATCH] = compare_batch(decoder, comparisons, params, chat=not source.raw)
+    out.print(tables.comparison_table(comparisons), tables.summary_table(summary), time_split(summary["stats"]))
+    write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
     fail_on_difference(decoder, summary)
 
 
@@ -87,14 +87,14 @@ def _check_hf(models: Models, params: SamplingParams) -> None:
         raise no_hf_model(ARMS[HF], models.target)
 
 
-def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: str, *, debug: bool) -> None:
+def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number: str, *, debug: bool) -> None:
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE
     from slipstream.text.round_view import round_lines
 
-    result = done.runs[SPECULATIVE].result
+    result = comparison.runs[SPECULATIVE].result
     assert result is not None
-    err.print(f"{number} {done.prompt.category} {done.speed_up(SPECULATIVE):.2f}x", style="bold")
+    err.print(f"{number} {comparison.prompt.category} {comparison.speed_up(SPECULATIVE):.2f}x", style="bold")
     if debug:
         err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
     elif decoder.tokenizer is not None:
@@ -105,7 +105,7 @@ def comparison_dict(
     decoder: SpeculativeDecoder,
     models: Models,
     params: SamplingParams,
-    done: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     summary: dict[str, Any],
 ) -> dict[str, Any]:
     """Settings, versions, the summary, and token ids, seconds and verdict of every arm on every prompt, for JSON."""
@@ -128,7 +128,7 @@ def comparison_dict(
                     for arm, run in c.runs.items()
                 },
             }
-            for c in done
+            for c in comparisons
         ],
     }
 

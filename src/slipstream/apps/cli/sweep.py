@@ -117,13 +117,13 @@ def _drafters(text: str, config: DecoderConfig, draft: str | None) -> tuple[str,
 def _lengths(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", text):
         raise UsageError(f"--lengths {text!r}; allowed: whole numbers and ranges with commas between, e.g. 0-4,8")
-    found: list[int] = []
+    lengths: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if int(last or first) < int(first):
             raise UsageError(f"--lengths {text!r}: the range {part} is empty; allowed: the smaller number first")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        lengths += range(int(first), int(last or first) + 1)
+    return tuple(lengths)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from slipstream.apps.cli.application import out
 from slipstream.bench.comparison import BATCH, HF, PLAIN, SPECULATIVE, Comparison
 from slipstream.bench.result_tables import (
     Cell,
+    Row,
     acceptance_cells,
     speed_cells,
     terminal_table,
@@ -91,7 +92,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 def summary_table(summary: dict[str, Any]) -> Table:
     """One line per arm."""
     verdicts = ("identical", "ties", "different")
-    rows = [
+    rows: list[Row] = [
         [
             arm,
             f"{line['tokens_per_second']:.1f}",
@@ -112,7 +113,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 def certificate(checks: Sequence[Check]) -> Table:
     """One line per check."""
     tones: dict[str, Any] = {"pass": "good", "FAIL": "bad", "not applicable": "faint"}
-    rows = [
+    rows: list[Row] = [
         [check.name, Cell(check.outcome, tone=tones[check.outcome]), check.detail, f"{check.seconds:.1f}"]
         for check in checks
     ]
@@ -135,7 +136,7 @@ def simulation_table(simulation: Simulation) -> Table:
     trees = bool(simulation.chains)
     first = ("tree\ndepth", "draft\ntokens") if trees else ("draft\nlength",)
     columns = (*first, "tokens\nper round", *(f"batch\n{batch}" for batch in simulation.batches))
-    rows = [
+    rows: list[Row] = [
         [
             str(length),
             *([f"{simulation.nodes[length]:.3g}"] if trees else []),
@@ -157,18 +158,18 @@ def _speed_up(simulation: Simulation, batch: int, length: int) -> Cell:
 
 def print_series(series: Sequence[Series]) -> None:
     """Print the tables of every series, then the best setting of each."""
-    for one in series:
-        out.print(series_table(one), positions_table(one))
-    for one in series:
-        best = best_of(one)
-        out.print(best.sentence if best else f"{one.name}: no advice, since runs of it failed", soft_wrap=True)
+    for entry in series:
+        out.print(series_table(entry), positions_table(entry))
+    for entry in series:
+        best = best_of(entry)
+        out.print(best.sentence if best else f"{entry.name}: no advice, since runs of it failed", soft_wrap=True)
 
 
 def series_table(series: Series) -> Table:
     """One line per draft length: speed with its interval, parity, and how much was accepted."""
     title = f"{series.name}, batch size {series.batch}; speed-up against length 0; 95 % intervals behind the values"
     columns = ("length", "tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nround")
-    rows = [
+    rows: list[Row] = [
         [
             str(cell.length),
             *speed_cells(cell.summary),

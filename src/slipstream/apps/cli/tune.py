@@ -50,7 +50,7 @@ from slipstream.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from slipstream.bench.records import Header
     from slipstream.bench.tuning.advice import Advice, Tuned
-    from slipstream.bench.tuning.search import SearchSpace, Tell
+    from slipstream.bench.tuning.search import SearchSpace, ShowProgress
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def tune_command(
         names = {"target": models.target, "draft": models.draft}
         header = make_header(names, arms, prompts, config, params, **settings)
         start(folder, header)
-        with _watched(options.budget) as tell:
-            meter = Meter(space.lineup, folder, Budget(options.budget), tell)
+        with _watched(options.budget) as show_progress:
+            meter = Meter(space.lineup, folder, Budget(options.budget), show_progress)
             tuned = tune(space, meter, prompts, batches, options.longest)
     _finish(tuned, space, folder, header, json_file)
 
@@ -173,13 +173,13 @@ def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json
     for batch in tuned.unmeasured:
         err.print(f"batch {batch}: the budget was over before it; give more --budget", soft_wrap=True)
     result = asdict(header) | tuned.to_dict()
-    early = [one.best is not None and space.stops_early(one.best.candidate) for one in tuned.advice]
+    early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
     paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
     out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
     err.print(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}", soft_wrap=True)
     write_json(json_file, result)
-    for advice, one in tuned.wrong:
-        raise SlipstreamError(f"{one.name}, batch {advice.batch}: {one.lost}")
+    for advice, failed in tuned.wrong:
+        raise SlipstreamError(f"{failed.name}, batch {advice.batch}: {failed.lost}")
 
 
 def _command(advice: Advice, header: Header, folder: Path) -> str:
@@ -199,21 +199,21 @@ class _Left(ProgressColumn):
 
 
 @contextmanager
-def _watched(budget: float) -> Iterator[Tell]:
+def _watched(budget: float) -> Iterator[ShowProgress]:
     """A function that shows what is being done: a bar over the budget; elsewhere a line when a stage begins."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Left())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task, begun = progress.add_task("starting", total=budget), perf_counter()
         stages: set[str] = set()
 
-        def tell(stage: str, doing: str) -> None:
+        def show_progress(stage: str, doing: str) -> None:
             passed = perf_counter() - begun
             progress.update(task, description=escape(f"{stage}: {doing}"), completed=min(passed, budget))
             if not err.is_terminal and stage not in stages:
                 stages.add(stage)
                 err.print(f"{passed:.0f} s of {budget:g}: {stage}", soft_wrap=True)
 
-        yield tell
+        yield show_progress
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from slipstream.bench.arms import HF, PLAIN, counted, local_time, parse_arm
 from slipstream.bench.records import VerdictName
 from slipstream.bench.report.plots import Chart, height_of, inline_svg
 from slipstream.bench.report.report_data import Data, Sample, acceptance, against, efficiency, sample, sampled_texts
-from slipstream.bench.result_tables import Cell, Row, Table, cell
+from slipstream.bench.result_tables import Row, Table, cell
 from slipstream.bench.summary import PARTS, ArmSummary, wrong_texts
 from slipstream.bench.sweep_grid import best_of, series_of
 from slipstream.text.detokenizer import Tokenizer
@@ -193,12 +193,12 @@ def _time(data: Data) -> Table:
         "shares of the measured seconds, overhead being all that no other part names; in the last column what a round "
         "takes besides drafting, verifying and accepting, as a share of the round"
     )
-    rows = [
+    rows: list[Row] = [
         [
             data.label(arm.arm),
             str(arm.batch),
             *(f"{arm.time_split[part]:.1%}" for part in parts),
-            Cell("-" if arm.round_overhead is None else f"{arm.round_overhead:.1%}"),
+            "-" if arm.round_overhead is None else f"{arm.round_overhead:.1%}",
         ]
         for arm in data.summaries
         if arm.time_split is not None

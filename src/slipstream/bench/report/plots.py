@@ -222,10 +222,10 @@ def _draw_rows(axes: Axes, chart: Chart) -> None:
 def _neighbours(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
     """Runs of points whose x are neighbouring whole numbers: between others nothing was measured."""
     start = 0
-    for at in range(1, len(points) + 1):
-        if at == len(points) or points[at].x - points[at - 1].x != 1:
-            yield points[start:at]
-            start = at
+    for end in range(1, len(points) + 1):
+        if end == len(points) or points[end].x - points[end - 1].x != 1:
+            yield points[start:end]
+            start = end
 
 
 def _columns(points: tuple[Point, ...]) -> tuple[list[float], list[float]]:
@@ -248,41 +248,42 @@ def _look(line: Line) -> dict[str, Any]:
 
 def charts(data: Data) -> list[Chart]:
     """All charts that the runs have something for, in the order of a report."""
-    found: list[Chart] = []
-    for batch in dict.fromkeys(one.batch for one in data.summaries):
-        own = [one for one in data.summaries if one.batch == batch]
-        series = [one for one in series_of(data.summaries) if one.batch == batch]
-        made = [*_families(data, own), *_over_length(data, series), *_by_position(data, own)]
-        found += [replace(c, name=f"{c.name}_batch_{batch}", title=f"{c.title}, batch size {batch}") for c in made]
-    return found
+    all_charts: list[Chart] = []
+    for batch in dict.fromkeys(entry.batch for entry in data.summaries):
+        arms = [entry for entry in data.summaries if entry.batch == batch]
+        series = [entry for entry in series_of(data.summaries) if entry.batch == batch]
+        for chart in (*_families(data, arms), *_over_length(data, series), *_by_position(data, arms)):
+            title = f"{chart.title}, batch size {batch}"
+            all_charts.append(replace(chart, name=f"{chart.name}_batch_{batch}", title=title))
+    return all_charts
 
 
 def selected(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
     """All of a few arms; of many, the fastest draft length of each drafter, rule and temperature."""
-    timed = [one for one in summaries if one.speed is not None]
+    timed = [arm for arm in summaries if arm.speed is not None]
     if len(timed) <= MOST:
         return timed
     fastest: dict[Arm, ArmSummary] = {}
-    for one in timed:
-        kind = replace(parse_arm(one.arm), name="", num_draft_tokens=None)
-        if kind not in fastest or _speed(one) > _speed(fastest[kind]):
-            fastest[kind] = one
+    for arm in timed:
+        kind = replace(parse_arm(arm.arm), name="", num_draft_tokens=None)
+        if kind not in fastest or _speed(arm) > _speed(fastest[kind]):
+            fastest[kind] = arm
     return list(fastest.values())
 
 
-def _speed(one: ArmSummary) -> float:
-    return one.speed.tokens_per_second.value if one.speed is not None else 0.0
+def _speed(arm: ArmSummary) -> float:
+    return arm.speed.tokens_per_second.value if arm.speed is not None else 0.0
 
 
 def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """Speed-up by family, several arms to a picture."""
-    shown = [one for one in selected(summaries) if one.arm != data.references[one.arm]]
+    shown = [arm for arm in selected(summaries) if arm.arm != data.references[arm.arm]]
     for number, part in enumerate(_parts(shown), 1):
-        families = list(dict.fromkeys(family for one in part for family in one.families))
-        lines = _filled(Line(data.label(one.arm), _family_points(one, families), look) for look, one in enumerate(part))
+        families = list(dict.fromkeys(family for arm in part for family in arm.families))
+        lines = _filled(Line(data.label(arm.arm), _family_points(arm, families), look) for look, arm in enumerate(part))
         if lines:
             name, title = _numbered("speed_up_by_family", "Speed-up", number, len(shown))
-            bases = {data.label(data.references[one.arm]) for one in part}
+            bases = {data.label(data.references[arm.arm]) for arm in part}
             compared = next(iter(bases)) if len(bases) == 1 else "plain decoding at the same temperature"
             label = f"speed-up over {compared} (times)"
             caption = f"Geometric mean over prompts. {SPEED} The dotted line is the speed of {compared}."
@@ -290,24 +291,26 @@ def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
             yield Chart(name, title, caption, label, "", lines, "rows", (*families, "all"), level=1.0)
 
 
-def _family_points(one: ArmSummary, families: Sequence[str]) -> tuple[Point, ...]:
-    speeds = [one.families.get(family) for family in families] + [one.speed]
-    found = [(row, speed.speed_up) for row, speed in enumerate(speeds) if speed is not None]
-    return tuple(_point(row, ratio) for row, ratio in found if ratio is not None)
+def _family_points(arm: ArmSummary, families: Sequence[str]) -> tuple[Point, ...]:
+    speeds = [arm.families.get(family) for family in families] + [arm.speed]
+    ratios = [(row, speed.speed_up) for row, speed in enumerate(speeds) if speed is not None]
+    return tuple(_point(row, ratio) for row, ratio in ratios if ratio is not None)
 
 
-def _over_length(data: Data, series: Sequence[Series]) -> Iterator[Chart]:
+def _over_length(data: Data, all_series: Sequence[Series]) -> Iterator[Chart]:
     """Tokens per second and acceptance rate over draft length."""
-    for number, part in enumerate(_parts(series), 1):
-        speeds = _filled(Line(data.label(one.name), _speeds(one.cells), look) for look, one in enumerate(part))
-        rates = _filled(Line(data.label(one.name), _rates(data, one.cells), look) for look, one in enumerate(part))
+    for number, part in enumerate(_parts(all_series), 1):
+        speeds = _filled(Line(data.label(series.name), _speeds(series.cells), look) for look, series in enumerate(part))
+        rates = _filled(
+            Line(data.label(series.name), _rates(data, series.cells), look) for look, series in enumerate(part)
+        )
         x = "draft length (tokens)"
         if speeds:
-            name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(series))
+            name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(all_series))
             caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {_parity(part)}."
             yield Chart(name, title, caption, x, "tokens per second", speeds)
         if rates:
-            name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(series))
+            name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(all_series))
             caption = f"Accepted of all drafted tokens. {INTERVALS}."
             label = "accepted / drafted"
             yield Chart(name, title, caption, x, label, rates, share=True)
@@ -325,23 +328,23 @@ def _rates(data: Data, cells: Sequence[Cell]) -> tuple[Point, ...]:
 
 def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """The share of draft tokens accepted at each position of the draft."""
-    drafting = [one for one in summaries if one.stats is not None and one.stats.num_draft_tokens]
+    drafting = [arm for arm in summaries if arm.stats is not None and arm.stats.num_draft_tokens]
     if len(drafting) > MOST:
         longest: dict[Arm, ArmSummary] = {}
-        for one in sorted(drafting, key=lambda s: len(s.acceptance_by_position)):
-            longest[replace(parse_arm(one.arm), name="", num_draft_tokens=None)] = one
-        drafting = [one for one in drafting if one in longest.values()]
+        for arm in sorted(drafting, key=lambda s: len(s.acceptance_by_position)):
+            longest[replace(parse_arm(arm.arm), name="", num_draft_tokens=None)] = arm
+        drafting = [arm for arm in drafting if arm in longest.values()]
     for number, part in enumerate(_parts(drafting), 1):
-        lines = tuple(Line(data.label(one.arm), _positions(data, one), look) for look, one in enumerate(part))
+        lines = tuple(Line(data.label(arm.arm), _positions(data, arm), look) for look, arm in enumerate(part))
         name, title = _numbered("acceptance_by_position", "Acceptance by position", number, len(drafting))
         caption = f"Accepted of the tokens drafted at each position. {INTERVALS}."
         label = "accepted / drafted"
         yield Chart(name, title, caption, "position in the draft (tokens)", label, lines, share=True)
 
 
-def _positions(data: Data, one: ArmSummary) -> tuple[Point, ...]:
-    runs = data.runs_of(one.arm, one.batch)
-    shares = [(place, acceptance_at(runs, place)) for place in range(len(one.acceptance_by_position))]
+def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
+    runs = data.runs_of(arm.arm, arm.batch)
+    shares = [(place, acceptance_at(runs, place)) for place in range(len(arm.acceptance_by_position))]
     return tuple(_point(place + 1, ratio) for place, ratio in shares if ratio is not None)
 
 
@@ -349,19 +352,19 @@ def _point(x: float, estimate: Estimate) -> Point:
     return Point(x, estimate.value, estimate.low, estimate.high)
 
 
-def _parity(series: Sequence[Series]) -> str:
-    return parity_of(cell.summary for one in series for cell in one.cells if cell.length > 0)
+def _parity(all_series: Sequence[Series]) -> str:
+    return parity_of(cell.summary for series in all_series for cell in series.cells if cell.length > 0)
 
 
 def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.points)
 
 
-def _parts(items: Sequence[T], most: int = MOST) -> list[Sequence[T]]:
-    return [items[at : at + most] for at in range(0, len(items), most)]
+def _parts(items: Sequence[T], limit: int = MOST) -> list[Sequence[T]]:
+    return [items[start : start + limit] for start in range(0, len(items), limit)]
 
 
-def _numbered(name: str, title: str, number: int, count: int, most: int = MOST) -> tuple[str, str]:
+def _numbered(name: str, title: str, number: int, count: int, limit: int = MOST) -> tuple[str, str]:
     """File name and title of a picture; those of several pictures of one kind are numbered."""
-    pictures = -(-count // most)
+    pictures = -(-count // limit)
     return (name, title) if pictures == 1 else (f"{name}_{number}", f"{title} ({number} of {pictures})")

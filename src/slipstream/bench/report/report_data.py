@@ -69,7 +69,7 @@ def load(folder: Path) -> Data:
 
 
 def against(data: Data, reference: str) -> Data:
-    """The same runs with every speed-up referring to one arm."""
+    """The runs summarised once more, with every speed-up referring to one arm."""
     names = list(data.references)
     if reference not in names:
         near = did_you_mean(reference, *names)

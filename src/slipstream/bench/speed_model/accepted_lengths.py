@@ -70,15 +70,15 @@ class Acceptance:
         2024, "Sequoia", section 3.1).
         """
         sizes = tuple(proposed) if proposed is not None else (1.0,) * len(alphas)
-        beside = list(siblings) or [()] * len(alphas)
-        every = (*alphas, *(alpha for alphas_beside in beside for alpha in alphas_beside))
-        if wrong := [alpha for alpha in every if not _is_probability(alpha)]:
+        of_siblings = list(siblings) or [()] * len(alphas)
+        probabilities = (*alphas, *(alpha for alphas_beside in of_siblings for alpha in alphas_beside))
+        if wrong := [alpha for alpha in probabilities if not _is_probability(alpha)]:
             raise UsageError(f"acceptance {wrong[0]!r}; allowed: from 0 to 1")
-        for name, count in (("proposed", len(sizes)), ("siblings", len(beside))):
+        for name, count in (("proposed", len(sizes)), ("siblings", len(of_siblings))):
             if count != len(alphas):
                 raise UsageError(f"acceptance: {len(alphas)} alphas, {name} for {count}; allowed: the same number")
         accepted, branched, reached = list[float](), list[float](), 1.0
-        for alpha, size, alphas_beside in zip(alphas, sizes, beside, strict=True):
+        for alpha, size, alphas_beside in zip(alphas, sizes, of_siblings, strict=True):
             if alpha + sum(alphas_beside) > 1 + 1e-9:
                 raise UsageError(
                     f"acceptance {alpha:g} of a draft token and {sum(alphas_beside):g} of those beside it; allowed: at "
@@ -87,7 +87,7 @@ class Acceptance:
             branched.append(reached * min(sum(alphas_beside), 1 - alpha) * size)
             reached *= alpha
             accepted.append(min(size, reached * size + branched[-1]))
-        nodes = tuple(1.0 + len(alphas_beside) for alphas_beside in beside)
+        nodes = tuple(1.0 + len(alphas_beside) for alphas_beside in of_siblings)
         return cls(tuple(accepted), sizes, nodes, tuple(branched)) if siblings else cls(tuple(accepted), sizes)
 
     @classmethod
@@ -116,7 +116,7 @@ class Acceptance:
 
     @property
     def main_chain(self) -> Acceptance:
-        """The same drafts without their branches."""
+        """The drafts without their branches."""
         if not self.branches:
             return self
         on_chain = tuple(a - b for a, b in zip(self.accepted, self.branched, strict=True))
@@ -189,7 +189,7 @@ class LevelCounts:
 
     @classmethod
     def of(cls, rounds: Iterable[Mapping[str, Any]]) -> LevelCounts:
-        """Of recorded rounds, see `slipstream.bench.records.compact`."""
+        """Counted over recorded rounds (`slipstream.bench.records.compact`)."""
         counts = cls()
         for record in rounds:
             parents = record.get("parents") or range(-1, len(record["draft"]) - 1)
@@ -205,7 +205,7 @@ class LevelCounts:
 
     @classmethod
     def total(cls, parts: Sequence[LevelCounts]) -> LevelCounts:
-        """Several added up."""
+        """The sum of several counts."""
         columns = [zip_longest(*(getattr(part, f.name) for part in parts), fillvalue=0) for f in fields(cls)]
         return cls(*([sum(level) for level in levels] for levels in columns))
 

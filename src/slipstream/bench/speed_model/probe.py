@@ -99,7 +99,7 @@ class FixedDraft:
         return max(self.levels) * (1 + self.siblings)
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int], sampler: Sampler) -> Draft:
-        """The same at every call."""
+        """Dummy tokens, the same at every call."""
         wide = 1 + self.siblings
         tokens = torch.ones(len(rows), self.size, dtype=torch.int64, device=self.device)
         parents = None
@@ -275,7 +275,7 @@ class _Probe:
         return timed
 
     def _move_seconds(self) -> float:
-        """Of bringing a token behind a row's prompt to another place."""
+        """How long it takes to bring a token behind a row's prompt to another place."""
         backend, end = self._backend, len(self._prompts[0])
         assert isinstance(backend, TreeForwards)
         started = perf_counter()

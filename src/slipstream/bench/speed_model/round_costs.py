@@ -26,7 +26,7 @@ Arrays = tuple[Any, Any]  # the same points: ascending tokens or batches, and th
 
 
 def arrays_of(points: Points) -> Arrays:
-    """To interpolate between."""
+    """The points as arrays for `interpolated`."""
     xs = sorted(points)
     return np.array(xs, dtype=float), np.array([points[x] for x in xs], dtype=float)
 
@@ -41,10 +41,10 @@ def interpolated(points: Arrays, x: float, name: str) -> float:
 
 def neighbours(batches: Iterable[int], batch: float, name: str) -> dict[int, float]:
     """The measured batches between which a batch lies, with their weights; one where it was measured itself."""
-    known = sorted(batches)
-    if not known[0] <= batch <= known[-1]:
-        raise UsageError(f"{name} {batch:g} was not measured; allowed: {known[0]} to {known[-1]}")
-    low, high = max(b for b in known if b <= batch), min(b for b in known if b >= batch)
+    measured = sorted(batches)
+    if not measured[0] <= batch <= measured[-1]:
+        raise UsageError(f"{name} {batch:g} was not measured; allowed: {measured[0]} to {measured[-1]}")
+    low, high = max(b for b in measured if b <= batch), min(b for b in measured if b >= batch)
     share = (batch - low) / (high - low) if high > low else 0.0
     return {low: 1 - share, high: share} if share else {low: 1.0}
 
@@ -65,7 +65,7 @@ class TokenCosts:
 
     @property
     def batches(self) -> list[int]:
-        """The batches measured."""
+        """The batch sizes measured, ascending."""
         return sorted(self.forward)
 
     def spans(self, batch: int) -> bool:
@@ -207,7 +207,7 @@ class Costs:
 
     @property
     def batches(self) -> list[int]:
-        """The batches measured."""
+        """The batch sizes measured, ascending."""
         return sorted(self.target)
 
     def forward(self, batch: float, width: int) -> float:
