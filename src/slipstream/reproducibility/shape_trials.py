@@ -162,7 +162,7 @@ class Trials:
         return True
 
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
-        """Whether ragged batches give the reference's bits: of every size up to the reference width, else of some sizes.
+        """Whether ragged batches give the reference's bits: of every size for narrow widths, else of some.
 
         steps: consecutive forwards that are compared.
         """
