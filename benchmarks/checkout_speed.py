@@ -3,8 +3,8 @@
     python benchmarks/checkout_speed.py BEFORE AFTER                              # before, after, before, after
     python benchmarks/checkout_speed.py BEFORE AFTER --plan benchmarks/pair.json --turns 1
 
-Each turn runs `slipstream bench` once in each checkout, in a process of its own and with the same plan (predictions,
-simulation and report left out). A speed is compared with the one of the same arm, prompt and turn: ratios above 1 mean
+Each turn runs `slipstream bench` once in each checkout, in a process of its own and with the same plan (the
+report left out). A speed is compared with the one of the same arm, prompt and turn: ratios above 1 mean
 that AFTER is faster. Arms of Hugging Face run the same code both times, so their ratios show the machine's noise. The
 machine should have nothing else to do. Exit code 1 if an arm of ours has a median ratio below --least.
 """
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-NOT_NEEDED = {"predict": 0, "simulate": False, "report": False}  # settings of a plan that take time after the runs
+NOT_NEEDED = {"report": False}  # settings of a plan that take time after the runs
 
 Key = tuple[str, str, int, int]  # arm, prompts, batch size, repeat
 

@@ -9,7 +9,7 @@ agreement is the share of positions at which its first choice is the target's, a
 its drafts would last. Candidates are the first 1, 2, ... layers, and what remains when layers are left out one by one,
 each time the least missed one. Forwards of the target are timed at every width. A draft's step with all layers takes
 what a plain forward takes, one layer's share of that is timed, and the time in between taken as linear in the number of
-layers. The speed-up is what `slipstream.bench.prediction` expects of these figures at the best draft length.
+layers. The speed-up is what `slipstream.bench.speed_model` expects of these figures at the best draft length.
 
 --save writes the best candidate, if it pays, to the cache folder, where the drafter "layer_skip" finds it for this
 model.
@@ -117,14 +117,14 @@ class Prices:
     def value(self, found: Candidate) -> Candidate:
         """The candidate with the draft length that should be best for it, at least 1."""
         share = (len(found.layers) - 1) / max(1, self.count - 1)
-        step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.pad(1, 1))
+        step = (self.one + share * (1 - self.one)) * self.costs.forward(1, self.costs.width_for(1, 1))
         costs = replace(self.costs, draft_step={1: step}, draft_round={1: 0.0})
         acceptance = Acceptance(found.accepted, (1.0,) * len(found.accepted))
         lengths = range(1, acceptance.longest + 1)
         best = max(lengths, key=lambda n: predicted_speed_up(costs, acceptance, n))
         return replace(
             found,
-            step=step / costs.plain(1, costs.pad(1, 1)),
+            step=step / costs.plain(1, costs.width_for(1, 1)),
             num_draft_tokens=best,
             tokens_per_round=expected_tokens(acceptance, best),
             speed_up=predicted_speed_up(costs, acceptance, best),

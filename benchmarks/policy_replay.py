@@ -134,12 +134,12 @@ class Replay:
         return seconds.total
 
     def _drafting(self, rows: int, steps: int) -> float:
-        width = self.costs.pad(1, rows)
+        width = self.costs.width_for(1, rows)
         return (self.costs.round(rows, width, steps) - self.costs.round(rows, width, 0)) / 1e3
 
     def verify(self, rows: int, drafted: int) -> float:
         """Seconds of a forward over rows that draft up to `drafted` tokens."""
-        return self.costs.plain(rows, self.costs.pad(drafted + 1, rows)) / 1e3
+        return self.costs.plain(rows, self.costs.width_for(drafted + 1, rows)) / 1e3
 
 
 def settings(records: Sequence[Record], costs: Costs, off: float = 0.0, seed: int = 0) -> Iterator[tuple[str, Replay]]:
@@ -178,7 +178,7 @@ def cost_model_of(costs: Costs, off: float = 0.0, seed: int = 0) -> CostModel:
     """
     noise = random.Random(seed)
     measured = {width: taken * exp(noise.gauss(0, off)) for width, taken in costs.target[1].items()}
-    return CostModel(lambda width, rows: costs.pad(width, rows), measured=measured)
+    return CostModel(lambda width, rows: costs.width_for(width, rows), measured=measured)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

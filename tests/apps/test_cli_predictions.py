@@ -95,8 +95,6 @@ def test_arms_of_the_benchmark_are_given_predictions_by_name(
         str(file),
         "--arms",
         "none,ngram@8.predicted",
-        "--predict",
-        "0",
     )
     bench = (*bench, "--max-tokens", "60", "--out", str(tmp_path / "runs"))
     file.write_text(json.dumps({"prompt": "The heron"}))

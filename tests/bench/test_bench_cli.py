@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.apps.cli import bench_run as bench
+from slipstream.apps.cli import measuring as bench
 from slipstream.bench.arms import parse_arms, reference_of
 from slipstream.bench.records import FILE, read_records
 from slipstream.certificate.wrong_rules import load_wrong_rule
@@ -26,7 +26,7 @@ def toy(tmp_path: Path) -> tuple[str, ...]:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     models = ("--target", "toy", "--draft", "toy:2", "--prompt-file", str(file))
-    return ("bench", *models, "--max-tokens", "16", "--predict", "0", "--repeats", "2", "--out", str(tmp_path / "runs"))
+    return ("bench", *models, "--max-tokens", "16", "--repeats", "2", "--out", str(tmp_path / "runs"))
 
 
 def test_it_prints_tables_and_leaves_records(capsys, monkeypatch, tmp_path: Path, toy) -> None:
@@ -71,7 +71,7 @@ def test_defaults_are_plain_decoding_and_the_decoders_own_drafter(capsys, monkey
 
 
 def test_the_builtin_prompts_are_the_default(capsys, monkeypatch, tmp_path: Path) -> None:
-    options = ("--limit", "1", "--max-tokens", "4", "--repeats", "1", "--predict", "0", "--out", str(tmp_path))
+    options = ("--limit", "1", "--max-tokens", "4", "--repeats", "1", "--out", str(tmp_path))
     assert run(capsys, monkeypatch, "bench", "--target", "toy", *options)[0] == 0
     families = {one.family for one in read_records(tmp_path)[1]}
     assert {"code", "summary"} <= families and all("/" in one.prompts[0] for one in read_records(tmp_path)[1])
@@ -105,46 +105,13 @@ def test_a_failed_arm_has_a_line_and_no_number(capsys, monkeypatch, tmp_path: Pa
     assert re.search(r"none +[\d.]+ ", out)
 
 
-def test_predictions_stand_beside_what_was_observed(capsys, monkeypatch, tmp_path: Path, toy) -> None:
-    report = tmp_path / "out.json"
-    options = ("--predict", "0.2", "--arms", "none,model@2", "--json", str(report))
-    code, out, _ = run(capsys, monkeypatch, *toy, *options)
-    none, model = json.loads(report.read_text())["summary"]
-    assert code == 0 and "predicted" in out and none["prediction"] is None
-    assert model["prediction"]["predicted"] > 0 and model["prediction"]["observed"] > 0
-
-
 def test_a_finished_folder_is_printed_again_and_no_model_is_loaded(capsys, monkeypatch, toy) -> None:
-    options = ("--predict", "0.05", "--simulate", "--arms", "none,model@2", "--report")
+    options = ("--arms", "none,model@2", "--report")
     code, first, _ = run(capsys, monkeypatch, *toy, *options)
     assert code == 0
     monkeypatch.setattr(bench, "load_decoder", lambda *args: pytest.fail("a model was loaded"))
     code, again, err = run(capsys, monkeypatch, *toy, *options)
     assert code == 0 and again == first and "all 8 measurements are there already" in err and "report.html" in err
-    assert run(capsys, monkeypatch, *toy, *options[:-3], "--arms", "none,model@2")[1] in first
-    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # other seconds are measured anew
-        run(capsys, monkeypatch, *toy, "--predict", "0.07", *options[2:])
-
-
-def test_simulations_stand_below_the_tables_and_in_the_report(capsys, monkeypatch, tmp_path: Path, toy) -> None:
-    file = tmp_path / "out.json"
-    arms = "none,ngram@2,model@3,model@2x2"
-    options = ("--predict", "0.05", "--simulate", "--arms", arms, "--json", str(file), "--report")
-    code, out, _ = run(capsys, monkeypatch, *toy, *options)
-    told = json.loads(file.read_text())
-    assert code == 0 and list(told["simulations"]) == ["ngram@2", "model@3", "model@2x2"]
-    model = told["simulations"]["model@3"]["simulation"]
-    assert model["lengths"] == [1, 2, 3] and model["batches"] == [1, 4, 8]
-    stats = next(one["stats"] for one in told["summary"] if one["arm"] == "model@3")
-    accepted = [count / stats["num_rounds"] for count in stats["accepted_per_position"]]
-    assert model["tokens"]["3"] == pytest.approx(1 + sum(accepted))
-    assert out.count("predicted speed-up (*") == 3 and out.count("batch 8: ") == 3
-    tree = next(one for one in told["summary"] if one["arm"] == "model@2x2")
-    assert tree["prediction"]["predicted"] > 0 and "without branches" in out
-    found = told["simulations"]["model@2x2"]["simulation"]
-    accepted = [count / tree["stats"]["num_rounds"] for count in tree["stats"]["accepted_per_position"]]
-    assert found["tokens"]["2"] == pytest.approx(1 + sum(accepted)) and 3 < found["nodes"]["2"] <= 4
-    assert "simulation of model@3" in out and "Simulated" in (tmp_path / "runs" / "report.html").read_text()
 
 
 def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, tmp_path: Path, toy) -> None:
@@ -167,7 +134,7 @@ def test_a_plan_holds_options_and_flags_win(capsys, monkeypatch, tmp_path: Path)
     plan, prompts = tmp_path / "plan.json", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     options = {"target": "toy", "draft": "toy:2", "arms": ["none", "model@2"], "prompt_file": str(prompts)}
-    options |= {"max_tokens": 16, "predict": 0, "repeats": 3, "category": ["fish"], "batch_sizes": [1], "raw": True}
+    options |= {"max_tokens": 16, "repeats": 3, "category": ["fish"], "batch_sizes": [1], "raw": True}
     plan.write_text(json.dumps(options | {"out": str(tmp_path / "runs"), "load_options": {}, "stop": ["zz"]}))
     assert run(capsys, monkeypatch, "bench", "--plan", str(plan), "--repeats", "2", "--draft", "toy:3")[0] == 0
     header, runs = read_records(tmp_path / "runs")
@@ -199,7 +166,7 @@ def test_a_wrong_plan_is_one_line(capsys, monkeypatch, tmp_path: Path, content: 
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.json")), ids=lambda plan: plan.name)
 def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp_path: Path, plan: Path) -> None:
     toy = ("--target", "toy", "--draft", "toy:2", "--arms", "none,model@2", "--reference", "none")
-    small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--predict", "0.01", "--out", str(tmp_path))
+    small = ("--max-tokens", "2", "--repeats", "1", "--limit", "1", "--out", str(tmp_path))
     monkeypatch.setattr(bench, "write_report", lambda folder, tokenizer: folder / "report.html")
     wanted = json.loads(plan.read_text())
     fewer = ("--at-once", "8") if "at_once" in wanted else ()
@@ -212,7 +179,6 @@ def test_the_plans_that_come_with_the_project_are_sound(capsys, monkeypatch, tmp
 
 
 WRONG_USE = [
-    (("--simulate",), "--simulate beside --predict 0"),
     (("--arms", "magic"), "drafter='magic'; allowed: auto, cross_vocabulary, hybrid, layer_skip, model, ngram"),
     (("--arms", "none,none"), "arm 'none' is given twice"),
     (("--arms", f"model@{MAX_DRAFT_TOKENS + 1}"), "draft length 65"),

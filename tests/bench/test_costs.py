@@ -171,7 +171,7 @@ def test_the_probe_times_the_shapes_that_are_kept() -> None:
     decoder = SpeculativeDecoder(shared("llama"), reproducible=True)
     costs = measure_costs(decoder, (1,), range(1, 6), seconds=0.05)
     assert costs.padded == decoder._target_session.shapes.widths != ()
-    assert set(costs.target[1]) == {costs.pad(width, 1) for width in range(1, 6)}
+    assert set(costs.target[1]) == {costs.width_for(width, 1) for width in range(1, 6)}
 
 
 def test_the_probe_runs_the_shapes_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,11 +154,9 @@ def test_where_speculation_stops_paying() -> None:
 
 
 def test_widths_are_padded_where_shapes_are_kept() -> None:
-    costs, padded = linear_costs(), linear_costs(padded=(2, 4, 8))
-    assert [padded.pad(w) for w in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 9]
+    padded = linear_costs(padded=(2, 4, 8))
+    assert [padded.width_for(w) for w in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 9]
     assert round_milliseconds(padded, 0.5, 4) == pytest.approx(4 * 1.0 + 0.5 + 10 + 0.5 * 8 + 0.25)
-    other = round_milliseconds(costs, 0.5, 4, pad=lambda width: 8)
-    assert other == round_milliseconds(padded, 0.5, 4)
 
 
 def test_acceptance_from_statistics() -> None:

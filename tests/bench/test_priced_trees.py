@@ -26,7 +26,7 @@ from slipstream.bench.speed_model.formula import (
     round_milliseconds,
     simulate,
 )
-from slipstream.bench.speed_model.probe import measure_costs, uneven
+from slipstream.bench.speed_model.probe import measure_costs, ragged_lengths
 from slipstream.bench.speed_model.round_costs import Costs, Machine, TokenCosts, paper_costs
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
@@ -152,7 +152,7 @@ def test_padding_is_paid_only_where_it_takes_fewer_tokens() -> None:
 
 def test_a_single_row_s_own_widths_are_padded_to() -> None:
     costs = linear_costs(padded=(1, 2, 4, 8), alone=(4, 8))
-    assert [costs.pad(1, 1), costs.pad(1, 2), costs.pad(5, 1)] == [4, 1, 8]
+    assert [costs.width_for(1, 1), costs.width_for(1, 2), costs.width_for(5, 1)] == [4, 1, 8]
     measured = Costs(
         {1: {4: 12.0, 8: 14.0}, 4: {1: 12.0, 4: 18.0}}, {1: {4: 0.0, 8: 0.0}, 4: {1: 0.0, 4: 0.0}}, {1: 1, 4: 1}, {1: 0}
     )
@@ -240,10 +240,10 @@ def test_the_probe_measures_ragged_rounds_and_trees_of_a_transformer(reproducibl
 
 @given(st.integers(1, 40), st.integers(2, 8))
 def test_uneven_drafts_have_the_tokens_asked_for_and_beat_their_rectangle(drafted: int, rows: int) -> None:
-    lengths = uneven(drafted, rows, lambda width: width)
+    lengths = ragged_lengths(drafted, rows, lambda width: width)
     assert lengths is not None and sum(lengths) == drafted and len(lengths) == rows
     assert rows * (max(lengths) + 1) > rows + drafted
-    assert uneven(drafted, 1, lambda width: width) is None
+    assert ragged_lengths(drafted, 1, lambda width: width) is None
 
 
 def simulated(arguments: str) -> str:

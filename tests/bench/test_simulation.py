@@ -24,6 +24,7 @@ from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
 from tests.support.simulated_rounds import Load, play
+from tests.support.toy_runs import make
 
 pytestmark = pytest.mark.slow
 
@@ -109,9 +110,34 @@ def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and "on paper: 4800 GB/s" in texts[0] and "1.90" in texts[0]
 
 
+def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(tmp_path: Path) -> None:
+    costs, result = tmp_path / "costs.json", tmp_path / "result.json"
+    linear_costs().save(costs)
+    folder = make(tmp_path / "runs", "none,model@3,model@2x2", batches=[1, 2], repeats=1)
+    shown = run(f"--costs {costs} --stats {folder} --arm model@3 --json {result}".split())
+    told = json.loads(result.read_text())
+    assert told["simulation"]["lengths"] == [1, 2, 3] and list(told["observed"]) == ["1", "2"]
+    for batch in (1, 2):
+        expected = told["observed"][str(batch)]
+        assert (
+            f"batch {batch}: this run was {expected['observed']:.2f}x plain decoding, {expected['predicted']:.2f}x"
+            in shown
+        )
+    with pytest.raises(UsageError, match="2 arms that draft; allowed: --arm model@3 or model@2x2"):
+        run(f"--costs {costs} --stats {folder}".split())
+    with pytest.raises(UsageError, match="--arm 'none' drafted nothing"):
+        run(f"--costs {costs} --stats {folder} --arm none".split())
+    trees = f"--target toy --draft toy:2 --reproducible false --seconds 0.01 --stats {folder}"
+    with pytest.raises(UsageError, match="acceptance of trees beside costs"):
+        run(f"--costs {costs} --stats {folder} --arm model@2x2".split())
+    measured = run(f"{trees} --arm model@2x2".split())  # the arm's own drafter
+    assert "without branches" in measured and "drafter model;" in measured
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--alpha", "0.5", "--arm", "none", "--target", "toy"], "--arm none names an arm of a benchmark"),
         (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),
         (["--target", "toy", "--costs", "x.json"], "exactly one of them"),
         (["--alpha", "0.5", "--target", "toy", "--target-params", "1e9"], "costs come from"),

@@ -11,9 +11,10 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from slipstream.apps import cli
-from slipstream.apps.cli import tune_run as command
-from slipstream.bench.plan import name_prompts
+from slipstream.apps.cli import tune as command
+from slipstream.bench.plan import groups, name_prompts
 from slipstream.bench.records import make_header, read_records, start
+from slipstream.bench.tuning import search
 from slipstream.bench.tuning.advice import Tuned, tune
 from slipstream.bench.tuning.search import SCREENING, Budget, Candidate, Meter, SearchSpace
 from slipstream.certificate.wrong_rules import load_wrong_rule
@@ -36,7 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 @pytest.fixture(autouse=True)
 def slow_motion(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's budget is counted in looks at the clock, so that no load of the machine changes what happens."""
-    monkeypatch.setattr(command, "Budget", ticking)
+    monkeypatch.setattr(search, "Budget", ticking)
 
 
 def ticking(seconds: float, tick: float = 0.004) -> Budget:
@@ -174,7 +175,7 @@ def test_a_unit_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     space = SearchSpace(SpeculativeDecoder("toy"), [], params)
     start(tmp_path, make_header({"target": "toy"}, [space.plain], prompts, DecoderConfig(), params))
     meter = Meter(space.lineup, tmp_path, ticking(100, tick=1.0), lambda stage, doing: None)
-    arms, group = [space.plain, space.arm(Candidate("ngram", 2))], command.groups(prompts, 1)[0]
+    arms, group = [space.plain, space.arm(Candidate("ngram", 2))], groups(prompts, 1)[0]
     assert meter.expected(arms, 1) == 0
     first = meter.unit(arms, group, 1, 1, 100)
     assert first is not None and [one.arm for one in first] == ["none", "ngram@2"]

@@ -11,7 +11,7 @@ AREAS = ("src", "docs", "examples", "benchmarks", "tests", "packaging")
 NAMED = re.compile(
     r"`((?:\w+/)*\w+\.(?:py|c|h|json|jsonl))`|\b((?:benchmarks|examples|tests)/[\w/]+\.(?:py|json|jsonl))"
 )
-MADE = {"runs.jsonl", "predictions.json", "slipstream.json", "tune.json", "vllm.json"}  # by commands
+MADE = {"runs.jsonl", "slipstream.json", "tune.json", "vllm.json"}  # by commands
 
 
 @pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)

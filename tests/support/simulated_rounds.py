@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from slipstream.bench.speed_model.accepted_lengths import Acceptance
-from slipstream.bench.speed_model.formula import Pad, taken_by, verifying_milliseconds
+from slipstream.bench.speed_model.formula import verified_drafts, verifying_milliseconds
 from slipstream.bench.speed_model.round_costs import Costs
 
 
@@ -25,9 +25,7 @@ class Load:
     tokens: int
 
 
-def play(
-    costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, load: Load, seed: int, pad: Pad | None = None
-) -> float:
+def play(costs: Costs, acceptance: Acceptance | float, num_draft_tokens: int, load: Load, seed: int) -> float:
     """Milliseconds of a run whose accepted and proposed lengths are sampled, round by round, as the loop would go.
 
     Rows finish at different times; a waiting row takes the place of a finished one, and at the end the batch gets
@@ -39,9 +37,9 @@ def play(
     while waiting or active:
         while waiting and len(active) < load.batch:
             active.append(waiting.popleft())
-        known = taken_by(costs, fates, num_draft_tokens, len(active))
+        known = verified_drafts(costs, fates, num_draft_tokens, len(active))
         rounds = [_draw(known, min(num_draft_tokens, remaining - 1), rng) for remaining in active]
-        taken += _milliseconds(costs, known, rounds, num_draft_tokens, pad)
+        taken += _milliseconds(costs, known, rounds, num_draft_tokens)
         left = [remaining - fate.accepted - 1 for remaining, fate in zip(active, rounds, strict=True)]
         active = [remaining for remaining in left if remaining > 0]
     return taken
@@ -72,13 +70,11 @@ def _draw(fates: Acceptance, limit: int, rng: Random) -> _Fate:
     return _Fate(proposed, accepted, rng.random() * ending < fates.branched[accepted - 1])
 
 
-def _milliseconds(costs: Costs, known: Acceptance, fates: Sequence[_Fate], asked: int, pad: Pad | None) -> float:
+def _milliseconds(costs: Costs, known: Acceptance, fates: Sequence[_Fate], asked: int) -> float:
     """Of one round."""
     batch, longest = len(fates), max(fate.proposed for fate in fates)
     if not asked:
-        return costs.plain(batch, costs.pad(1, batch) if pad is None else pad(1))
-    if pad is not None:
-        return costs.round(batch, pad(longest + 1), longest)
+        return costs.plain(batch, costs.pad(1, batch))
     drafted = round(sum(known.num_nodes(fate.proposed) for fate in fates), 9)
     ends = sorted({floor(drafted), ceil(drafted)})
     verifying = float(np.interp(drafted, ends, verifying_milliseconds(costs, known, batch, longest, ends)))

@@ -76,23 +76,23 @@ def parse_arms(text: str) -> list[Arm]:
 
 def parse_arm(text: str) -> Arm:
     """One arm; unknown drafters and rules, and parts that would have no effect, are refused."""
-    found = _ARM.fullmatch(text)
-    if found is None:
+    parts = _ARM.fullmatch(text)
+    if parts is None:
         raise UsageError(f"arm {text!r}; allowed: {SYNTAX}")
-    length = _length(text, found["length"])
-    temperature = None if found["temperature"] is None else float(found["temperature"])
+    length = _length(text, parts["length"])
+    temperature = None if parts["temperature"] is None else float(parts["temperature"])
     if temperature is not None:
         SamplingParams(temperature=temperature)
-    if found["name"] in BASELINES:
-        return _baseline(text, found, length, temperature)
-    drafter = found["name"] + (found["argument"] or "")
+    if parts["name"] in BASELINES:
+        return _baseline(text, parts, length, temperature)
+    drafter = parts["name"] + (parts["argument"] or "")
     drafters.check_name(drafter)
-    if found["name"] == PLAIN and (length is not None or found["rule"]):
+    if parts["name"] == PLAIN and (length is not None or parts["rule"]):
         raise UsageError(f"arm {text!r}: none drafts nothing; allowed: none, without a length or a rule")
-    if found["rule"] not in (None, "auto"):
-        load_rule(found["rule"])
-    plain = False if found["plain"] else None
-    return Arm(text, drafter, length, found["rule"], plain, temperature, predicted=found["predicted"] is not None)
+    if parts["rule"] not in (None, "auto"):
+        load_rule(parts["rule"])
+    plain = False if parts["plain"] else None
+    return Arm(text, drafter, length, parts["rule"], plain, temperature, predicted=parts["predicted"] is not None)
 
 
 def _length(text: str, spelled: str | None) -> int | str | None:
@@ -119,13 +119,13 @@ def runs_in_batches(arm: Arm) -> bool:
     return arm.baseline in (None, HF)
 
 
-def _baseline(text: str, found: re.Match[str], length: int | str | None, temperature: float | None) -> Arm:
-    name = found["name"]
+def _baseline(text: str, parts: re.Match[str], length: int | str | None, temperature: float | None) -> Arm:
+    name = parts["name"]
     if (
-        found["argument"]
-        or found["rule"]
-        or found["plain"]
-        or found["predicted"]
+        parts["argument"]
+        or parts["rule"]
+        or parts["plain"]
+        or parts["predicted"]
         or (length is not None and name not in BASELINE_DRAFT_TOKENS)
         or isinstance(length, str)
     ):

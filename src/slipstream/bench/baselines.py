@@ -42,24 +42,24 @@ class Baseline:
         """
         texts: list[list[int]] = []
         forwards = 0
-        for at in range(0, len(prompts), self.max_batch_size):
-            some = slice(at, at + self.max_batch_size)
-            new, taken = self._batch(prompts[some], params[some])
-            texts, forwards = texts + new, forwards + taken
+        for start in range(0, len(prompts), self.max_batch_size):
+            batch = slice(start, start + self.max_batch_size)
+            batch_texts, batch_forwards = self._batch(prompts[batch], params[batch])
+            texts, forwards = texts + batch_texts, forwards + batch_forwards
         return texts, forwards
 
     def _batch(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], int]:
-        one = params[0]
-        ends = [*(() if one.ignore_eos else self.end_ids), *one.stop_token_ids]
+        options = params[0]
+        ends = [*(() if options.ignore_eos else self.end_ids), *options.stop_token_ids]
         ids, mask = self._padded(prompts)
         with (
-            torch.random.fork_rng(enabled=one.temperature > 0),
+            torch.random.fork_rng(enabled=options.temperature > 0),
             assistant_settings(self.arm, self.assistant),
             forwards_of(self.model) as forwards,
         ):
-            if one.temperature > 0:
-                torch.manual_seed(one.seed or 0)
-            out: Tensor = self.model.generate(ids, attention_mask=mask, **self._options(one, ends))
+            if options.temperature > 0:
+                torch.manual_seed(options.seed or 0)
+            out: Tensor = self.model.generate(ids, attention_mask=mask, **self._options(options, ends))
         return [_cut(tokens, ends) for tokens in out[:, ids.shape[1] :].tolist()], len(forwards)
 
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -148,5 +148,5 @@ def no_hf_model(arm: Arm, target: str) -> UsageError:
 
 def _cut(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """Up to and including the first end token; what follows is padding."""
-    at = next((i for i, token in enumerate(tokens) if token in ends), None)
-    return tokens if at is None else tokens[: at + 1]
+    end = next((i for i, token in enumerate(tokens) if token in ends), None)
+    return tokens if end is None else tokens[: end + 1]

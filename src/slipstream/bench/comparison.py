@@ -81,7 +81,7 @@ def compare(
 def _judged(judge: Judge, arm: Arm, prompt: BenchPrompt, expected: list[int], runs: Sequence[Run]) -> Run:
     """The first of an arm's repeats with the median of their times and the first difference found in any of them."""
     differences = [judge.difference(arm, prompt, expected, run.token_ids) for run in runs]
-    first = next((found for found in differences if found is not None), None)
+    first = next((difference for difference in differences if difference is not None), None)
     return Run(runs[0].token_ids, median(run.seconds for run in runs), first, runs[0].result)
 
 
@@ -91,8 +91,8 @@ def compare_batch(
     """All prompts in one batch against one by one: total tokens per second, and each row against the row alone."""
     arm = ARMS[SPECULATIVE]
     lineup = Lineup(decoder, [arm], params, chat=chat)
-    judge, prompts = Judge(lineup), name_prompts([done.prompt for done in comparisons])
-    alone = [done.runs[SPECULATIVE] for done in comparisons]
+    judge, prompts = Judge(lineup), name_prompts([comparison.prompt for comparison in comparisons])
+    alone = [comparison.runs[SPECULATIVE] for comparison in comparisons]
     each = [lineup.params_of(arm, prompt) for prompt in prompts]
     ids, at_once = [lineup.encode(prompt) for prompt in prompts], min(len(prompts), decoder.config.max_batch_size)
     output, seconds = TimedRuns(lineup).run(arm, ids, each, at_once)

@@ -47,12 +47,12 @@ class Output:
 
     @property
     def rounds(self) -> list[Round] | None:
-        """Of all prompts, one prompt after the other."""
-        return None if self.results is None else [done for result in self.results for done in result.rounds]
+        """The rounds of all prompts, one prompt after the other."""
+        return None if self.results is None else [decoded for result in self.results for decoded in result.rounds]
 
     @property
     def stats(self) -> Stats | None:
-        """Of all prompts together."""
+        """Statistics over all prompts."""
         if self.results is None or self.rounds is None:
             return None
         return Stats.of(self.rounds, lossless=all(result.stats.lossless for result in self.results))
@@ -79,7 +79,7 @@ class Lineup:
 
     @cached_property
     def plain(self) -> SpeculativeDecoder:
-        """The same models on weights as transformers loads them."""
+        """A decoder over the same models, with weights as transformers loads them."""
         decoder, config = self.decoder, self.decoder.config
         if not any(loaded is not None and loaded.packed for loaded in (decoder.target, decoder.draft)):
             return decoder
@@ -113,8 +113,8 @@ class Lineup:
 
     def temperature(self, name: str) -> float:
         """The arm's own, else the run's."""
-        own = next(arm.temperature for arm in self.arms if arm.name == name)
-        return self.params.temperature if own is None else own
+        arm_temperature = next(arm.temperature for arm in self.arms if arm.name == name)
+        return self.params.temperature if arm_temperature is None else arm_temperature
 
     def generate(self, arm: Arm, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Output:
         """Run an arm; this is what is timed."""
@@ -189,7 +189,7 @@ class TimedRuns:
         untimed tokens.
         """
         if (arm.name, batch) not in self._warm:
-            self.lineup.generate(arm, prompts[:batch], [_shortened(given) for given in params[:batch]])
+            self.lineup.generate(arm, prompts[:batch], [_shortened(options) for options in params[:batch]])
             self._warm.add((arm.name, batch))
         self.lineup.forget(arm)
         wait_for_device()
@@ -243,35 +243,35 @@ class Judge:
 
     def difference(self, arm: Arm, prompt: BenchPrompt, expected: list[int], text: list[int]) -> Difference | None:
         """The first difference of an arm's text from the one expected, explained; None if they are equal."""
-        found, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
-        if found is None or arm.baseline in OF_LLAMA_CPP:  # arithmetic of its own: no rounding of ours explains it
-            return found
+        difference, params = plain_difference(expected, text), self.lineup.params_of(arm, prompt)
+        if difference is None or arm.baseline in OF_LLAMA_CPP:  # arithmetic of its own: no rounding of ours explains it
+            return difference
         same_bits, coupled = self.lineup.same_bits(arm), self.lineup.coupled(arm, params)
         try:
             ids = self.lineup.encode(prompt)
-            found = self.ties.judge(ids, expected, text, params, coupled=coupled, same_bits=same_bits)
+            difference = self.ties.judge(ids, expected, text, params, coupled=coupled, same_bits=same_bits)
         except Exception as error:  # the full-precision model may not fit: then nothing shows that this is a tie
             log.warning("the first difference of %s on %s cannot be judged: %s", arm.name, prompt.id, error)
-        return found
+        return difference
 
     def _one(self, arm: Arm, prompt: BenchPrompt, text: list[int], is_plain: bool) -> VerdictName:
         params = self.lineup.params_of(arm, prompt)
         if not self.lineup.coupled(arm, params):
             return "not compared"
-        at = prompt.id, params.temperature
-        if at not in self._texts:
+        key = prompt.id, params.temperature
+        if key not in self._texts:
             if is_plain:
-                self._texts[at] = text
+                self._texts[key] = text
                 return "reference"
             try:
-                self._texts[at] = self.lineup.plain_text(prompt, params)
+                self._texts[key] = self.lineup.plain_text(prompt, params)
             except Exception as error:  # whatever a model may raise: the speed stands, the text is unproven
                 log.warning("no text of plain decoding for %s: %s", prompt.id, error)
                 return "not compared"
-        known = arm.name, prompt.id, tuple(text)
-        if known not in self._judged:
-            self._judged[known] = self.difference(arm, prompt, self._texts[at], text)
-        return _verdict(self._judged[known])
+        judgement = arm.name, prompt.id, tuple(text)
+        if judgement not in self._judged:
+            self._judged[judgement] = self.difference(arm, prompt, self._texts[key], text)
+        return _verdict(self._judged[judgement])
 
 
 def _verdict(difference: Difference | None) -> VerdictName:
@@ -295,23 +295,25 @@ class Runner:
 
     def run(self, before: Sequence[Run]) -> Iterator[Run]:
         """Yield each run once it is on the disk. before: the runs the folder holds; failed ones are not tried again."""
-        judge, done = Judge(self.lineup), finished(before)
+        judge, existing = Judge(self.lineup), finished(before)
         judge.recall(before)
-        for one in self.plan:
-            if one.key not in done:
-                run = self._measure(one, judge)
+        for measurement in self.plan:
+            if measurement.key not in existing:
+                run = self._measure(measurement, judge)
                 append(self.folder, run)
                 yield run
 
-    def _measure(self, one: Measurement, judge: Judge) -> Run:
-        empty = Run(one.arm.name, one.group.ids, one.group.family, one.batch, one.repeat)
+    def _measure(self, measurement: Measurement, judge: Judge) -> Run:
+        empty = Run(
+            measurement.arm.name, measurement.group.ids, measurement.group.family, measurement.batch, measurement.repeat
+        )
         try:
-            prompts = [self.lineup.encode(prompt) for prompt in one.group.prompts]
-            params = [self.lineup.params_of(one.arm, prompt) for prompt in one.group.prompts]
-            output, seconds = self._timed.run(one.arm, prompts, params, one.batch)
+            prompts = [self.lineup.encode(prompt) for prompt in measurement.group.prompts]
+            params = [self.lineup.params_of(measurement.arm, prompt) for prompt in measurement.group.prompts]
+            output, seconds = self._timed.run(measurement.arm, prompts, params, measurement.batch)
         except Exception as error:  # whatever a model or a drafter may raise: this run failed, the others go on
             return replace(empty, error=one_line(error))
-        return _finished(empty, output, seconds, judge, one)
+        return _finished(empty, output, seconds, judge, measurement)
 
 
 def one_line(error: Exception) -> str:
@@ -320,15 +322,15 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _finished(empty: Run, output: Output, seconds: float, judge: Judge, one: Measurement) -> Run:
+def _finished(empty: Run, output: Output, seconds: float, judge: Judge, measurement: Measurement) -> Run:
     return replace(
         empty,
         seconds=seconds,
         num_output_tokens=sum(map(len, output.texts)),
         texts=output.texts,
-        verdicts=judge.judge(one.arm, one.group, output.texts),
+        verdicts=judge.judge(measurement.arm, measurement.group, output.texts),
         stats=None if output.stats is None else output.stats.to_dict(),
-        rounds=None if output.rounds is None else [compact(done) for done in output.rounds],
+        rounds=None if output.rounds is None else [compact(decoded) for decoded in output.rounds],
         num_forwards=output.num_forwards,
         parts=output.parts,
     )

@@ -46,8 +46,8 @@ def bindings(what: str) -> Any:
 
 def versions(what: str) -> dict[str, str]:
     """The binding's version and what its llama.cpp was compiled for."""
-    said = bindings(what).llama_print_system_info().decode()
-    return {PACKAGE: metadata.version(PACKAGE), "llama.cpp": said.strip(" |")}
+    version = bindings(what).llama_print_system_info().decode()
+    return {PACKAGE: metadata.version(PACKAGE), "llama.cpp": version.strip(" |")}
 
 
 def gguf_file(source: str, what: str) -> Path:
@@ -82,11 +82,11 @@ class LlamaCppModel:
         if tokens <= self._room:
             return
         self._free_context()
-        given = self._c.llama_context_default_params()
-        given.n_ctx, given.n_batch, given.n_ubatch = max(tokens, CONTEXT), BATCH, BATCH
-        given.n_threads = given.n_threads_batch = self._threads
+        settings = self._c.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = max(tokens, CONTEXT), BATCH, BATCH
+        settings.n_threads = settings.n_threads_batch = self._threads
         ERRORS.clear()
-        self._context = self._c.llama_init_from_model(self._model, given)
+        self._context = self._c.llama_init_from_model(self._model, settings)
         if not self._context:
             raise SlipstreamError(f"llama.cpp has no room for {tokens} tokens of {self.file.name!r}: {_last_error()}")
         self._room = int(self._c.llama_n_ctx(self._context))
@@ -109,14 +109,14 @@ class LlamaCppModel:
                 f"llama.cpp's forward of {count} tokens at {start} failed with {code}: {_last_error()}"
             )
         rows = count if logits else 1
-        found = self._c.llama_get_logits(self._context)  # those of the tokens asked for, one after the other
-        scores: NDArray[np.float32] = np.ctypeslib.as_array(found, shape=(rows, self.vocab_size))
+        logits_pointer = self._c.llama_get_logits(self._context)  # those of the tokens asked for, one after the other
+        scores: NDArray[np.float32] = np.ctypeslib.as_array(logits_pointer, shape=(rows, self.vocab_size))
         return scores
 
     def read(self, prompt: Sequence[int]) -> NDArray[np.float32]:
         """Read a prompt from an empty cache, `BATCH` tokens at a time; logits [vocab_size] after its last token."""
-        for at in range(0, len(prompt), BATCH):
-            rows = self.forward(prompt[at : at + BATCH], at, logits=False)
+        for start in range(0, len(prompt), BATCH):
+            rows = self.forward(prompt[start : start + BATCH], start, logits=False)
         last: NDArray[np.float32] = rows[0]
         return last
 
@@ -191,7 +191,7 @@ class LlamaBaseline:
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> tuple[list[list[int]], Parts]:
         """The new token ids of each prompt, its end token included, and where the time went."""
         parts = Parts()
-        return [self._one(prompt, given, parts) for prompt, given in zip(prompts, params, strict=True)], parts
+        return [self._one(prompt, options, parts) for prompt, options in zip(prompts, params, strict=True)], parts
 
     def _one(self, prompt: list[int], params: SamplingParams, parts: Parts) -> list[int]:
         ends = {*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids}
@@ -199,10 +199,10 @@ class LlamaBaseline:
         with parts.timed("prefill"):
             parts.forwards += 1
             tokens = [*prompt, int(self.model.read(prompt).argmax())]
-        most = len(prompt) + params.max_tokens
-        while len(tokens) < most and tokens[-1] not in ends:
+        limit = len(prompt) + params.max_tokens
+        while len(tokens) < limit and tokens[-1] not in ends:
             with parts.timed("draft"):
-                draft = self._drafts(tokens)[: most - len(tokens) - 1]
+                draft = self._drafts(tokens)[: limit - len(tokens) - 1]
             with parts.timed("verify"):
                 choices = self.model.forward([tokens[-1], *draft], len(tokens) - 1).argmax(-1).tolist()
             parts.forwards += 1

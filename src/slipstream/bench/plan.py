@@ -39,7 +39,7 @@ class Group:
 
     @property
     def ids(self) -> list[str]:
-        """The prompts' names."""
+        """The names that records call the prompts by."""
         return [prompt.id for prompt in self.prompts]
 
     @property
@@ -83,17 +83,17 @@ def groups(prompts: Sequence[BenchPrompt], batch: int, name: str = "batch size")
     """
     if not 1 <= batch <= len(prompts):
         raise UsageError(f"{name} {batch}; allowed: 1 to {len(prompts)}, the number of prompts")
-    made, left = [], list[BenchPrompt]()
+    whole_groups, remaining = [], list[BenchPrompt]()
     for family in dict.fromkeys(prompt.family for prompt in prompts):
-        own = [prompt for prompt in prompts if prompt.family == family]
-        whole = len(own) - len(own) % batch
-        made += [Group(tuple(own[at : at + batch])) for at in range(0, whole, batch)]
-        left += own[whole:]
-    for at in range(0, len(left), batch):
-        chosen = left[at : at + batch]
-        others = [prompt for prompt in prompts if prompt not in chosen]
-        made.append(Group(tuple(chosen + others[: batch - len(chosen)])))
-    return made
+        of_family = [prompt for prompt in prompts if prompt.family == family]
+        count = len(of_family) - len(of_family) % batch
+        whole_groups += [Group(tuple(of_family[start : start + batch])) for start in range(0, count, batch)]
+        remaining += of_family[count:]
+    for start in range(0, len(remaining), batch):
+        members = remaining[start : start + batch]
+        others = [prompt for prompt in prompts if prompt not in members]
+        whole_groups.append(Group(tuple(members + others[: batch - len(members)])))
+    return whole_groups
 
 
 def plan(
@@ -114,7 +114,7 @@ def plan(
     if not batches or len(set(batches)) != len(batches):
         raise UsageError(f"batch sizes {', '.join(map(str, batches))}; allowed: different whole numbers")
     planned = list(_in_turn(arms, prompts, batches, repeats, at_once))
-    if idle := [arm.name for arm in arms if not any(one.arm is arm for one in planned)]:
+    if idle := [arm.name for arm in arms if not any(measurement.arm is arm for measurement in planned)]:
         raise UsageError(f"arm {idle[0]!r} decodes one prompt at a time; allowed: batch size 1 among --batch-sizes")
     return planned
 

@@ -84,18 +84,18 @@ class Run:
         return self.num_output_tokens / self.seconds if self.error is None and self.seconds > 0 else None
 
 
-def compact(done: Round) -> dict[str, Any]:
+def compact(decoded: Round) -> dict[str, Any]:
     """A round as it is recorded; `seconds` are [prefill, draft, verify, accept, total] of its whole step."""
-    parts = done.seconds
-    tree = {} if done.path is None else {"parents": list(done.parents or ()), "path": list(done.path)}
+    parts = decoded.seconds
+    tree = {} if decoded.path is None else {"parents": list(decoded.parents or ()), "path": list(decoded.path)}
     return tree | {
-        "row": done.row,
-        "step": done.step,
-        "start": done.start,
-        "draft": list(done.draft),
-        "tokens": list(done.tokens),
-        "accepted": done.num_accepted_tokens,
-        "rejected": done.rejected,
+        "row": decoded.row,
+        "step": decoded.step,
+        "start": decoded.start,
+        "draft": list(decoded.draft),
+        "tokens": list(decoded.tokens),
+        "accepted": decoded.num_accepted_tokens,
+        "rejected": decoded.rejected,
         "seconds": [round(s, 7) for s in (parts.prefill, parts.draft, parts.verify, parts.accept, parts.total)],
     }
 
@@ -156,15 +156,34 @@ def _write(path: Path, line: dict[str, Any], *, anew: bool = False) -> None:
         ) from error
 
 
+def _write_all(file: Any, data: bytes) -> None:
+    """On a disk that is almost full a write may take a part of the data only."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _end_of_last_whole_line(file: Any) -> int:
+    """Position after the last newline: the end, unless the last write was torn."""
+    end: int = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - (1 << 16))
+        file.seek(begin)
+        newline: int = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
 def _made(cls: Any, kind: str, line: str, folder: Path, number: int) -> Any:
     where = f"{str(folder / FILE)!r}, line {number}"
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: {error}; allowed: one JSON object per line") from error
-    known: Sequence[str] = [f.name for f in fields(cls)]
-    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(known) | LATER:
-        raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(known)}")
+    names: Sequence[str] = [f.name for f in fields(cls)]
+    if not isinstance(item, dict) or item.pop("kind", None) != kind or set(item) | LATER != set(names) | LATER:
+        raise UsageError(f"{where}: no {kind} of a benchmark; allowed: kind {kind!r} with {', '.join(names)}")
     return cls(**item)
 
 
@@ -220,23 +239,23 @@ def open_folder(folder: Path, header: Header) -> list[Run]:
         start(folder, header)
         return []
     for part in ("settings", "versions", "machine"):
-        for name, mine, theirs in differences(getattr(header, part), getattr(before, part)):
+        for name, now, then in differences(getattr(header, part), getattr(before, part)):
             raise UsageError(
-                f"folder {str(folder)!r} was begun with {name}={theirs!r}, now {mine!r}; "
+                f"folder {str(folder)!r} was begun with {name}={then!r}, now {now!r}; "
                 f"allowed: the same settings, or another folder; to start anew: rm -r {shlex.quote(str(folder))}"
             )
     return runs
 
 
-def differences(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(now: Any, then: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The leaves in which two settings differ, as (dotted name, mine, theirs); compared as JSON holds them."""
-    mine, theirs = json.loads(json.dumps(mine)), json.loads(json.dumps(theirs))
-    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        if mine != theirs:
-            yield name, mine, theirs
+    now, then = json.loads(json.dumps(now)), json.loads(json.dumps(then))
+    if not (isinstance(now, dict) and isinstance(then, dict)):
+        if now != then:
+            yield name, now, then
         return
-    for key in [*mine, *(key for key in theirs if key not in mine)]:
-        yield from differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+    for key in [*now, *(key for key in then if key not in now)]:
+        yield from differences(now.get(key), then.get(key), f"{name}.{key}" if name else key)
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,12 @@ def speed_up(
     Groups and repeats of the two arms correspond one to one.
     """
     counts = np.array(tokens, dtype=np.float64) / np.array(base_tokens, dtype=np.float64)
-    own, base, draws = _table(seconds), _table(base_seconds), _Draws.of(seconds)
-    logs = np.log(counts * np.nanmedian(base, axis=1) / np.nanmedian(own, axis=1))
+    seconds_table, base_table, draws = _table(seconds), _table(base_seconds), _Draws.of(seconds)
+    logs = np.log(counts * np.nanmedian(base_table, axis=1) / np.nanmedian(seconds_table, axis=1))
     value = np.exp(logs.mean())
     if draws is None:
         return Estimate(float(value))
-    resampled = np.log(counts[draws.groups] * draws.medians(base) / draws.medians(own))
+    resampled = np.log(counts[draws.groups] * draws.medians(base_table) / draws.medians(seconds_table))
     return _estimate(value, np.exp(resampled.mean(axis=1)))
 
 
@@ -83,9 +83,9 @@ class _Draws:
             return None
         rng = np.random.default_rng(SEED)
         sampled = rng.integers(0, groups, (RESAMPLES, groups))
-        own = lengths[sampled][:, :, None]
-        picked = (rng.random((RESAMPLES, groups, repeats)) * own).astype(np.int64)
-        absent = np.arange(repeats) >= own
+        counts = lengths[sampled][:, :, None]  # of the repeats of each sampled group
+        picked = (rng.random((RESAMPLES, groups, repeats)) * counts).astype(np.int64)
+        absent = np.arange(repeats) >= counts
         return _Draws(sampled, picked, absent if absent.any() else None)
 
     def medians(self, table: Floats) -> Floats:
@@ -131,8 +131,7 @@ class ArmSummary:
     stats: totals over all runs, None for baselines. time_split: shares of the measured seconds, "overhead" being all
     that is not in PARTS; None for baselines that do not tell. tokens_per_forward: of baselines, where a forward serves
     one row; else None.
-    prediction: what `slipstream.bench.speed_model.formula` makes of the arm, where it was asked. levels: what its
-    drafts held, over all runs; None for baselines.
+    levels: what its drafts held, over all runs; None for baselines.
     """
 
     arm: str
@@ -145,7 +144,6 @@ class ArmSummary:
     stats: Stats | None = None
     time_split: dict[str, float] | None = None
     tokens_per_forward: float | None = None
-    prediction: dict[str, float] | None = field(default=None)
     levels: LevelCounts | None = None
 
     @property
@@ -196,42 +194,42 @@ class ArmSummary:
 
 def summarise(runs: Sequence[Run], reference: str) -> list[ArmSummary]:
     """A summary per batch size and arm, in the order they were first run."""
-    found: dict[tuple[int, str], list[Run]] = {}
+    by_arm: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
-        found.setdefault((run.batch, run.arm), []).append(run)
-    return [_arm(own, found.get((batch, reference), [])) for (batch, _), own in found.items()]
+        by_arm.setdefault((run.batch, run.arm), []).append(run)
+    return [_arm(arm_runs, by_arm.get((batch, reference), [])) for (batch, _), arm_runs in by_arm.items()]
 
 
 def wrong_texts(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
     """Arms that promise plain decoding's text and broke the promise by more than a tie."""
-    return [one for one in summaries if one.lossless and one.verdicts.get("different")]
+    return [arm for arm in summaries if arm.lossless and arm.verdicts.get("different")]
 
 
 def total_stats(stats: Sequence[Mapping[str, Any]]) -> Stats:
     """Several `Stats.to_dict()` added up."""
-    total = Stats(lossless=all(one["lossless"] for one in stats))
-    for one in stats:
+    total = Stats(lossless=all(part["lossless"] for part in stats))
+    for part in stats:
         for f in fields(Stats):
-            mine, theirs = getattr(total, f.name), one.get(f.name)
-            if f.name != "lossless" and theirs is not None:  # counts of predictions are None without any
-                setattr(total, f.name, _added(mine, theirs) if isinstance(theirs, list) else (mine or 0) + theirs)
+            so_far, value = getattr(total, f.name), part.get(f.name)
+            if f.name != "lossless" and value is not None:  # counts of predictions are None without any
+                setattr(total, f.name, _added(so_far, value) if isinstance(value, list) else (so_far or 0) + value)
     return total
 
 
 def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
     errors = [run.error for run in runs if run.error is not None]
-    own, other = _by_group(runs), _by_group(base)
+    by_group, base_by_group = _by_group(runs), _by_group(base)
     families: dict[str, Speed] = {}
     for family in dict.fromkeys(run.family for run in runs):
         if not any(run.error for run in runs if run.family == family):
-            members = {group: repeats for group, repeats in own.items() if repeats[min(repeats)].family == family}
-            families[family] = _speed(members, other)
+            members = {group: repeats for group, repeats in by_group.items() if repeats[min(repeats)].family == family}
+            families[family] = _speed(members, base_by_group)
     counted = [run.stats for run in runs if run.stats is not None]
     total = total_stats(counted) if counted else None
     return ArmSummary(
         arm=runs[0].arm,
         batch=runs[0].batch,
-        speed=None if errors else _speed(own, other),
+        speed=None if errors else _speed(by_group, base_by_group),
         families=families,
         verdicts=_verdicts(runs),
         failed=len(errors),
@@ -239,7 +237,7 @@ def _arm(runs: Sequence[Run], base: Sequence[Run]) -> ArmSummary:
         stats=total,
         time_split=_time_split(total, runs),
         tokens_per_forward=_per_forward(runs),
-        levels=LevelCounts.of(done for run in runs for done in run.rounds or ()) if counted else None,
+        levels=LevelCounts.of(decoded for run in runs for decoded in run.rounds or ()) if counted else None,
     )
 
 
@@ -249,30 +247,32 @@ def _per_forward(runs: Sequence[Run]) -> float | None:
 
 
 def _by_group(runs: Sequence[Run]) -> dict[Group, RunsByRepeat]:
-    found: dict[Group, RunsByRepeat] = {}
+    groups: dict[Group, RunsByRepeat] = {}
     for run in runs:
         if run.error is None:
-            found.setdefault(tuple(run.prompts), {})[run.repeat] = run
-    return found
+            groups.setdefault(tuple(run.prompts), {})[run.repeat] = run
+    return groups
 
 
-def _speed(own: Mapping[Group, RunsByRepeat], base: Mapping[Group, RunsByRepeat]) -> Speed:
+def _speed(groups: Mapping[Group, RunsByRepeat], base: Mapping[Group, RunsByRepeat]) -> Speed:
     """The speed over all groups; the speed-up over those that both arms have run, repeat by repeat."""
-    seconds = [[run.seconds for run in repeats.values()] for repeats in own.values()]
-    tokens = [_tokens(repeats) for repeats in own.values()]
+    seconds = [[run.seconds for run in repeats.values()] for repeats in groups.values()]
+    tokens = [_tokens(repeats) for repeats in groups.values()]
     pairs = [
-        (own[group], base[group], sorted(own[group].keys() & base[group].keys())) for group in own if group in base
+        (repeats, base[group], sorted(repeats.keys() & base[group].keys()))
+        for group, repeats in groups.items()
+        if group in base
     ]
     pairs = [pair for pair in pairs if pair[2]]
     ratio = None
-    if len(pairs) == len(own):  # an arm is not compared on the prompts that suit it
+    if len(pairs) == len(groups):  # an arm is not compared on the prompts that suit it
         ratio = speed_up(
-            [_tokens(mine) for mine, _, _ in pairs],
-            [[mine[repeat].seconds for repeat in both] for mine, _, both in pairs],
-            [_tokens(theirs) for _, theirs, _ in pairs],
-            [[theirs[repeat].seconds for repeat in both] for _, theirs, both in pairs],
+            [_tokens(repeats) for repeats, _, _ in pairs],
+            [[repeats[number].seconds for number in both] for repeats, _, both in pairs],
+            [_tokens(base_repeats) for _, base_repeats, _ in pairs],
+            [[base_repeats[number].seconds for number in both] for _, base_repeats, both in pairs],
         )
-    return Speed(len(own), sum(tokens), speed(tokens, seconds), ratio)
+    return Speed(len(groups), sum(tokens), speed(tokens, seconds), ratio)
 
 
 def _tokens(repeats: RunsByRepeat) -> int:
@@ -283,8 +283,8 @@ def _verdicts(runs: Sequence[Run]) -> dict[str, int]:
     worst: dict[tuple[Group, int], int] = {}
     for run in runs:
         for row, verdict in enumerate(run.verdicts):
-            at = tuple(run.prompts), row
-            worst[at] = max(worst.get(at, 0), _ORDER.index(verdict))
+            text = tuple(run.prompts), row
+            worst[text] = max(worst.get(text, 0), _ORDER.index(verdict))
     counts = Counter(_ORDER[place] for place in worst.values())
     return {name: counts[name] for name in _ORDER}
 
@@ -295,13 +295,13 @@ def _time_split(total: Stats | None, runs: Sequence[Run]) -> dict[str, float] | 
     if total is not None:
         shares = {part: getattr(total, f"{part}_seconds") / seconds for part in PARTS}
     elif parts:
-        shares = {part: sum(one.get(part, 0.0) for one in parts) / seconds for part in PARTS}
+        shares = {part: sum(seconds_of.get(part, 0.0) for seconds_of in parts) / seconds for part in PARTS}
     else:
         return None
     return shares | {"overhead": max(0.0, 1 - sum(shares.values()))}
 
 
-def _added(mine: list[int], theirs: list[int]) -> list[int]:
-    width = max(len(mine), len(theirs))
+def _added(first: list[int], second: list[int]) -> list[int]:
+    width = max(len(first), len(second))
     pad = [0] * width
-    return [a + b for a, b in zip((mine + pad)[:width], (theirs + pad)[:width], strict=True)]
+    return [a + b for a, b in zip((first + pad)[:width], (second + pad)[:width], strict=True)]

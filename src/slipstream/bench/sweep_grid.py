@@ -120,31 +120,31 @@ def references(names: Sequence[str], default: str) -> dict[str, str]:
 def summarise_by_temperature(runs: Sequence[Run], default: str) -> list[ArmSummary]:
     """As `summarise`, each arm against the reference that `references` names for it."""
     base = references(list(dict.fromkeys(run.arm for run in runs)), default)
-    found: list[ArmSummary] = []
+    summaries: list[ArmSummary] = []
     for reference in dict.fromkeys(base.values()):
-        own = [run for run in runs if base[run.arm] == reference or run.arm == reference]
-        found += [one for one in summarise(own, reference) if base[one.arm] == reference]
-    return found
+        compared = [run for run in runs if base[run.arm] == reference or run.arm == reference]
+        summaries += [summary for summary in summarise(compared, reference) if base[summary.arm] == reference]
+    return summaries
 
 
 def series_of(summaries: Iterable[ArmSummary]) -> list[Series]:
     """Every drafter with two lengths or more, of which plain decoding at its temperature and weights is length 0."""
     cells: dict[tuple[Arm, int], list[Cell]] = {}
     plain: dict[tuple[float | None, bool | None, int], ArmSummary] = {}
-    for one in summaries:
-        arm = parse_arm(one.arm)
+    for summary in summaries:
+        arm = parse_arm(summary.arm)
         if arm.drafter == PLAIN:
-            plain[arm.temperature, arm.fast, one.batch] = one
+            plain[arm.temperature, arm.fast, summary.batch] = summary
         elif isinstance(arm.num_draft_tokens, int) and arm.baseline is None:
             kind = replace(arm, name=arm.name.replace(f"@{arm.num_draft_tokens}", ""), num_draft_tokens=None)
-            cells.setdefault((kind, one.batch), []).append(Cell(arm.num_draft_tokens, one))
-    found = []
-    for (kind, batch), own in cells.items():
+            cells.setdefault((kind, summary.batch), []).append(Cell(arm.num_draft_tokens, summary))
+    series = []
+    for (kind, batch), lengths in cells.items():
         zero = plain.get((kind.temperature, kind.fast, batch))
-        own += [] if zero is None else [Cell(0, zero)]
-        if len(own) > 1:
-            found.append(Series(kind.name, batch, tuple(sorted(own, key=lambda cell: cell.length))))
-    return found
+        lengths += [] if zero is None else [Cell(0, zero)]
+        if len(lengths) > 1:
+            series.append(Series(kind.name, batch, tuple(sorted(lengths, key=lambda cell: cell.length))))
+    return series
 
 
 def best_of(series: Series) -> Best | None:
@@ -152,14 +152,14 @@ def best_of(series: Series) -> Best | None:
 
     Lengths are compared by their speed-ups, which pair the prompts and repeats of both arms.
     """
-    known = [
+    measured = [
         (cell, cell.summary.speed, cell.summary.speed.speed_up)
         for cell in series.cells
         if cell.summary.speed is not None and cell.summary.speed.speed_up is not None
     ]
-    if len(known) < len(series.cells) or known[0][0].length != 0:
+    if len(measured) < len(series.cells) or measured[0][0].length != 0:
         return None
-    cell, speed, ratio = max(known, key=lambda one: (one[2].value, -one[0].length))
+    cell, speed, ratio = max(measured, key=lambda entry: (entry[2].value, -entry[0].length))
     certain = cell.length == 0 or (ratio.low is not None and ratio.low > 1)
     parity = parity_of([cell.summary])
     return Best(series.name, series.batch, cell.length, speed.tokens_per_second.value, ratio, certain, parity)
@@ -168,21 +168,21 @@ def best_of(series: Series) -> Best | None:
 def parity_of(summaries: Iterable[ArmSummary]) -> str:
     """How many texts came out how, over all these arms, as "5 identical, 1 tie"."""
     total: Counter[str] = Counter()
-    for one in summaries:
-        total.update(one.verdicts)
+    for arm in summaries:
+        total.update(arm.verdicts)
     return ", ".join(f"{count} {name}" for name, count in total.items() if count) or "none"
 
 
 def sweep_report(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """The series for JSON: every cell with speed, parity, statistics and prediction, and the best length."""
+    """The series for JSON: every cell with speed, parity and statistics, and the best length."""
     return [
         {
-            "series": one.name,
-            "batch": one.batch,
-            "lengths": [{"length": cell.length, **cell.summary.to_dict()} for cell in one.cells],
-            "best": None if (best := best_of(one)) is None else {**asdict(best), "sentence": best.sentence},
+            "series": entry.name,
+            "batch": entry.batch,
+            "lengths": [{"length": cell.length, **cell.summary.to_dict()} for cell in entry.cells],
+            "best": None if (best := best_of(entry)) is None else {**asdict(best), "sentence": best.sentence},
         }
-        for one in series
+        for entry in series
     ]
 
 

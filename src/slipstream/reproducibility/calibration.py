@@ -50,8 +50,8 @@ log = logging.getLogger("slipstream")
 Report = Callable[[float], None]  # told the share of the work that is done, 0 to 1
 
 
-def silent(done: float) -> None:
-    """Report to nobody."""
+def silent(share: float) -> None:
+    """A `Report` that shows nothing."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def progress_bar(description: str) -> Iterator[Report]:
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(description, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda share: bar.update(task, completed=share)
 
 
 class Stages:
@@ -148,8 +148,8 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     times = trials.times.alone([width for width in timed if width <= room], turns)
     if guaranteed:
         trials.widths = sorted({*widths, *(width for width in FURTHER_WIDTHS if width <= room)})
-        if (found := _all_agreeing(trials, times, stages)) is not None:
-            return found
+        if (calibration := _all_agreeing(trials, times, stages)) is not None:
+            return calibration
         log.warning(
             "%s says that the shape of a forward changes no bit, but it does: all shapes are tried",
             type(backend).__name__,
@@ -162,8 +162,8 @@ def calibrate(backend: Backend, max_batch_size: int, report: Report = silent) ->
     if unit is None:
         return Calibration((), ATTENDED_UNITS[-1], times)
     lengths = trials.attended_lengths()
-    found = _found(trials, Reading(unit, lengths, times), stages)
-    return found if found.prompts or not lengths else _found(trials, Reading(unit, (), times), stages)
+    calibration = _found(trials, Reading(unit, lengths, times), stages)
+    return calibration if calibration.prompts or not lengths else _found(trials, Reading(unit, (), times), stages)
 
 
 def _all_agreeing(trials: Trials, times: dict[int, float], stages: Stages) -> Calibration | None:

@@ -28,7 +28,7 @@ from slipstream.reproducibility.timing import DraftTimes
 
 log = logging.getLogger("slipstream")
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 VERSION = 22  # of what calibration tries; what an earlier one found is not used
 WHOLE_PROMPT = 1 << 20  # tokens of a chunk that is never full
@@ -45,19 +45,19 @@ def choose_shapes(loaded: Loaded, reproducible: bool | str, max_batch_size: int)
         return _shapes_of_states(loaded.name, loaded.backend, reproducible), None
     if reproducible is False:
         return EXACT_FIT, None
-    found = remembered(loaded, max_batch_size)
-    if not found.agrees:
+    calibration = remembered(loaded, max_batch_size)
+    if not calibration.agrees:
         if reproducible is True:
             raise UsageError(
                 f"reproducible=True, but no set of forward shapes agrees to the bit for {loaded.name!r} "
                 f"{_here(loaded)}; allowed: 'auto' or False{_FEWER if _many_threads(loaded) else ''}"
             )
         log.info("no forward shapes agree to the bit %s: texts may differ in near-ties", _here(loaded))
-        return EXACT_FIT, found
-    if reproducible == "auto" and found.cost > AFFORDABLE:
-        log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * found.cost)
-        return EXACT_FIT, found
-    return found.shapes, found
+        return EXACT_FIT, calibration
+    if reproducible == "auto" and calibration.cost > AFFORDABLE:
+        log.info("forwards fit their tokens: keeping to shapes that agree would cost %.0f%%", 100 * calibration.cost)
+        return EXACT_FIT, calibration
+    return calibration.shapes, calibration
 
 
 _FEWER = ", or torch.set_num_threads(2): PyTorch's operators may round at the ends of uneven shares"
@@ -92,25 +92,25 @@ def _shapes_of_states(name: str, backend: UnpaddedForwards, reproducible: bool |
 def remembered(loaded: Loaded, max_batch_size: int) -> Calibration:
     """The calibration of this machine, model and precision from the cache, or a new one, which is then saved."""
     identity = f"{_identity(loaded)} batches to {max_batch_size}"
-    known = _read(identity, _calibration)
-    if known is not None:
-        return known
+    cached = _read(identity, _calibration)
+    if cached is not None:
+        return cached
     with progress_bar(f"calibrating forward shapes for {loaded.name!r} on this machine (once)") as progress:
-        found = calibrate(loaded.backend, max_batch_size, progress)
-    _save(identity, asdict(found))
-    return found
+        calibration = calibrate(loaded.backend, max_batch_size, progress)
+    _save(identity, asdict(calibration))
+    return calibration
 
 
 def remembered_draft_times(draft: Loaded, measure: Callable[[], DraftTimes], max_batch_size: int) -> DraftTimes:
-    """The same of what a draft model's steps take."""
+    """What a draft model's steps take, from the cache, or measured and then saved."""
     scored = draft.backend.vocab_size if draft.restricted is None else draft.restricted.num_first
     identity = f"drafts {_identity(draft)} scores {scored} batches to {max_batch_size}"
-    known = _read(identity, _draft_times)
-    if known is not None:
-        return known
-    found = measure()
-    _save(identity, asdict(found))
-    return found
+    cached = _read(identity, _draft_times)
+    if cached is not None:
+        return cached
+    times = measure()
+    _save(identity, asdict(times))
+    return times
 
 
 def _identity(loaded: Loaded) -> str:
@@ -191,7 +191,7 @@ def _times(values: dict[str, Any]) -> dict[int, float]:
     return {int(count): float(ms) for count, ms in values.items()}
 
 
-def _read(identity: str, parse: Callable[[dict[str, Any]], Found]) -> Found | None:
+def _read(identity: str, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
     """What is known under this identity; None, with a warning where the file is damaged, if it must be measured."""
     file = _file(identity)
     if not file.is_file():

@@ -86,14 +86,14 @@ def read_contexts(backend: Backend, tokens: Tensor, ends: Sequence[int], chunk: 
 
     A copy is made as soon as it is complete: states are known at no earlier position.
     """
-    reader, done = ends.index(max(ends)), 0
+    reader, read = ends.index(max(ends)), 0
     for end in sorted(set(ends)):
-        for start in range(done, end, chunk):
+        for start in range(read, end, chunk):
             read_context(backend, tokens, start, min(start + chunk, end), reader)
-        for slot, own in enumerate(ends):
-            if own == end and slot != reader:
+        for slot, slot_end in enumerate(ends):
+            if slot_end == end and slot != reader:
                 backend.copy(reader, slot, end)
-        done = end
+        read = end
 
 
 class Trials:
@@ -113,8 +113,8 @@ class Trials:
         length, generator = max(contexts) + max(PREFILL, *WIDTHS), torch.Generator().manual_seed(20240229)
         self._tokens = torch.randint(0, backend.vocab_size, (length,), generator=generator).to(backend.device)
         set_attended_lengths(backend, ATTENDED_UNITS[-1], ())
-        for one in (whole, backend):
-            one.reserve(len(self._firsts), length + 3 * ATTENDED_UNITS[-1])
+        for tried in (whole, backend):
+            tried.reserve(len(self._firsts), length + 3 * ATTENDED_UNITS[-1])
         read_contexts(backend, self._tokens, self._firsts, PREFILL)
         if isinstance(whole, Checkpoints) and whole.checkpoint(0, contexts[0]) < contexts[0]:
             read_context(whole, self._tokens, 0, contexts[0], 0)  # it has another cache
@@ -153,28 +153,28 @@ class Trials:
         slots = [width % len(self._reference)] if once else range(len(self._reference))
         for slot in slots:
             reference = self._reference[slot]
-            at = 0
+            compared = 0
             for segment in self._trace(slot, width, width if once else self._length):
-                count = min(len(segment), len(reference) - at)
-                if not torch.equal(segment[:count], reference[at : at + count]):
+                count = min(len(segment), len(reference) - compared)
+                if not torch.equal(segment[:count], reference[compared : compared + count]):
                     return False
-                at += count
+                compared += count
         return True
 
     def agrees_in_batches(self, width: int, steps: int = 1) -> bool:
-        """The same in ragged batches: of every size for widths of plain decoding and short drafts, else of some.
+        """Whether ragged batches give the reference's bits: of every size for narrow widths, else of some.
 
         steps: consecutive forwards that are compared.
         """
-        every = 1 if width <= REFERENCE else 3
-        for rows in range(len(self._starts), 1, -every):
+        row_step = 1 if width <= REFERENCE else 3
+        for rows in range(len(self._starts), 1, -row_step):
             last = self.backend.max_length - max(self._starts[:rows]) - width  # a short context holds fewer steps
-            for at in range(0, min((steps - 1) * width, last) + 1, width):
-                starts = [start + at for start in self._starts[:rows]]
+            for offset in range(0, min((steps - 1) * width, last) + 1, width):
+                starts = [start + offset for start in self._starts[:rows]]
                 tokens = torch.stack([self._tokens[start : start + width] for start in starts])
                 logits = self._forward(tokens, starts, 0)
                 for row, reference in zip(logits, self._reference, strict=False):
-                    expected = reference[at : at + width]
+                    expected = reference[offset : offset + width]
                     if not torch.equal(row[: len(expected)], expected):
                         return False
         return True

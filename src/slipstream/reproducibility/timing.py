@@ -1,5 +1,6 @@
-"""How long forwards take by their shape, and how long a draft model takes to read and to draft: the one timing
-instrument.
+"""The one timing instrument: how long forwards take by their shape, and how long a draft model reads and drafts.
+
+Shapes take turns, and of each the fastest of many turns counts: whatever else the machine does only adds time.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,26 @@ SECONDS = 1.5  # after which no more turns are taken than these
 TEXT, SHORT = 64, 8  # tokens of the text that is read, and of those that are only drafted after
 STEPS, TURNS = 6, 2  # of a draft; how often a single row's is timed, the first time being of much else too
 
+Shape = TypeVar("Shape")
+
+
+@dataclass
+class Fastest(Generic[Shape]):
+    """The least time seen of each shape, in milliseconds."""
+
+    milliseconds: dict[Shape, float] = field(default_factory=dict)
+
+    def add(self, shape: Shape, seconds: float) -> None:
+        """Note what a forward or a draft of this shape took."""
+        ms = 1e3 * max(0.0, seconds)
+        self.milliseconds[shape] = min(ms, self.milliseconds.get(shape, ms))
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it; a processor has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[list[RowSegment]]:
     """Forwards of `total` tokens: two consecutive ones of as many rows as there are starts, and of few.
@@ -32,21 +54,21 @@ def ragged_rounds(total: int, starts: Sequence[int], limit: int) -> Iterator[lis
     The second has padding. Forwards that could reach beyond position `limit` are left out.
     """
     for rows in {min(count, len(starts), total - 1) for count in (len(starts), FEW_ROWS)}:
-        done = [0] * rows
+        read = [0] * rows
         for turn in range(2):
             counts = shared_out(total - turn, rows, turn)
-            if max(starts[:rows]) + max(done) + max(counts) > limit:
+            if max(starts[:rows]) + max(read) + max(counts) > limit:
                 break
-            yield [RowSegment(i, starts[i] + done[i], counts[i]) for i in range(rows)]
-            done = [at + count for at, count in zip(done, counts, strict=True)]
+            yield [RowSegment(i, starts[i] + read[i], counts[i]) for i in range(rows)]
+            read = [before + count for before, count in zip(read, counts, strict=True)]
 
 
 def shared_out(total: int, rows: int, turn: int) -> list[int]:
     """Tokens of each row, at least one."""
     counts = [1] * rows
     places, shares = cycle(range(rows)), cycle((*SHARES[turn:], *SHARES[:turn]))
-    while (left := total - sum(counts)) > 0:
-        counts[next(places)] += min(left, next(shares) - 1)
+    while (remaining := total - sum(counts)) > 0:
+        counts[next(places)] += min(remaining, next(shares) - 1)
     return counts
 
 
@@ -60,9 +82,8 @@ def end_to_end(tokens: Tensor, segments: Sequence[RowSegment], total: int) -> Te
 class ForwardTimes:
     """Times forwards of these tokens [N] in slots that hold as many of them as `starts` says; the first is `start`.
 
-    The shapes alternate and the fastest of many turns counts: whatever else the machine does only adds time. Shapes of
-    few tokens, which most verifications have, get more turns than others even where they take long: what a drafted
-    token costs is the difference of two of them, and two or three turns leave it to chance.
+    Shapes of few tokens, which most verifications have, get more turns than others even where they take long: what a
+    drafted token costs is the difference of two of them, and two or three turns leave it to chance.
     """
 
     backend: Backend
@@ -72,65 +93,65 @@ class ForwardTimes:
 
     def alone(self, widths: Sequence[int], turns: Iterable[int]) -> dict[int, float]:
         """Milliseconds of one row's forward, by width. turns: their numbers; taken as long as there is time."""
-        started = perf_counter()
-        times: dict[int, list[float]] = {width: [] for width in widths}
+        started, times = perf_counter(), Fastest[int]()
         for turn in turns:
             late = perf_counter() - started > SECONDS
             due = [width for width in widths if not late or turn < (FEWEST_OF_FEW if width <= FEW else FEWEST_TURNS)]
             if not due:
                 break
             for width in due:
-                times[width].append(self._seconds(width))
-        return {width: 1e3 * min(taken) for width, taken in times.items()}
+                times.add(width, self._seconds(width))
+        return times.milliseconds
 
     def ragged(
         self, turns: Iterable[tuple[int, int]], widths: Sequence[int], alone: Mapping[int, float]
     ) -> dict[int, float]:
-        """The same of ragged forwards of as many rows as there may be. turns: a number and how many tokens to take.
+        """Milliseconds of a ragged forward of as many rows as there may be, by tokens. turns: a number, and the tokens.
 
         alone: milliseconds of one row's forwards, measured earlier. One of them is timed again beside each turn, and
         all times count in proportion to it: the machine may have become slower or faster since.
         """
-        reference, begun = max(width for width in alone if width <= FEW), perf_counter()
-        times, again = dict[int, list[float]](), list[float]()
+        reference, started = max(width for width in alone if width <= FEW), perf_counter()
+        times, again = Fastest[int](), Fastest[int]()
         last, late = -1, False
         for turn, total in turns:
             if turn != last:
-                late = perf_counter() - begun > SECONDS
+                late = perf_counter() - started > SECONDS
                 if late and turn >= FEWEST_OF_FEW:
                     break
-                if not times:
+                if not times.milliseconds:
                     self._ragged_seconds(total, widths)  # much happens for the first time
-                again.append(self._seconds(reference))
+                again.add(reference, self._seconds(reference))
                 last = turn
             if not (late and turn >= FEWEST_RAGGED_TURNS and total > FEW_RAGGED):
-                times.setdefault(total, []).append(self._ragged_seconds(total, widths))
-        if not times:
+                times.add(total, self._ragged_seconds(total, widths))
+        if not times.milliseconds:
             return {}
-        again.append(self._seconds(reference))
-        return {total: alone[reference] * min(taken) / min(again) for total, taken in times.items()}
+        again.add(reference, self._seconds(reference))
+        speed = alone[reference] / again.milliseconds[reference]
+        return {total: ms * speed for total, ms in times.milliseconds.items()}
 
     def _ragged_seconds(self, total: int, widths: Sequence[int]) -> float:
         counts = shared_out(total, min(total, len(self.starts)), 0)
         segments = [RowSegment(i, self.starts[i], count) for i, count in enumerate(counts)]
         tokens = end_to_end(self.tokens, segments, total)
-        begun = perf_counter()
+        started = perf_counter()
         assert isinstance(self.backend, RaggedForwards)
         argmax(self.backend.forward_ragged(tokens, segments, widths=widths))[-1].item()
-        return perf_counter() - begun
+        return perf_counter() - started
 
     def _seconds(self, width: int) -> float:
         tokens = self.tokens[None, self.start : self.start + width]
         if isinstance(self.backend, Checkpoints):
             self.backend.mark_final(0, self.start)
-        begun = perf_counter()
+        started = perf_counter()
         argmax(self.backend.forward(tokens, [self.start], first_slot=0, logits=True))[-1, -1].item()
-        return perf_counter() - begun
+        return perf_counter() - started
 
 
 @dataclass(frozen=True)
 class GreedyOptions:
-    """Of the rows that are timed; see `RequestOptions`."""
+    """The `RequestOptions` of the rows that are timed."""
 
     temperature: float = 0.0
     min_tokens: int = 0
@@ -147,36 +168,36 @@ class DraftTimes:
     token: float | None = None
 
 
-def time_drafts(scorer: DraftScorer, most: int) -> DraftTimes:
+def time_drafts(scorer: DraftScorer, max_rows: int) -> DraftTimes:
     """Draft for 1, 2, 4, ... and `most` rows whose texts nobody wrote; the fastest step counts.
 
     scorer: with room for them; what it has cached is overwritten.
     """
-    reading, steps = list[float](), dict[int, float]()
+    steps, reading = Fastest[int](), Fastest[int]()
     for turn in range(TURNS):
-        first, *others = _seconds(scorer, 1, TEXT, turn)
-        steps[1] = min(steps.get(1, others[0]), *others)
-        reading.append(max(0.0, first - steps[1]) / (TEXT - 1))
-    for count in _counts(most):
-        steps[count] = min(_seconds(scorer, count, SHORT, count)[1:])
-    return DraftTimes({count: 1e3 * seconds for count, seconds in steps.items()}, 1e3 * min(reading))
+        first, *others = _step_seconds(scorer, 1, TEXT, turn)
+        steps.add(1, min(others))
+        reading.add(1, (first - 1e-3 * steps.milliseconds[1]) / (TEXT - 1))
+    for rows in _row_counts(max_rows):
+        steps.add(rows, min(_step_seconds(scorer, rows, SHORT, rows)[1:]))
+    return DraftTimes(steps.milliseconds, reading.milliseconds[1])
 
 
-def _counts(most: int) -> Sequence[int]:
+def _row_counts(max_rows: int) -> Sequence[int]:
     """Powers of two from 2 on that are less than `most`, and `most` itself."""
-    return sorted({*(1 << n for n in range(1, most.bit_length()) if 1 << n < most), most} - {1})
+    return sorted({*(1 << n for n in range(1, max_rows.bit_length()) if 1 << n < max_rows), max_rows} - {1})
 
 
 @torch.inference_mode()
-def _seconds(scorer: DraftScorer, count: int, length: int, seed: int) -> list[float]:
-    """Of each step of a draft for so many rows of so many tokens; the first one reads the texts, all of them new."""
+def _step_seconds(scorer: DraftScorer, num_rows: int, length: int, seed: int) -> list[float]:
+    """Seconds of each step of a draft for `num_rows` new texts of `length` tokens; the first step reads the texts."""
     backend, generator = scorer.backend, torch.Generator().manual_seed(20240229 + seed)
-    texts = torch.randint(0, backend.vocab_size, (count, length), generator=generator).tolist()
+    texts = torch.randint(0, backend.vocab_size, (num_rows, length), generator=generator).tolist()
     rows = [Row(i, text, GreedyOptions(), seed=0) for i, text in enumerate(texts)]
-    drafted, taken = torch.zeros(count, STEPS, dtype=torch.int64, device=backend.device), []
-    for done in range(STEPS):
-        begun = perf_counter()
-        logits = scorer.score(rows, drafted[:, :done], [done] * count, keep=1)
-        drafted[:, done] = logits[:, 0].argmax(-1)
-        taken.append(perf_counter() - begun)
-    return taken
+    drafted, seconds = torch.zeros(num_rows, STEPS, dtype=torch.int64, device=backend.device), []
+    for step in range(STEPS):
+        started = perf_counter()
+        logits = scorer.score(rows, drafted[:, :step], [step] * num_rows, keep=1)
+        drafted[:, step] = logits[:, 0].argmax(-1)
+        seconds.append(perf_counter() - started)
+    return seconds

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.application import command, config_from, prompt_set
+from slipstream.apps.cli.application import command, config_from, out, prompt_set, write_json
 from slipstream.apps.cli.flags import (
     MEASURING,
     BatchSizes,
@@ -13,7 +16,6 @@ from slipstream.apps.cli.flags import (
     Models,
     OutFolder,
     Plan,
-    Predict,
     PromptChoice,
     Raw,
     Repeats,
@@ -23,9 +25,13 @@ from slipstream.apps.cli.flags import (
     read_batch_sizes,
 )
 from slipstream.config import DecoderConfig
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import NamedPrompt
+
+if TYPE_CHECKING:
+    from slipstream.bench.arms import Arm
+    from slipstream.bench.plan import BenchPrompt
+    from slipstream.bench.summary import ArmSummary
 
 ARMS = (
     "DRAFTER[@LENGTH][/RULE][.plain][.predicted][~TEMP], hf, hf-assisted, hf-assisted-tuned[@LENGTH], "
@@ -35,7 +41,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is compared, how often, and what is predicted beside it."""
+    """What is compared, how often, and what is written."""
 
     arms: Annotated[
         str | None,
@@ -58,29 +64,9 @@ class BenchOptions:
         ),
     ] = None
     repeats: Repeats = 3
-    predict: Predict = 5.0
-    simulate: Annotated[
-        bool,
-        option(
-            MEASURING, "--simulate", text="also predict other draft lengths and batches, as slipstream simulate does"
-        ),
-    ] = False
     raw: Raw = False
     out_folder: OutFolder = None
     report: Report = False
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """All that was asked for, parsed and checked. arms: as the user writes them; batches: the sizes."""
-
-    models: Models
-    config: DecoderConfig
-    params: SamplingParams
-    prompts: list[NamedPrompt]
-    options: BenchOptions
-    arms: str
-    batches: list[int]
 
 
 @command("bench")
@@ -101,19 +87,39 @@ def bench_command(
     and no model is loaded. Exit code 1 if a lossless arm's text differs by more than a tie, or if an arm failed.
     """
     config = config_from(config, models.config_file)
-    if options.simulate and not options.predict:
-        raise UsageError("--simulate beside --predict 0, which measures no costs; allowed: --predict SECONDS above 0")
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     if options.at_once is not None and batches != [config.max_batch_size]:
         raise UsageError(
             f"--at-once beside batch sizes {options.batch_sizes}; allowed: max_batch_size ({config.max_batch_size})"
         )
-    arms = _arms(options.arms, config)
+    names, named = _arms(options.arms, config), prompt_set(choice)
     config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
-    request = BenchRequest(models, config, params, prompt_set(choice), options, arms, batches)
-    from slipstream.apps.cli.bench_run import run
+    from slipstream.apps.cli.measuring import Benchmark, fail_on_wrong_texts, report_folder
+    from slipstream.bench.arms import parse_arms, reference_of
+    from slipstream.bench.llama_cpp import require_llama
+    from slipstream.bench.plan import name_prompts
+    from slipstream.bench.report import require_matplotlib
+    from slipstream.bench.result_tables import bench_tables
+    from slipstream.bench.summary import summarise
 
-    run(request, json_file)
+    if options.report:
+        require_matplotlib()
+    arms, prompts = parse_arms(names), name_prompts(named)
+    require_llama(arms, models.target)
+    _refuse_missing_predictions(arms, prompts)
+    reference, chat = reference_of(arms, options.reference), not options.raw
+    benchmark = Benchmark(
+        models, config, params, prompts, arms, reference, batches, options.repeats, options.at_once, chat
+    )
+    folder = options.out_folder or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
+    header, runs = benchmark.run(folder)
+    summaries = summarise(runs, reference)
+    for table in bench_tables(summaries, reference):
+        out.print(table)
+    report_folder(folder, header, page=options.report)
+    write_json(json_file, asdict(header) | {"summary": [arm.to_dict() for arm in summaries]})
+    fail_on_wrong_texts(summaries)
+    _fail_on_failures(summaries)
 
 
 def _arms(arms: str | None, config: DecoderConfig) -> str:
@@ -122,3 +128,17 @@ def _arms(arms: str | None, config: DecoderConfig) -> str:
     if config.drafter != "auto":
         raise UsageError(f"--drafter {config.drafter} beside --arms, which names the drafters; allowed: one of the two")
     return arms
+
+
+def _refuse_missing_predictions(arms: Sequence[Arm], prompts: Sequence[BenchPrompt]) -> None:
+    predicted = next((arm.name for arm in arms if arm.predicted), None)
+    if predicted is not None and all(prompt.prediction is None for prompt in prompts):
+        raise UsageError(
+            f"arm {predicted!r}, but no prompt has a prediction; allowed: a .jsonl file in which some have one"
+        )
+
+
+def _fail_on_failures(summaries: Sequence[ArmSummary]) -> None:
+    for arm in summaries:
+        if arm.failed:
+            raise SlipstreamError(f"arm {arm.arm}, batch {arm.batch}: {arm.failed} of its runs failed: {arm.error}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+from slipstream import __version__
 from slipstream.apps.cli.application import (
     command,
     config_from,
@@ -16,6 +18,7 @@ from slipstream.apps.cli.application import (
 )
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, PromptSource, Repeats, Structure, flags, option
 from slipstream.config import DecoderConfig
+from slipstream.errors import SlipstreamError
 from slipstream.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,23 +58,22 @@ def compare_command(
     if arms.hf:
         _check_hf(models, params)
     decoder = load_decoder(models, config)
-    from slipstream.apps.cli import comparison_report as report
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import BATCH, compare, compare_batch, summarise
     from slipstream.text.round_view import time_split
 
-    done = []
-    for one in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):
-        done.append(one)
-        _print_progress(decoder, one, f"{len(done)}/{len(prompts)}", debug=debug)
+    comparisons = []
+    for comparison in compare(decoder, prompts, params, chat=not source.raw, with_hf=arms.hf, repeats=arms.repeats):
+        comparisons.append(comparison)
+        _print_progress(decoder, comparison, f"{len(comparisons)}/{len(prompts)}", debug=debug)
     if not debug:
-        err.print(tables.legend(done))
-    summary = summarise(done)
+        err.print(tables.legend(comparisons))
+    summary = summarise(comparisons)
     if arms.batch:
-        summary[BATCH] = compare_batch(decoder, done, params, chat=not source.raw)
-    out.print(tables.comparison_table(done), tables.summary_table(summary), time_split(summary["stats"]))
-    write_json(json_file, report.to_dict(decoder, models, params, done, summary))
-    report.fail_on_difference(decoder, summary)
+        summary[BATCH] = compare_batch(decoder, comparisons, params, chat=not source.raw)
+    out.print(tables.comparison_table(comparisons), tables.summary_table(summary), time_split(summary["stats"]))
+    write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
+    fail_on_difference(decoder, summary)
 
 
 def _check_hf(models: Models, params: SamplingParams) -> None:
@@ -85,15 +87,56 @@ def _check_hf(models: Models, params: SamplingParams) -> None:
         raise no_hf_model(ARMS[HF], models.target)
 
 
-def _print_progress(decoder: SpeculativeDecoder, done: Comparison, number: str, *, debug: bool) -> None:
+def _print_progress(decoder: SpeculativeDecoder, comparison: Comparison, number: str, *, debug: bool) -> None:
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE
     from slipstream.text.round_view import round_lines
 
-    result = done.runs[SPECULATIVE].result
+    result = comparison.runs[SPECULATIVE].result
     assert result is not None
-    err.print(f"{number} {done.prompt.category} {done.speed_up(SPECULATIVE):.2f}x", style="bold")
+    err.print(f"{number} {comparison.prompt.category} {comparison.speed_up(SPECULATIVE):.2f}x", style="bold")
     if debug:
         err.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
     elif decoder.tokenizer is not None:
         err.print(tables.coloured(result, decoder.tokenizer, limit=400))
+
+
+def comparison_dict(
+    decoder: SpeculativeDecoder,
+    models: Models,
+    params: SamplingParams,
+    comparisons: Sequence[Comparison],
+    summary: dict[str, Any],
+) -> dict[str, Any]:
+    """Settings, versions, the summary, and token ids, seconds and verdict of every arm on every prompt, for JSON."""
+    from importlib.metadata import version
+
+    from slipstream.certificate.parity import verdict
+
+    return {
+        "target": models.target,
+        "draft": models.draft,
+        "config": vars(decoder.config),
+        "params": params.to_dict(),
+        "versions": {"slipstream": __version__, "torch": version("torch")},
+        "summary": summary,
+        "prompts": [
+            {
+                "category": c.prompt.category,
+                "arms": {
+                    arm: {"token_ids": run.token_ids, "seconds": run.seconds, "verdict": verdict(run.difference)}
+                    for arm, run in c.runs.items()
+                },
+            }
+            for c in comparisons
+        ],
+    }
+
+
+def fail_on_difference(decoder: SpeculativeDecoder, summary: dict[str, Any]) -> None:
+    """Texts of a lossless rule must agree; sampled ones are compared only where the rule couples them."""
+    from slipstream.bench.comparison import SPECULATIVE
+
+    wrong = summary["arms"][SPECULATIVE]["different"]
+    if wrong and decoder.lossless:
+        raise SlipstreamError(f"{wrong} of {summary['prompts']} texts differ from plain decoding and are no ties")

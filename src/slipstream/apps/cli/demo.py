@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 from slipstream.apps.cli.application import command, demo_data, err, load_decoder, out, write_json
+from slipstream.apps.cli.compare import comparison_dict, fail_on_difference
 from slipstream.apps.cli.flags import MEASURING, Debug, Json, Models, Repeats, option
 from slipstream.config import DecoderConfig
 from slipstream.models.weights.model_files import EMBEDDED
@@ -31,51 +32,52 @@ def demo_command(
     err.print("SmolLM2-135M-Instruct on this machine; drafts come from the prompt and the text so far")
     models, params = Models(EMBEDDED), SamplingParams(max_tokens=max_tokens)
     decoder = load_decoder(models, DecoderConfig())
-    from slipstream.apps.cli import comparison_report as report
     from slipstream.apps.cli import tables
     from slipstream.bench.comparison import SPECULATIVE, compare, summarise
     from slipstream.text.round_view import round_lines
 
     assert decoder.tokenizer is not None
-    done = []
+    comparisons = []
     for comparison in compare(decoder, prompts, params, repeats=repeats):
-        done.append(comparison)
+        comparisons.append(comparison)
         out.print(tables.side_by_side(comparison, decoder.tokenizer))
         if debug and (result := comparison.runs[SPECULATIVE].result):
             out.print(round_lines(result.rounds, decoder.tokenizer), soft_wrap=True)
-    out.print(tables.legend(done))
-    summary = summarise(done)
-    out.print(tables.comparison_table(done))
-    for item, one in zip(data, done, strict=True):
-        out.print(caption(one, item["why"]), style="dim", soft_wrap=True)
-    print(json.dumps(_line(done, summary)))
-    write_json(json_file, report.to_dict(decoder, models, params, done, summary))
-    report.fail_on_difference(decoder, summary)
+    out.print(tables.legend(comparisons))
+    summary = summarise(comparisons)
+    out.print(tables.comparison_table(comparisons))
+    for item, comparison in zip(data, comparisons, strict=True):
+        out.print(caption(comparison, item["why"]), style="dim", soft_wrap=True)
+    print(json.dumps(_line(comparisons, summary)))
+    write_json(json_file, comparison_dict(decoder, models, params, comparisons, summary))
+    fail_on_difference(decoder, summary)
 
 
-def caption(done: Comparison, why: str) -> str:
+def caption(comparison: Comparison, why: str) -> str:
     """What the numbers of one text say, and what kind of text it is."""
     from slipstream.bench.comparison import SPECULATIVE
 
-    result, speed_up = done.runs[SPECULATIVE].result, done.speed_up(SPECULATIVE)
+    result, speed_up = comparison.runs[SPECULATIVE].result, comparison.speed_up(SPECULATIVE)
     assert result is not None
     stats = result.stats
     drafted = "nothing was drafted"
     if stats.acceptance_rate is not None:
         drafted = f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} drafted tokens accepted"
-    said = "faster than" if speed_up > 1 + NOTICEABLE else "slower than" if speed_up < 1 - NOTICEABLE else "as fast as"
-    return f"{done.prompt.category}: {said} plain ({speed_up:.2f}x), {drafted}; {why}"
+    faster = (
+        "faster than" if speed_up > 1 + NOTICEABLE else "slower than" if speed_up < 1 - NOTICEABLE else "as fast as"
+    )
+    return f"{comparison.prompt.category}: {faster} plain ({speed_up:.2f}x), {drafted}; {why}"
 
 
-def _line(done: list[Comparison], summary: dict[str, Any]) -> dict[str, Any]:
+def _line(comparisons: list[Comparison], summary: dict[str, Any]) -> dict[str, Any]:
     """The result in one line of JSON."""
     from slipstream.bench.comparison import SPECULATIVE
 
     return {
         "identical": summary["arms"][SPECULATIVE]["identical"],
-        "texts": len(done),
-        "faster": sum(c.speed_up(SPECULATIVE) > 1 for c in done),
-        "speed_ups": {c.prompt.category: round(c.speed_up(SPECULATIVE), 2) for c in done},
+        "texts": len(comparisons),
+        "faster": sum(c.speed_up(SPECULATIVE) > 1 for c in comparisons),
+        "speed_ups": {c.prompt.category: round(c.speed_up(SPECULATIVE), 2) for c in comparisons},
         "acceptance_rate": round(summary["stats"]["acceptance_rate"] or 0.0, 3),
         "block_efficiency": round(summary["stats"]["block_efficiency"], 2),
     }

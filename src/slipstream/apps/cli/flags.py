@@ -246,16 +246,6 @@ System = Annotated[
 Repeats = Annotated[
     int, option(MEASURING, "--repeats", text="runs of each arm on each prompt; times are medians", metavar="N", min=1)
 ]
-Predict = Annotated[
-    float,
-    option(
-        MEASURING,
-        "--predict",
-        text="seconds per drafter to measure costs for predictions; 0: none",
-        metavar="SECONDS",
-        min=0,
-    ),
-]
 BatchSizes = Annotated[
     str, option(MEASURING, "--batch-sizes", text="prompts decoded together, e.g. 1,4", metavar="NUMBERS")
 ]

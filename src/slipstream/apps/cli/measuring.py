@@ -1,20 +1,98 @@
-"""What the measuring commands share on the terminal: progress, and how an interrupted measurement can continue."""
+"""A benchmark run from the command line: measured, watched, interrupted and continued. Used by `bench` and `sweep`."""
 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from slipstream.apps.cli.application import err, print_error
-from slipstream.bench.plan import Measurement
-from slipstream.bench.records import Run
-from slipstream.bench.summary_tables import progress_line
+from slipstream.apps.cli.application import err, load_decoder, print_error, warn_lossy
+from slipstream.apps.cli.flags import Models
+from slipstream.apps.cli.report import target_tokenizer
+from slipstream.bench.arms import Arm
+from slipstream.bench.lineup import Lineup, Runner
+from slipstream.bench.plan import BenchPrompt, Measurement, plan
+from slipstream.bench.records import FILE, Header, Run, finished, make_header, open_folder
+from slipstream.bench.report import write_report
+from slipstream.bench.result_tables import progress_line
+from slipstream.bench.summary import ArmSummary, wrong_texts
+from slipstream.config import DecoderConfig
+from slipstream.errors import SlipstreamError
+from slipstream.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is measured: every arm on every prompt, at every batch size.
+
+    reference: the arm that speed-ups refer to; chat: whether prompts get the model's chat template.
+    """
+
+    models: Models
+    config: DecoderConfig
+    params: SamplingParams
+    prompts: Sequence[BenchPrompt]
+    arms: Sequence[Arm]
+    reference: str
+    batches: Sequence[int]
+    repeats: int
+    at_once: int | None = None
+    chat: bool = True
+
+    def run(self, folder: Path) -> tuple[Header, list[Run]]:
+        """Measure what the folder lacks; no model is loaded where it lacks nothing."""
+        planned, header = plan(self.arms, self.prompts, self.batches, self.repeats, self.at_once), self._header()
+        earlier = open_folder(folder, header)
+        if finished(earlier) >= {measurement.key for measurement in planned}:
+            err.print(f"all {len(earlier)} measurements are there already")
+            return header, earlier
+        with interruptible(folder):
+            lineup = Lineup(load_decoder(self.models, self.config), self.arms, self.params, chat=self.chat)
+            _announce_lossy(lineup)
+            runs = Runner(lineup, planned, folder).run(earlier)
+            return header, [*earlier, *watched(runs, planned, earlier)]
+
+    def _header(self) -> Header:
+        settings: dict[str, Any] = {
+            "reference": self.reference,
+            "batch_sizes": list(self.batches),
+            "repeats": self.repeats,
+            "chat": self.chat,
+        }
+        if self.at_once is not None:
+            settings["at_once"] = self.at_once
+        models = {"target": self.models.target, "draft": self.models.draft}
+        return make_header(models, self.arms, self.prompts, self.config, self.params, **settings)
+
+
+def _announce_lossy(lineup: Lineup) -> None:
+    for arm in lineup.arms:
+        if arm.acceptance is not None and not lineup.decoders[arm.name].lossless:
+            warn_lossy(arm.acceptance)
+
+
+def report_folder(folder: Path, header: Header, *, page: bool) -> None:
+    """Write the report if it was asked for, and say what lies where."""
+    if page:
+        err.print(f"report: {write_report(folder, target_tokenizer(header))}", soft_wrap=True)
+    err.print(f"raw runs: {folder / FILE}", soft_wrap=True)
+
+
+def fail_on_wrong_texts(summaries: Sequence[ArmSummary]) -> None:
+    """Texts of a lossless arm are plain decoding's own, but for ties."""
+    for arm in wrong_texts(summaries):
+        raise SlipstreamError(
+            f"arm {arm.arm}, batch {arm.batch}: {arm.verdicts['different']} of {sum(arm.verdicts.values())} texts "
+            "differ from plain decoding and are no ties"
+        )
 
 
 @contextmanager
@@ -28,40 +106,38 @@ def interruptible(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def watched(runs: Iterator[Run], planned: Sequence[Measurement], before: Sequence[Run]) -> Iterator[Run]:
+def watched(runs: Iterator[Run], planned: Sequence[Measurement], earlier: Sequence[Run]) -> Iterator[Run]:
     """The runs as they come: a progress bar on a terminal, elsewhere a line per finished group of prompts."""
-    if before:
-        err.print(f"{len(before)} of {len(planned)} measurements are in the folder already")
+    if earlier:
+        err.print(f"{len(earlier)} of {len(planned)} measurements are in the folder already")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=err, disable=not err.is_terminal) as progress:
-        task = progress.add_task("warming up", total=len(planned), completed=len(before))
-        lines = _Lines(planned, before)
+        task = progress.add_task("warming up", total=len(planned), completed=len(earlier))
+        groups = _Groups(planned, earlier)
         for run in runs:
             progress.update(task, advance=1, description=escape(f"{run.prompts[0]} {run.arm}"))
-            line = lines.add(run)
+            line = groups.add(run)
             if line is not None and not err.is_terminal:
                 err.print(line, soft_wrap=True)
             yield run
 
 
-class _Lines:
+class _Groups:
     """Gathers the runs of a group of prompts until all arms and repeats are there."""
 
-    def __init__(self, planned: Sequence[Measurement], before: Sequence[Run]) -> None:
-        self._groups: dict[tuple[int, tuple[str, ...]], list[Run]] = {}
-        self._wanted: dict[tuple[int, tuple[str, ...]], int] = {}
-        for one in planned:
-            at = one.batch, tuple(one.group.ids)
-            self._wanted[at] = self._wanted.get(at, 0) + 1
-        for run in before:
+    def __init__(self, planned: Sequence[Measurement], earlier: Sequence[Run]) -> None:
+        self._runs: dict[tuple[int, tuple[str, ...]], list[Run]] = {}
+        self._sizes = Counter((measurement.batch, tuple(measurement.group.ids)) for measurement in planned)
+        for run in earlier:
             self.add(run)
 
     def add(self, run: Run) -> str | None:
         """The line of the group that this run completes."""
-        at = run.batch, tuple(run.prompts)
-        self._groups.setdefault(at, []).append(run)
-        if len(self._groups[at]) < self._wanted[at]:
+        key = run.batch, tuple(run.prompts)
+        runs = self._runs.setdefault(key, [])
+        runs.append(run)
+        if len(runs) < self._sizes[key]:
             return None
-        done = sum(len(runs) == self._wanted[group] for group, runs in self._groups.items())
-        return progress_line(done, len(self._wanted), self._groups[at])
+        finished_groups = sum(len(self._runs[group]) == self._sizes[group] for group in self._runs)
+        return progress_line(finished_groups, len(self._sizes), runs)

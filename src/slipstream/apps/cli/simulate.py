@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from slipstream.apps.cli.application import command, err, out, quiet_libraries, write_json
 from slipstream.apps.cli.flags import MEASURING, MODELS, NAMED, OUTPUT, DraftModel, Json, flags, option
@@ -14,6 +14,7 @@ from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 
 if TYPE_CHECKING:
+    from slipstream.bench.arms import Arm
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
     from slipstream.bench.speed_model.round_costs import Costs
 
@@ -74,7 +75,11 @@ class Grid:
         ),
     ] = ()  # type: ignore[assignment]
     stats: Annotated[
-        Path | None, option(GRID, "--stats", text="or the statistics in the --json of compare", metavar="FILE")
+        Path | None,
+        option(GRID, "--stats", text="or what a run accepted: a folder of bench, --json of compare", metavar="RUN"),
+    ] = None
+    arm: Annotated[
+        str | None, option(GRID, "--arm", text="the arm of that folder, if several draft", metavar="ARM")
     ] = None
     length: Annotated[
         list[int],
@@ -83,6 +88,20 @@ class Grid:
     batch: Annotated[
         list[int], option(GRID, "--batch", text="rows decoded together; several times", metavar="N", min=1)
     ] = ()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class RecordedArm:
+    """How far the drafts of an arm got in a run.
+
+    arm: None where the run was no benchmark. stats, plain: by batch size, the statistics of the arm and of plain
+    decoding in that run, as `Stats.to_dict()`.
+    """
+
+    acceptance: Acceptance
+    arm: Arm | None = None
+    stats: dict[int, dict[str, Any]] = field(default_factory=dict)
+    plain: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 EXAMPLE = OnPaper(target_params=8e9, draft_params=5e8, bandwidth=1e12, flops=1e14)
@@ -113,19 +132,24 @@ def simulate_command(
 
     Says the best length, and where speculation stops paying. Without options: an example on paper.
     """
-    acceptance = _acceptance(grid)
+    _refuse_two_acceptances(grid)
+    recorded = None if grid.stats is None else _recorded_arm(grid.stats, grid.arm)
+    acceptance = _assumed(grid) if recorded is None else recorded.acceptance
     if not paper.given and measured == Measured():
         paper = EXAMPLE
         err.print("costs: an 8B target and a 0.5B draft model in bf16 at 1 TB/s and 100 TFLOP/s; others: --target T")
     _refuse_two_sources(config, measured, paper)
-    costs = _costs(config, measured, paper, grid)
+    costs = _costs(config, measured, paper, grid, recorded)
     if save_costs is not None:
         costs.save(save_costs)
     from slipstream.apps.cli.tables import print_simulation
     from slipstream.bench.speed_model.formula import simulate
 
     simulation = simulate(costs, acceptance, grid.length or None, grid.batch or None)
-    write_json(json_file, print_simulation(out, costs, acceptance, simulation))
+    result = print_simulation(out, costs, acceptance, simulation)
+    if recorded is not None and recorded.arm is not None:
+        result["observed"] = _print_observed(costs, recorded)
+    write_json(json_file, result)
 
 
 def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPaper) -> None:
@@ -142,7 +166,9 @@ def _refuse_two_sources(config: DecoderConfig, measured: Measured, paper: OnPape
             raise UsageError(f"{name}={getattr(config, name)!r}; allowed: 'auto', costs are measured for all --length")
 
 
-def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid) -> Costs:
+def _costs(
+    config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid, recorded: RecordedArm | None
+) -> Costs:
     from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
 
     if measured.costs_file is not None:
@@ -157,31 +183,106 @@ def _costs(config: DecoderConfig, measured: Measured, paper: OnPaper, grid: Grid
     if grid.sibling_alpha:
         deepest = max(grid.length, default=TREE_DEPTH)
         config = replace(config, num_draft_tokens=f"{deepest}x{1 + len(grid.sibling_alpha)}")
+    if recorded is not None and recorded.arm is not None:
+        config = _as_in(recorded.arm, config)
     decoder = SpeculativeDecoder(measured.target, measured.draft, **vars(config))
     err.print(f"measuring for {measured.seconds:g} s ...")
-    lengths = range(1, max(grid.length, default=TREE_DEPTH if grid.sibling_alpha else 8) + 2)
-    return measure_costs(decoder, grid.batch or [1, 4], lengths, seconds=measured.seconds)
+    usual = TREE_DEPTH if grid.sibling_alpha else 8 if recorded is None else max(1, recorded.acceptance.longest)
+    batches = grid.batch or sorted({1, 4, *(recorded.stats if recorded else ())})
+    lengths = range(1, max(grid.length, default=usual) + 2)
+    return measure_costs(decoder, batches, lengths, seconds=measured.seconds)
 
 
-def _acceptance(grid: Grid) -> Acceptance | float:
-    """From --alpha, or from the `stats` of a JSON file: of `compare --json`, or those of `Stats.to_dict()` alone."""
+def _as_in(arm: Arm, config: DecoderConfig) -> DecoderConfig:
+    """The settings under which what the arm drafted is measured: its drafter, and trees as wide as its own."""
+    if config.drafter == "auto" and arm.drafter is not None:
+        config = replace(config, drafter=arm.drafter)
+    return replace(config, num_draft_tokens=arm.num_draft_tokens) if isinstance(arm.num_draft_tokens, str) else config
+
+
+def _refuse_two_acceptances(grid: Grid) -> None:
     if grid.alpha is not None and grid.stats is not None:
         raise UsageError("the acceptance comes from --alpha or from --stats; allowed: one of them")
     if grid.stats is not None and grid.sibling_alpha:
-        raise UsageError("--sibling-alpha beside --stats, which are of chains; allowed: together with --alpha")
+        raise UsageError("--sibling-alpha beside --stats, which says itself what trees accepted; allowed: with --alpha")
+    if grid.arm is not None and (grid.stats is None or not grid.stats.is_dir()):
+        raise UsageError(f"--arm {grid.arm} names an arm of a benchmark; allowed: together with --stats FOLDER")
+
+
+def _assumed(grid: Grid) -> Acceptance:
     from slipstream.bench.speed_model.accepted_lengths import Acceptance
 
-    if grid.stats is None:
-        if grid.alpha is None:
-            err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats FILE of `compare --json`")
-        alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
-        return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
+    if grid.alpha is None:
+        err.print(f"acceptance: {EXAMPLE_ALPHA:g} per token is assumed; measured: --stats, of a run")
+    alpha = EXAMPLE_ALPHA if grid.alpha is None else grid.alpha
+    return Acceptance.constant(alpha, siblings=grid.sibling_alpha)
+
+
+def _recorded_arm(path: Path, arm: str | None) -> RecordedArm:
+    """Of a folder of a benchmark, or of a JSON file: of `compare --json`, or `Stats.to_dict()` alone."""
+    from slipstream.bench.speed_model.accepted_lengths import Acceptance
+
+    if path.is_dir():
+        return _arm_of_folder(path, arm)
     try:
-        values = json.loads(grid.stats.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"--stats {str(grid.stats)!r} cannot be read: {error}") from error
+        raise UsageError(f"--stats {str(path)!r} cannot be read: {error}") from error
     inner = values.get("summary", values) if isinstance(values, dict) else None
-    found = inner.get("stats", inner) if isinstance(inner, dict) else None
-    if not isinstance(found, dict):
-        raise UsageError(f"--stats {str(grid.stats)!r} holds no statistics; allowed: what compare --json writes")
-    return Acceptance.from_stats(found)
+    stats = inner.get("stats", inner) if isinstance(inner, dict) else None
+    if not isinstance(stats, dict):
+        raise UsageError(f"--stats {str(path)!r} holds no statistics; allowed: what compare --json writes, or a folder")
+    return RecordedArm(Acceptance.from_stats(stats))
+
+
+def _arm_of_folder(folder: Path, name: str | None) -> RecordedArm:
+    """name: of the arm; None for the only one that drafts."""
+    from slipstream.bench.arms import PLAIN, parse_arm
+    from slipstream.bench.records import read_records
+    from slipstream.bench.speed_model.accepted_lengths import Acceptance, LevelCounts
+    from slipstream.bench.summary import summarise, total_stats
+
+    _, runs = read_records(folder)
+    summaries = summarise(runs, PLAIN)
+    names = list(dict.fromkeys(s.arm for s in summaries if s.stats is not None and s.stats.num_draft_tokens))
+    if not names:
+        raise UsageError(f"--stats {str(folder)!r} has no arm that drafts; allowed: a folder in which one does")
+    if name is None and len(names) > 1:
+        raise UsageError(
+            f"--stats {str(folder)!r} has {len(names)} arms that draft; allowed: --arm {' or '.join(names)}"
+        )
+    name = name or names[0]
+    if name not in names:
+        raise UsageError(f"--arm {name!r} drafted nothing in {str(folder)!r}; allowed: {', '.join(names)}")
+    arm = parse_arm(name)
+
+    def is_plain(other: Arm) -> bool:
+        return other.drafter == PLAIN and (other.fast, other.temperature) == (arm.fast, arm.temperature)
+
+    stats = {s.batch: s.counts for s in summaries if s.arm == name and s.counts}
+    plain = {s.batch: s.counts for s in summaries if s.counts and is_plain(parse_arm(s.arm))}
+    levels = LevelCounts.total([s.levels for s in summaries if s.arm == name and s.levels])
+    total = total_stats(list(stats.values())).to_dict() | levels.to_dict()
+    return RecordedArm(Acceptance.from_stats(total), arm, stats, plain)
+
+
+def _print_observed(costs: Costs, recorded: RecordedArm) -> dict[int, dict[str, float]]:
+    """What the run took beside what is predicted of its own rounds, for the batch sizes that the costs cover."""
+    from slipstream.bench.speed_model.formula import predict_from_stats
+
+    observed = {}
+    for batch, stats in recorded.stats.items():
+        if batch not in recorded.plain:
+            continue
+        try:
+            prediction = predict_from_stats(stats, costs, plain=recorded.plain[batch])
+        except UsageError as error:
+            err.print(f"batch {batch}: nothing is predicted of this run: {error}", soft_wrap=True)
+            continue
+        out.print(
+            f"batch {batch}: this run was {prediction.observed:.2f}x plain decoding, "
+            f"{prediction.predicted:.2f}x is predicted of its rounds",
+            soft_wrap=True,
+        )
+        observed[batch] = prediction.to_dict()
+    return observed

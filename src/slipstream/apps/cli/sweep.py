@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
-from slipstream.apps.cli.application import command, config_from, prompt_set
+from slipstream.apps.cli.application import command, config_from, prompt_set, write_json
 from slipstream.apps.cli.flags import (
     MEASURING,
     Json,
     Models,
     OutFolder,
-    Predict,
     PromptChoice,
     Raw,
     Repeats,
@@ -23,7 +24,6 @@ from slipstream.apps.cli.flags import (
 from slipstream.config import DecoderConfig
 from slipstream.errors import UsageError
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import NamedPrompt
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,9 @@ class SweepOptions:
         int, option(MEASURING, "--batch-size", text="prompts decoded together", metavar="N", min=1)
     ] = 1
     repeats: Repeats = 3
-    predict: Predict = 5.0
     raw: Raw = False
     report: Report = False
     out_folder: OutFolder = None
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Drafters, draft lengths and temperatures; every combination is measured."""
-
-    drafters: tuple[str, ...]
-    lengths: tuple[int, ...]
-    temperatures: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class SweepRequest:
-    """All that was asked for, parsed and checked."""
-
-    models: Models
-    config: DecoderConfig
-    params: SamplingParams
-    prompts: list[NamedPrompt]
-    options: SweepOptions
-    swept: Swept
 
 
 @command("sweep")
@@ -90,11 +68,29 @@ def sweep_command(
     if options.batch_size > config.max_batch_size:
         raise UsageError(f"--batch-size {options.batch_size}; allowed: up to max_batch_size ({config.max_batch_size})")
     lengths, temperatures = _lengths(options.lengths), _temperatures(options.temperatures)
-    swept = Swept(_drafters(options.drafters, config, models.draft), lengths, temperatures)
-    request = SweepRequest(models, config, params, prompt_set(choice), options, swept)
-    from slipstream.apps.cli.sweep_run import run
+    drafters, prompts = _drafters(options.drafters, config, models.draft), prompt_set(choice)
+    config, params = replace(config, drafter="auto"), replace(params, seed=params.seed or 0)
+    from slipstream.apps.cli.measuring import Benchmark, fail_on_wrong_texts, report_folder
+    from slipstream.apps.cli.tables import print_series
+    from slipstream.bench.plan import name_prompts
+    from slipstream.bench.report import require_matplotlib
+    from slipstream.bench.sweep_grid import Grid, series_of, summarise_by_temperature, sweep_report
 
-    run(request, json_file)
+    if options.report:
+        require_matplotlib()
+    grid = Grid(drafters, lengths, temperatures)
+    named, batches, chat = name_prompts(prompts), [options.batch_size], not options.raw
+    benchmark = Benchmark(
+        models, config, params, named, grid.arms(), grid.reference, batches, options.repeats, chat=chat
+    )
+    folder = options.out_folder or Path(f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
+    header, runs = benchmark.run(folder)
+    summaries = summarise_by_temperature(runs, grid.reference)
+    series = series_of(summaries)
+    print_series(series)
+    report_folder(folder, header, page=options.report)
+    write_json(json_file, asdict(header) | {"sweep": sweep_report(series)})
+    fail_on_wrong_texts(summaries)
 
 
 def _refuse_single_settings(config: DecoderConfig, params: SamplingParams) -> None:
@@ -121,13 +117,13 @@ def _drafters(text: str, config: DecoderConfig, draft: str | None) -> tuple[str,
 def _lengths(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", text):
         raise UsageError(f"--lengths {text!r}; allowed: whole numbers and ranges with commas between, e.g. 0-4,8")
-    found: list[int] = []
+    lengths: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if int(last or first) < int(first):
             raise UsageError(f"--lengths {text!r}: the range {part} is empty; allowed: the smaller number first")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        lengths += range(int(first), int(last or first) + 1)
+    return tuple(lengths)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

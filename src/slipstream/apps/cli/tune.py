@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
 
-from slipstream.apps.cli.application import command, config_from, prompt_set
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+from slipstream.apps.cli.application import (
+    command,
+    config_from,
+    err,
+    load_decoder,
+    out,
+    print_error,
+    prompt_set,
+    write_json,
+)
 from slipstream.apps.cli.flags import (
     MEASURING,
     MODELS,
@@ -14,6 +33,7 @@ from slipstream.apps.cli.flags import (
     BatchSizes,
     ConfigFile,
     Json,
+    Models,
     PromptChoice,
     Raw,
     Target,
@@ -24,10 +44,14 @@ from slipstream.apps.cli.flags import (
 from slipstream.apps.cli.output_files import check_folder
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
-from slipstream.errors import UsageError
+from slipstream.errors import SlipstreamError, UsageError
 from slipstream.models.weights.model_files import EMBEDDED
 from slipstream.sampling.params import SamplingParams
-from slipstream.text.prompt_sets import NamedPrompt
+
+if TYPE_CHECKING:
+    from slipstream.bench.records import Header
+    from slipstream.bench.tuning.advice import Advice, Tuned
+    from slipstream.bench.tuning.search import SearchSpace, ShowProgress
 
 
 @dataclass(frozen=True)
@@ -72,17 +96,6 @@ class TuneOptions:
         return list(self.draft)
 
 
-@dataclass(frozen=True)
-class TuneRequest:
-    """All that was asked for, parsed and checked. batches: the sizes."""
-
-    config: DecoderConfig
-    params: SamplingParams
-    prompts: list[NamedPrompt]
-    options: TuneOptions
-    batches: list[int]
-
-
 @command("tune")
 @flags(TuneOptions, PromptChoice, DecoderConfig, SamplingParams, max_tokens=64)
 def tune_command(
@@ -101,10 +114,31 @@ def tune_command(
     _refuse(config, options.budget)
     batches = read_batch_sizes(options.batch_sizes, config.max_batch_size)
     params = replace(params, seed=params.seed or 0)
-    request = TuneRequest(config, params, prompt_set(choice), options, batches)
-    from slipstream.apps.cli.tune_run import run
+    named = prompt_set(choice)
+    from slipstream.bench.plan import groups, name_prompts
+    from slipstream.bench.records import make_header, start
+    from slipstream.bench.tuning.advice import tune
+    from slipstream.bench.tuning.search import Budget, Meter, SearchSpace, at_length, predictable
 
-    run(request, json_file)
+    _refuse_lossy(config)
+    prompts = name_prompts(named)
+    for batch in batches:
+        groups(prompts, batch)  # refuses a batch larger than the prompts
+    folder = options.out_folder or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
+    _refuse_used(folder)
+    with _interruptible(folder):
+        models = Models(options.target, options.drafts[0] if options.drafts else None)
+        space = SearchSpace(load_decoder(models, config), options.drafts, params, chat=not options.raw)
+        arms = [space.plain, *(space.arm(at_length(kind, options.longest)) for kind in predictable(options.drafts))]
+        settings = {"reference": space.plain.name, "batch_sizes": batches, "chat": not options.raw}
+        settings |= {"budget": options.budget, "longest": options.longest, "drafts": options.drafts}
+        names = {"target": models.target, "draft": models.draft}
+        header = make_header(names, arms, prompts, config, params, **settings)
+        start(folder, header)
+        with _watched(options.budget) as show_progress:
+            meter = Meter(space.lineup, folder, Budget(options.budget), show_progress)
+            tuned = tune(space, meter, prompts, batches, options.longest)
+    _finish(tuned, space, folder, header, json_file)
 
 
 def _refuse(config: DecoderConfig, budget: float) -> None:
@@ -115,3 +149,94 @@ def _refuse(config: DecoderConfig, budget: float) -> None:
         raise UsageError(f"--drafter {config.drafter} is what tune is to find; allowed: auto")
     if config.num_draft_tokens != "auto":
         raise UsageError(f"--num-draft-tokens {config.num_draft_tokens} is what tune is to find; allowed: --longest")
+
+
+def _refuse_lossy(config: DecoderConfig) -> None:
+    from slipstream.core.acceptance import load_rule
+
+    if config.acceptance != "auto" and not load_rule(config.acceptance).lossless:
+        raise UsageError(f"--acceptance {config.acceptance} changes the text; allowed: lossless rules")
+
+
+def _finish(tuned: Tuned, space: SearchSpace, folder: Path, header: Header, json_file: Path | None) -> None:
+    """Print, write, and fail where a candidate failed."""
+    from slipstream.bench.records import FILE
+    from slipstream.bench.result_tables import terminal_table
+    from slipstream.bench.tuning.advice import advice_table, positions
+    from slipstream.bench.tuning.engine_settings import write_files
+
+    for advice in tuned.advice:
+        out.print(terminal_table(advice_table(advice)))
+    for advice in tuned.advice:
+        out.print(advice.sentence, soft_wrap=True)
+        if advice.best is not None:
+            out.print(f"  {positions(advice)}", soft_wrap=True)
+    for batch in tuned.unmeasured:
+        err.print(f"batch {batch}: the budget was over before it; give more --budget", soft_wrap=True)
+    result = asdict(header) | tuned.to_dict()
+    early = [advice.best is not None and space.stops_early(advice.best.candidate) for advice in tuned.advice]
+    paths = write_files(folder, list(zip(tuned.advice, early, strict=True)), space.lineup.decoder.config, result)
+    out.print(f"use it: {_command(tuned.advice[0], header, folder)}", soft_wrap=True)
+    err.print(f"in {folder}: {', '.join([FILE, *(path.name for path in paths)])}", soft_wrap=True)
+    write_json(json_file, result)
+    for advice, failed in tuned.wrong:
+        raise SlipstreamError(f"{failed.name}, batch {advice.batch}: {failed.lost}")
+
+
+def _command(advice: Advice, header: Header, folder: Path) -> str:
+    from slipstream.bench.tuning.advice import needs_draft
+
+    words = ["slipstream", "generate", "--target", str(header.settings["target"])]
+    if advice.best is not None and needs_draft(advice.best.candidate):
+        words += ["--draft", str(advice.best.candidate.draft)]
+    return shlex.join([*words, "--config", str(folder / "slipstream.json")])
+
+
+class _Left(ProgressColumn):
+    """The time left of the budget, which the task's total is."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{max(0.0, (task.total or 0.0) - (task.elapsed or 0.0)):.0f} s left")
+
+
+@contextmanager
+def _watched(budget: float) -> Iterator[ShowProgress]:
+    """A function that shows what is being done: a bar over the budget; elsewhere a line when a stage begins."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Left())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        task, begun = progress.add_task("starting", total=budget), perf_counter()
+        stages: set[str] = set()
+
+        def show_progress(stage: str, doing: str) -> None:
+            passed = perf_counter() - begun
+            progress.update(task, description=escape(f"{stage}: {doing}"), completed=min(passed, budget))
+            if not err.is_terminal and stage not in stages:
+                stages.add(stage)
+                err.print(f"{passed:.0f} s of {budget:g}: {stage}", soft_wrap=True)
+
+        yield show_progress
+
+
+@contextmanager
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C is one line that says what is saved, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from slipstream.bench.records import FILE
+
+        saved = (
+            f"finished runs are saved in {folder / FILE}" if (folder / FILE).exists() else "nothing was measured yet"
+        )
+        message = (
+            f"interrupted; {saved}, no advice yet: what to measure depends on times, so start anew with another --out"
+        )
+        print_error(message)
+        raise typer.Exit(130) from None
+
+
+def _refuse_used(folder: Path) -> None:
+    from slipstream.bench.records import exists, read_records
+
+    if exists(folder) and read_records(folder)[1]:
+        raise UsageError(f"--out {str(folder)!r} holds runs already; allowed: a new folder")

@@ -26,11 +26,11 @@ def write_report(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
     """
     require_matplotlib()
     data = load(folder)
-    found = charts(data)
-    save(found, folder / "plots")
+    drawn = charts(data)
+    save(drawn, folder / "plots")
     file = folder / REPORT
     try:
-        file.write_text(render(data, found, tokenizer), encoding="utf-8")
+        file.write_text(render(data, drawn, tokenizer), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{str(file)!r} cannot be written: {error.strerror}") from error
     return file

@@ -8,7 +8,8 @@ from typing import Any
 from slipstream.bench.arms import counted, local_time
 from slipstream.bench.records import Header
 from slipstream.bench.report.report_data import Data, efficiency
-from slipstream.bench.summary import ArmSummary, Estimate
+from slipstream.bench.result_tables import Cell, Row, Table, cell, markdown_table
+from slipstream.bench.summary import ArmSummary
 from slipstream.text.round_view import percent
 
 VERDICTS = ("identical", "tie", "different")
@@ -17,9 +18,9 @@ VERDICTS = ("identical", "tie", "different")
 def markdown(data: Data) -> str:
     """Speed-ups per family and their geometric mean, parity, acceptance; then settings, machine and versions."""
     parts = [_title(data)]
-    for batch in dict.fromkeys(one.batch for one in data.summaries):
-        own = [one for one in data.summaries if one.batch == batch]
-        parts.append("\n".join(_table(own, batch)))
+    for batch in dict.fromkeys(arm.batch for arm in data.summaries):
+        arms = [arm for arm in data.summaries if arm.batch == batch]
+        parts.append(markdown_table(_table(arms, batch)))
     return "\n\n".join([*parts, _settings(data), _machine(data.header)])
 
 
@@ -31,54 +32,46 @@ def _title(data: Data) -> str:
     )
 
 
-def _table(summaries: Sequence[ArmSummary], batch: int) -> list[str]:
-    families = list(dict.fromkeys(family for one in summaries for family in one.families))
-    lines = [_row(f"batch size {batch}", [f"`{one.arm}`" for one in summaries])]
-    lines.append("|---" * (len(summaries) + 1) + "|")
+def _table(summaries: Sequence[ArmSummary], batch: int) -> Table:
+    families = list(dict.fromkeys(family for arm in summaries for family in arm.families))
+    drafted = [arm.stats if arm.stats is not None and arm.stats.num_draft_tokens else None for arm in summaries]
+    rows: list[Row] = []
     if len(families) > 1:
-        lines += [_row(family, [_family(one, family) for one in summaries]) for family in families]
-    lines.append(_row("geometric mean", [_mean(one) for one in summaries]))
-    lines.append(_row("tokens per second", [_speed(one) for one in summaries]))
-    lines.append(_row("texts identical / tie / different", [_texts(one) for one in summaries]))
-    drafted = [one.stats if one.stats is not None and one.stats.num_draft_tokens else None for one in summaries]
-    lines.append(_row("acceptance rate", [percent(s.acceptance_rate) if s else "-" for s in drafted]))
-    lines.append(_row("block efficiency", [efficiency(one) for one in summaries]))
-    return lines
+        rows += [[family, *(_family(arm, family) for arm in summaries)] for family in families]
+    rows += [
+        ["geometric mean", *(_mean(arm) for arm in summaries)],
+        ["tokens per second", *(_speed(arm) for arm in summaries)],
+        ["texts identical / tie / different", *(_texts(arm) for arm in summaries)],
+        ["acceptance rate", *("-" if stats is None else percent(stats.acceptance_rate) for stats in drafted)],
+        ["block efficiency", *(efficiency(arm) for arm in summaries)],
+    ]
+    return Table("", [f"batch size {batch}", *(f"`{arm.arm}`" for arm in summaries)], rows)
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in (name, *cells)) + " |"
+def _family(arm: ArmSummary, family: str) -> str:
+    return cell(arm.families[family].speed_up).text if family in arm.families else "failed"
 
 
-def _family(one: ArmSummary, family: str) -> str:
-    return _times(one.families[family].speed_up) if family in one.families else "failed"
+def _mean(arm: ArmSummary) -> Cell:
+    if arm.speed is None:
+        return Cell("failed")
+    ratio = cell(arm.speed.speed_up)
+    return ratio if ratio.low != ratio.high else Cell(ratio.text)  # of the reference against itself
 
 
-def _mean(one: ArmSummary) -> str:
-    return "failed" if one.speed is None else _times(one.speed.speed_up, interval=True)
+def _speed(arm: ArmSummary) -> str:
+    return "failed" if arm.speed is None else f"{arm.speed.tokens_per_second.value:.1f}"
 
 
-def _speed(one: ArmSummary) -> str:
-    return "failed" if one.speed is None else f"{one.speed.tokens_per_second.value:.1f}"
-
-
-def _times(ratio: Estimate | None, *, interval: bool = False) -> str:
-    """A speed-up; a dash where the reference has no times."""
-    if ratio is None:
-        return "-"
-    known = interval and ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
-    return f"{ratio.value:.2f}" + (f" ({ratio.low:.2f} to {ratio.high:.2f})" if known else "")
-
-
-def _texts(one: ArmSummary) -> str:
+def _texts(arm: ArmSummary) -> str:
     """Counts of verdicts; the reference text itself and texts that are not compared are said in words."""
-    if any(one.verdicts[name] for name in VERDICTS):
-        text = " / ".join(str(one.verdicts[name]) for name in VERDICTS)
+    if any(arm.verdicts[name] for name in VERDICTS):
+        text = " / ".join(str(arm.verdicts[name]) for name in VERDICTS)
     else:
-        text = "the reference" if one.verdicts["reference"] else ""
-    if one.verdicts["not compared"]:
-        text += f"{', ' if text else ''}{one.verdicts['not compared']} not compared"
-    return (text or "none") + (" (lossy)" if one.lossy else "")
+        text = "the reference" if arm.verdicts["reference"] else ""
+    if arm.verdicts["not compared"]:
+        text += f"{', ' if text else ''}{arm.verdicts['not compared']} not compared"
+    return (text or "none") + (" (lossy)" if arm.lossy else "")
 
 
 def _settings(data: Data) -> str:
@@ -98,10 +91,10 @@ def _settings(data: Data) -> str:
 def _machine(header: Header) -> str:
     machine, versions = header.machine, header.versions
     gpu = f"{machine['gpu']}, " if machine.get("gpu") else ""
-    memory = _given(machine, "memory_gib", " GiB")
+    memory = _with_unit(machine, "memory_gib", " GiB")
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{gpu}{machine.get('processor')}, {machine.get('cores')} cores{memory}; {libraries}."
 
 
-def _given(values: dict[str, Any], name: str, unit: str) -> str:
+def _with_unit(values: dict[str, Any], name: str, unit: str) -> str:
     return f", {values[name]}{unit}" if values.get(name) is not None else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slipstream.bench.arms import Arm, parse_arm
-from slipstream.bench.report.report_data import Data, acceptance, acceptance_at, decoding_speed_up
+from slipstream.bench.report.report_data import Data, acceptance, acceptance_at
 from slipstream.bench.summary import ArmSummary, Estimate
 from slipstream.bench.sweep_grid import Cell, Series, parity_of, series_of
 from slipstream.errors import SlipstreamError, UsageError
@@ -65,7 +65,7 @@ T = TypeVar("T")
 SPEED = f"{INTERVALS} and repeats; prompt processing is counted."
 
 
-Kind = Literal["lines", "scatter", "rows"]
+Kind = Literal["lines", "rows"]
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points under one name. look: which colour, marker and dash, the same for an arm in every chart of a report.
-
-    plain: drawn dashed and without markers, for what was computed and not measured.
-    """
+    """Points under one name. look: which colour, marker and dash, the same for an arm in every chart of a report."""
 
     name: str
     points: tuple[Point, ...]
     look: int
-    plain: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
     """One picture. name: of its files, without ending; caption: what the intervals are and what was measured.
 
-    lines: values over whole numbers x, neighbours joined. scatter: values over x, with the diagonal. rows: values
-    along x, one row per label
-    of `rows`, where a point's x is the row's number. level: a value to compare with, drawn across.
+    lines: values over whole numbers x, neighbours joined. rows: values along x, one row per label of `rows`, where a
+    point's x is the row's number. level: a value to compare with, drawn across.
     """
 
     name: str
@@ -169,7 +164,7 @@ def _drawn(chart: Chart, fonts: str, height: float | None = None) -> Iterator[Fi
         figure = Figure(figsize=(WIDTH, height or height_of(chart)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        {"lines": _draw_lines, "scatter": _draw_scatter, "rows": _draw_rows}[chart.kind](axes, chart)
+        {"lines": _draw_lines, "rows": _draw_rows}[chart.kind](axes, chart)
         axes.set_title(chart.title, loc="left")
         axes.set_xlabel(chart.x_label)
         axes.set_ylabel(chart.y_label)
@@ -198,11 +193,7 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
     for line in chart.lines:
         look = _look(line)
         for points in _neighbours(line.points):
-            if line.plain:
-                marker = "x" if len(points) == 1 else None  # a line of one point cannot be seen
-                axes.plot(*_columns(points), **look | {"marker": marker})
-            else:
-                axes.errorbar(*_columns(points), yerr=_errors(points), **look)
+            axes.errorbar(*_columns(points), yerr=_errors(points), **look)
             look["label"] = "_"  # one entry in the legend
     if chart.level is not None:
         axes.axhline(chart.level, color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
@@ -210,15 +201,6 @@ def _draw_lines(axes: Axes, chart: Chart) -> None:
     places = [point.x for line in chart.lines for point in line.points]
     axes.set_xlim(min(places) - 0.5, max(places) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _draw_scatter(axes: Axes, chart: Chart) -> None:
-    for line in chart.lines:
-        axes.errorbar(*_columns(line.points), yerr=_errors(line.points), **_look(line) | {"linestyle": "none"})
-    largest = max(max(p.x, p.high or p.value) for line in chart.lines for p in line.points) * 1.05
-    axes.plot([0, largest], [0, largest], color=INK, linewidth=0.9, linestyle=(0, (1, 1)))
-    axes.set_xlim(0, largest)
-    axes.set_ylim(0, largest)
 
 
 def _draw_rows(axes: Axes, chart: Chart) -> None:
@@ -240,10 +222,10 @@ def _draw_rows(axes: Axes, chart: Chart) -> None:
 def _neighbours(points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
     """Runs of points whose x are neighbouring whole numbers: between others nothing was measured."""
     start = 0
-    for at in range(1, len(points) + 1):
-        if at == len(points) or points[at].x - points[at - 1].x != 1:
-            yield points[start:at]
-            start = at
+    for end in range(1, len(points) + 1):
+        if end == len(points) or points[end].x - points[end - 1].x != 1:
+            yield points[start:end]
+            start = end
 
 
 def _columns(points: tuple[Point, ...]) -> tuple[list[float], list[float]]:
@@ -259,8 +241,6 @@ def _errors(points: tuple[Point, ...]) -> list[list[float]]:
 
 def _look(line: Line) -> dict[str, Any]:
     colour = COLOURS[line.look % len(COLOURS)]
-    if line.plain:
-        return {"color": colour, "linestyle": (0, (4, 2)), "label": line.name}
     dash = DASHES[line.look // len(COLOURS) % len(DASHES)]
     marker = MARKERS[line.look % len(MARKERS)]
     return {"color": colour, "marker": marker, "linestyle": dash, "label": line.name}
@@ -268,41 +248,42 @@ def _look(line: Line) -> dict[str, Any]:
 
 def charts(data: Data) -> list[Chart]:
     """All charts that the runs have something for, in the order of a report."""
-    found: list[Chart] = []
-    for batch in dict.fromkeys(one.batch for one in data.summaries):
-        own = [one for one in data.summaries if one.batch == batch]
-        series = [one for one in series_of(data.summaries) if one.batch == batch]
-        made = [*_families(data, own), *_over_length(data, series), *_by_position(data, own), *_predicted(data, own)]
-        found += [replace(c, name=f"{c.name}_batch_{batch}", title=f"{c.title}, batch size {batch}") for c in made]
-    return found
+    all_charts: list[Chart] = []
+    for batch in dict.fromkeys(entry.batch for entry in data.summaries):
+        arms = [entry for entry in data.summaries if entry.batch == batch]
+        series = [entry for entry in series_of(data.summaries) if entry.batch == batch]
+        for chart in (*_families(data, arms), *_over_length(data, series), *_by_position(data, arms)):
+            title = f"{chart.title}, batch size {batch}"
+            all_charts.append(replace(chart, name=f"{chart.name}_batch_{batch}", title=title))
+    return all_charts
 
 
 def selected(summaries: Sequence[ArmSummary]) -> list[ArmSummary]:
     """All of a few arms; of many, the fastest draft length of each drafter, rule and temperature."""
-    timed = [one for one in summaries if one.speed is not None]
+    timed = [arm for arm in summaries if arm.speed is not None]
     if len(timed) <= MOST:
         return timed
     fastest: dict[Arm, ArmSummary] = {}
-    for one in timed:
-        kind = replace(parse_arm(one.arm), name="", num_draft_tokens=None)
-        if kind not in fastest or _speed(one) > _speed(fastest[kind]):
-            fastest[kind] = one
+    for arm in timed:
+        kind = replace(parse_arm(arm.arm), name="", num_draft_tokens=None)
+        if kind not in fastest or _speed(arm) > _speed(fastest[kind]):
+            fastest[kind] = arm
     return list(fastest.values())
 
 
-def _speed(one: ArmSummary) -> float:
-    return one.speed.tokens_per_second.value if one.speed is not None else 0.0
+def _speed(arm: ArmSummary) -> float:
+    return arm.speed.tokens_per_second.value if arm.speed is not None else 0.0
 
 
 def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """Speed-up by family, several arms to a picture."""
-    shown = [one for one in selected(summaries) if one.arm != data.references[one.arm]]
+    shown = [arm for arm in selected(summaries) if arm.arm != data.references[arm.arm]]
     for number, part in enumerate(_parts(shown), 1):
-        families = list(dict.fromkeys(family for one in part for family in one.families))
-        lines = _filled(Line(data.label(one.arm), _family_points(one, families), look) for look, one in enumerate(part))
+        families = list(dict.fromkeys(family for arm in part for family in arm.families))
+        lines = _filled(Line(data.label(arm.arm), _family_points(arm, families), look) for look, arm in enumerate(part))
         if lines:
             name, title = _numbered("speed_up_by_family", "Speed-up", number, len(shown))
-            bases = {data.label(data.references[one.arm]) for one in part}
+            bases = {data.label(data.references[arm.arm]) for arm in part}
             compared = next(iter(bases)) if len(bases) == 1 else "plain decoding at the same temperature"
             label = f"speed-up over {compared} (times)"
             caption = f"Geometric mean over prompts. {SPEED} The dotted line is the speed of {compared}."
@@ -310,24 +291,26 @@ def _families(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
             yield Chart(name, title, caption, label, "", lines, "rows", (*families, "all"), level=1.0)
 
 
-def _family_points(one: ArmSummary, families: Sequence[str]) -> tuple[Point, ...]:
-    speeds = [one.families.get(family) for family in families] + [one.speed]
-    found = [(row, speed.speed_up) for row, speed in enumerate(speeds) if speed is not None]
-    return tuple(_point(row, ratio) for row, ratio in found if ratio is not None)
+def _family_points(arm: ArmSummary, families: Sequence[str]) -> tuple[Point, ...]:
+    speeds = [arm.families.get(family) for family in families] + [arm.speed]
+    ratios = [(row, speed.speed_up) for row, speed in enumerate(speeds) if speed is not None]
+    return tuple(_point(row, ratio) for row, ratio in ratios if ratio is not None)
 
 
-def _over_length(data: Data, series: Sequence[Series]) -> Iterator[Chart]:
+def _over_length(data: Data, all_series: Sequence[Series]) -> Iterator[Chart]:
     """Tokens per second and acceptance rate over draft length."""
-    for number, part in enumerate(_parts(series), 1):
-        speeds = _filled(Line(data.label(one.name), _speeds(one.cells), look) for look, one in enumerate(part))
-        rates = _filled(Line(data.label(one.name), _rates(data, one.cells), look) for look, one in enumerate(part))
+    for number, part in enumerate(_parts(all_series), 1):
+        speeds = _filled(Line(data.label(series.name), _speeds(series.cells), look) for look, series in enumerate(part))
+        rates = _filled(
+            Line(data.label(series.name), _rates(data, series.cells), look) for look, series in enumerate(part)
+        )
         x = "draft length (tokens)"
         if speeds:
-            name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(series))
+            name, title = _numbered("speed_by_draft_length", "Tokens per second", number, len(all_series))
             caption = f"Output tokens per second; length 0 is plain decoding. {SPEED} Texts: {_parity(part)}."
             yield Chart(name, title, caption, x, "tokens per second", speeds)
         if rates:
-            name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(series))
+            name, title = _numbered("acceptance_by_draft_length", "Acceptance rate", number, len(all_series))
             caption = f"Accepted of all drafted tokens. {INTERVALS}."
             label = "accepted / drafted"
             yield Chart(name, title, caption, x, label, rates, share=True)
@@ -345,86 +328,43 @@ def _rates(data: Data, cells: Sequence[Cell]) -> tuple[Point, ...]:
 
 def _by_position(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
     """The share of draft tokens accepted at each position of the draft."""
-    drafting = [one for one in summaries if one.stats is not None and one.stats.num_draft_tokens]
+    drafting = [arm for arm in summaries if arm.stats is not None and arm.stats.num_draft_tokens]
     if len(drafting) > MOST:
         longest: dict[Arm, ArmSummary] = {}
-        for one in sorted(drafting, key=lambda s: len(s.acceptance_by_position)):
-            longest[replace(parse_arm(one.arm), name="", num_draft_tokens=None)] = one
-        drafting = [one for one in drafting if one in longest.values()]
+        for arm in sorted(drafting, key=lambda s: len(s.acceptance_by_position)):
+            longest[replace(parse_arm(arm.arm), name="", num_draft_tokens=None)] = arm
+        drafting = [arm for arm in drafting if arm in longest.values()]
     for number, part in enumerate(_parts(drafting), 1):
-        lines = tuple(Line(data.label(one.arm), _positions(data, one), look) for look, one in enumerate(part))
+        lines = tuple(Line(data.label(arm.arm), _positions(data, arm), look) for look, arm in enumerate(part))
         name, title = _numbered("acceptance_by_position", "Acceptance by position", number, len(drafting))
         caption = f"Accepted of the tokens drafted at each position. {INTERVALS}."
         label = "accepted / drafted"
         yield Chart(name, title, caption, "position in the draft (tokens)", label, lines, share=True)
 
 
-def _positions(data: Data, one: ArmSummary) -> tuple[Point, ...]:
-    runs = data.runs_of(one.arm, one.batch)
-    shares = [(place, acceptance_at(runs, place)) for place in range(len(one.acceptance_by_position))]
+def _positions(data: Data, arm: ArmSummary) -> tuple[Point, ...]:
+    runs = data.runs_of(arm.arm, arm.batch)
+    shares = [(place, acceptance_at(runs, place)) for place in range(len(arm.acceptance_by_position))]
     return tuple(_point(place + 1, ratio) for place, ratio in shares if ratio is not None)
-
-
-def _predicted(data: Data, summaries: Sequence[ArmSummary]) -> Iterator[Chart]:
-    """What the cost model predicts against what was observed: over draft length, and all arms in one picture."""
-    caption = "Predicted from the accepted lengths and the measured costs of a round; prompt processing is not counted."
-    known = [one for one in series_of(summaries) if any(cell.summary.prediction for cell in one.cells)]
-    for number, part in enumerate(_parts(known, MOST // 2), 1):
-        lines = []
-        for look, one in enumerate(part):
-            arms = [(cell.length, cell.summary) for cell in one.cells if cell.summary.prediction]
-            lines.append(Line(data.label(one.name), tuple(_observed(data, arm, n) for n, arm in arms), look))
-            predicted = tuple(Point(n, _prediction(arm, "predicted")) for n, arm in arms)
-            lines.append(Line(f"{data.label(one.name)}, predicted", predicted, look, plain=True))
-        name, title = _numbered("predicted_by_draft_length", "Predicted and observed", number, len(known), MOST // 2)
-        x, y = "draft length (tokens)", "speed-up over plain decoding (times)"
-        yield Chart(name, title, f"{caption} {INTERVALS}. Texts: {_parity(part)}.", x, y, tuple(lines), level=1.0)
-    kinds: dict[str, list[Point]] = {}
-    drafting = [one for one in summaries if one.prediction]
-    for arm in drafting:
-        kind = str(parse_arm(arm.arm).drafter)
-        kinds.setdefault(kind, []).append(_observed(data, arm, _prediction(arm, "predicted")))
-    if kinds:
-        dots = tuple(Line(kind, tuple(points), look) for look, (kind, points) in enumerate(kinds.items()))
-        x, y = "predicted speed-up (times)", "observed speed-up (times)"
-        caption = (
-            f"{caption} One point per arm; on the dotted line both agree. {INTERVALS}. Texts: {parity_of(drafting)}."
-        )
-        yield Chart("predicted_observed", "Predicted against observed", caption, x, y, dots, "scatter")
-
-
-def _observed(data: Data, one: ArmSummary, x: float) -> Point:
-    """The speed-up that stands beside the prediction, with the relative width of the bootstrap interval."""
-    value = _prediction(one, "observed")
-    base = data.runs_of(data.references[one.arm], one.batch)
-    spread = decoding_speed_up(data.runs_of(one.arm, one.batch), base)
-    if spread is None or spread.low is None or spread.high is None:
-        return Point(x, value)
-    return Point(x, value, value * spread.low / spread.value, value * spread.high / spread.value)
-
-
-def _prediction(one: ArmSummary, key: str) -> float:
-    assert one.prediction is not None
-    return one.prediction[key]
 
 
 def _point(x: float, estimate: Estimate) -> Point:
     return Point(x, estimate.value, estimate.low, estimate.high)
 
 
-def _parity(series: Sequence[Series]) -> str:
-    return parity_of(cell.summary for one in series for cell in one.cells if cell.length > 0)
+def _parity(all_series: Sequence[Series]) -> str:
+    return parity_of(cell.summary for series in all_series for cell in series.cells if cell.length > 0)
 
 
 def _filled(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.points)
 
 
-def _parts(items: Sequence[T], most: int = MOST) -> list[Sequence[T]]:
-    return [items[at : at + most] for at in range(0, len(items), most)]
+def _parts(items: Sequence[T], limit: int = MOST) -> list[Sequence[T]]:
+    return [items[start : start + limit] for start in range(0, len(items), limit)]
 
 
-def _numbered(name: str, title: str, number: int, count: int, most: int = MOST) -> tuple[str, str]:
+def _numbered(name: str, title: str, number: int, count: int, limit: int = MOST) -> tuple[str, str]:
     """File name and title of a picture; those of several pictures of one kind are numbered."""
-    pictures = -(-count // most)
+    pictures = -(-count // limit)
     return (name, title) if pictures == 1 else (f"{name}_{number}", f"{title} ({number} of {pictures})")

@@ -1,30 +1,28 @@
-"""What a report shows: a folder of runs, their summaries, predictions, ratios, and texts coloured by origin.
+"""What a report shows: a folder of runs, their summaries, ratios, and texts coloured by origin.
 
 Marks need no colour: rejected tokens are struck through, the target's own are underlined, those from a branch doubly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slipstream.bench.arms import counted, label, parse_arm
-from slipstream.bench.predictions import ArmSimulation, read_saved, simulate_arms
 from slipstream.bench.records import Header, Run, read_records
 from slipstream.bench.summary import LEVEL, RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.sweep_grid import references, summarise_by_temperature
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import UsageError, did_you_mean
-from slipstream.text.round_view import Piece, RoundView, views
+from slipstream.text.round_view import views
 from slipstream.tokenization.tokenizer import Tokenizer
 
-LONGEST = 400  # output tokens shown of a text
-_CLASSES = {
+MAX_SAMPLE_TOKENS = 400  # shown of a text
+CSS_CLASSES = {
     "accepted": "acc",
     "branch": "acc tree",
     "forced": "acc",
@@ -33,26 +31,19 @@ _CLASSES = {
     "bonus": "own",
     "plain": "",
 }
-LEGEND = (
-    '<p class="legend"><span class="acc">accepted draft token</span> '
-    '<span class="acc tree">accepted from a branch</span> <span class="rej">rejected draft token</span> '
-    '<span class="own">the target\'s own (after a rejection, or a bonus)</span> plain: nothing was drafted</p>'
-)
 
 
 @dataclass(frozen=True)
 class Data:
     """A folder of runs.
 
-    references: what each arm's speed-up refers to. summaries: with predictions, if there are any. simulations: of the
-    arms, where the benchmark was asked for them.
+    references: what each arm's speed-up refers to.
     """
 
     header: Header
     runs: list[Run]
     summaries: list[ArmSummary]
     references: dict[str, str]
-    simulations: tuple[ArmSimulation, ...] = ()
 
     def label(self, name: str) -> str:
         """An arm or a series of arms in words; the temperature is said where the runs have several."""
@@ -74,16 +65,11 @@ def load(folder: Path) -> Data:
         )
     if not runs:
         raise UsageError(f"folder {str(folder)!r} holds no runs yet; allowed: at least one finished run")
-    saved = read_saved(folder)
-    summaries = summarise_by_temperature(runs, default)
-    simulations = simulate_arms(summaries, saved.costs) if saved is not None and saved.simulated else []
-    return Data(
-        header, runs, saved.beside(summaries) if saved else summaries, references(names, default), tuple(simulations)
-    )
+    return Data(header, runs, summarise_by_temperature(runs, default), references(names, default))
 
 
 def against(data: Data, reference: str) -> Data:
-    """The same runs with every speed-up referring to one arm."""
+    """The runs summarised once more, with every speed-up referring to one arm."""
     names = list(data.references)
     if reference not in names:
         near = did_you_mean(reference, *names)
@@ -91,9 +77,9 @@ def against(data: Data, reference: str) -> Data:
     return replace(data, summaries=summarise(data.runs, reference), references=dict.fromkeys(names, reference))
 
 
-def efficiency(one: ArmSummary) -> str:
+def efficiency(arm: ArmSummary) -> str:
     """Output tokens per forward of the target, where it is known."""
-    return "-" if one.block_efficiency is None else f"{one.block_efficiency:.2f}"
+    return "-" if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
 
 
 Prompts = tuple[str, ...]
@@ -115,9 +101,9 @@ def total_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float
         return Estimate(value)
     sampled = np.random.default_rng(SEED).integers(0, prompts, (RESAMPLES, prompts))
     over, under = (table[:, sampled].sum(axis=2).prod(axis=0) for table in (upper, lower))
-    known = under > 0  # a resample of prompts for which nothing was drafted says nothing
+    defined = under > 0  # a resample of prompts for which nothing was drafted says nothing
     tail = 50 * (1 - LEVEL)
-    low, high = np.percentile(over[known] / under[known], [tail, 100 - tail])
+    low, high = np.percentile(over[defined] / under[defined], [tail, 100 - tail])
     return Estimate(value, float(low), float(high))
 
 
@@ -131,29 +117,17 @@ def acceptance_at(runs: Sequence[Run], place: int) -> Estimate | None:
     return _ratio(runs, _at("accepted_per_position", place), _at("drafted_per_position", place))
 
 
-def decoding_speed_up(runs: Sequence[Run], base: Sequence[Run]) -> Estimate | None:
-    """Tokens per second relative to those of `base` on the same prompts, prompt processing not counted."""
-    tables = [
-        _by_prompt(arm, count)
-        for arm in (runs, base)
-        for count in (lambda run: run.num_output_tokens, _decoding_seconds)
-    ]
-    prompts = [prompt for prompt in tables[0] if prompt in tables[2]]
-    tokens, seconds, base_tokens, base_seconds = ([table[prompt] for prompt in prompts] for table in tables)
-    return total_ratio([tokens, base_seconds], [seconds, base_tokens]) if prompts else None
-
-
 def _ratio(runs: Sequence[Run], above: Count, below: Count) -> Estimate | None:
     return total_ratio([list(_by_prompt(runs, above).values())], [list(_by_prompt(runs, below).values())])
 
 
 def _by_prompt(runs: Sequence[Run], count: Count) -> dict[Prompts, float]:
     """Sums over the repeats of each prompt or group of prompts; runs without statistics are left out."""
-    found: dict[Prompts, float] = {}
+    sums: dict[Prompts, float] = {}
     for run in runs:
         if run.stats is not None:
-            found[tuple(run.prompts)] = found.get(tuple(run.prompts), 0.0) + count(run)
-    return found
+            sums[tuple(run.prompts)] = sums.get(tuple(run.prompts), 0.0) + count(run)
+    return sums
 
 
 def _stat(run: Run, name: str) -> float:
@@ -170,13 +144,9 @@ def _at(name: str, place: int) -> Count:
     return count
 
 
-def _decoding_seconds(run: Run) -> float:
-    return _stat(run, "total_seconds") - _stat(run, "prefill_seconds")
-
-
 def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> list[Round]:
     """The recorded rounds of one row, as the loop had made them; the last one counts as finished."""
-    own = [r for r in rounds if r["row"] == row]
+    of_row = [r for r in rounds if r["row"] == row]
     return [
         Round(
             row=row,
@@ -187,54 +157,53 @@ def restored(rounds: Sequence[Mapping[str, Any]], row: int, num_rows: int) -> li
             tokens=tuple(r["tokens"]),
             num_accepted_tokens=r["accepted"],
             rejected=r["rejected"],
-            finish_reason="length" if r is own[-1] else None,
+            finish_reason="length" if r is of_row[-1] else None,
             seconds=Seconds(*r["seconds"]),
             parents=tuple(r["parents"]) if "parents" in r else None,
             path=tuple(r["path"]) if "path" in r else None,
         )
-        for r in own
+        for r in of_row
     ]
 
 
-def chosen(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict[str, list[tuple[Run, int]]]:
+def sampled_texts(runs: Sequence[Run], fastest: Sequence[str], per_family: int) -> dict[str, list[tuple[Run, int]]]:
     """Up to `per_family` texts of each family: a run that drafted, and the row in it; every prompt once.
 
     fastest: all arms, the one to show first in front.
     """
-    found: dict[str, list[tuple[Run, int]]] = {}
+    families: dict[str, list[tuple[Run, int]]] = {}
     seen: set[str] = set()
     for run in sorted(runs, key=lambda r: (r.batch, fastest.index(r.arm), r.repeat)):
         drafted = run.stats is not None and run.stats["num_draft_tokens"] > 0
         for row, prompt in enumerate(run.prompts if drafted and run.rounds else ()):
-            texts = found.setdefault(run.family, [])
+            texts = families.setdefault(run.family, [])
             if prompt not in seen and len(texts) < per_family:
                 seen.add(prompt)
                 texts.append((run, row))
-    return found
+    return families
 
 
-def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None) -> str:
-    """One text as HTML, with the line that says whose it is, how much was accepted and whether it is plain's text.
+@dataclass(frozen=True)
+class Sample:
+    """One text, and a caption that says whose it is, how much was accepted and whether it is plain decoding's.
 
-    label: the arm in words.
+    spans: pieces of the text, each behind the CSS class that marks what became of it.
     """
-    found = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
-    text = "".join(_spans(_first(found, LONGEST)))
-    shortened = " ..." if sum(len(view.pieces) for view in found) > LONGEST else ""
-    acceptance = found[-1].acceptance if found else "-"
-    who = f"{label or run.arm}, prompt {run.prompts[row]}: {counted(len(found), 'round')}, "
-    who += f"{acceptance} of drafted tokens accepted"
+
+    caption: str
+    spans: list[tuple[str, str]]
+    is_shortened: bool
+
+
+def sample(run: Run, row: int, tokenizer: Tokenizer | None, label: str | None = None) -> Sample:
+    """The text of a run's row. label: the arm in words."""
+    rounds = list(views(restored(run.rounds or [], row, run.batch), tokenizer))
+    pieces = [piece for view in rounds for piece in view.pieces]
+    acceptance = rounds[-1].acceptance if rounds else "-"
     verdict = run.verdicts[row] if row < len(run.verdicts) else "not compared"
-    caption = f"<figcaption>{escape(who)}; text: {escape(verdict)}</figcaption>"
-    return f'<figure class="sample">{caption}<div class="text">{text}{shortened}</div></figure>'
-
-
-def _first(found: Sequence[RoundView], limit: int) -> list[Piece]:
-    return [piece for view in found for piece in view.pieces][:limit]
-
-
-def _spans(pieces: Sequence[Piece]) -> Iterator[str]:
-    for piece in pieces:
-        if piece.text:
-            name = _CLASSES[piece.kind]
-            yield f'<span class="{name}">{escape(piece.text)}</span>' if name else escape(piece.text)
+    caption = (
+        f"{label or run.arm}, prompt {run.prompts[row]}: {counted(len(rounds), 'round')}, "
+        f"{acceptance} of drafted tokens accepted; text: {verdict}"
+    )
+    spans = [(CSS_CLASSES[piece.kind], piece.text) for piece in pieces[:MAX_SAMPLE_TOKENS] if piece.text]
+    return Sample(caption, spans, len(pieces) > MAX_SAMPLE_TOKENS)

@@ -70,28 +70,29 @@ class Acceptance:
         2024, "Sequoia", section 3.1).
         """
         sizes = tuple(proposed) if proposed is not None else (1.0,) * len(alphas)
-        beside = list(siblings) or [()] * len(alphas)
-        if bad := [one for one in (*alphas, *(one for them in beside for one in them)) if not _is_probability(one)]:
-            raise UsageError(f"acceptance {bad[0]!r}; allowed: from 0 to 1")
-        for name, count in (("proposed", len(sizes)), ("siblings", len(beside))):
+        of_siblings = list(siblings) or [()] * len(alphas)
+        probabilities = (*alphas, *(alpha for alphas_beside in of_siblings for alpha in alphas_beside))
+        if wrong := [alpha for alpha in probabilities if not _is_probability(alpha)]:
+            raise UsageError(f"acceptance {wrong[0]!r}; allowed: from 0 to 1")
+        for name, count in (("proposed", len(sizes)), ("siblings", len(of_siblings))):
             if count != len(alphas):
                 raise UsageError(f"acceptance: {len(alphas)} alphas, {name} for {count}; allowed: the same number")
         accepted, branched, reached = list[float](), list[float](), 1.0
-        for alpha, size, them in zip(alphas, sizes, beside, strict=True):
-            if alpha + sum(them) > 1 + 1e-9:
+        for alpha, size, alphas_beside in zip(alphas, sizes, of_siblings, strict=True):
+            if alpha + sum(alphas_beside) > 1 + 1e-9:
                 raise UsageError(
-                    f"acceptance {alpha:g} of a draft token and {sum(them):g} of those beside it; allowed: at most 1 "
-                    "together, since the target chooses one of them"
+                    f"acceptance {alpha:g} of a draft token and {sum(alphas_beside):g} of those beside it; allowed: at "
+                    "most 1 together, since the target chooses one of them"
                 )
-            branched.append(reached * min(sum(them), 1 - alpha) * size)
+            branched.append(reached * min(sum(alphas_beside), 1 - alpha) * size)
             reached *= alpha
             accepted.append(min(size, reached * size + branched[-1]))
-        nodes = tuple(1.0 + len(them) for them in beside)
+        nodes = tuple(1.0 + len(alphas_beside) for alphas_beside in of_siblings)
         return cls(tuple(accepted), sizes, nodes, tuple(branched)) if siblings else cls(tuple(accepted), sizes)
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Acceptance:
-        """What a run's `Stats.to_dict()` says; of trees `LevelCounts.to_dict()` has to be laid beside it.
+        """What a run's `Stats.to_dict()` says; for trees with `LevelCounts.to_dict()` merged in.
 
         Known up to the longest draft of that run. Drafts are shortened at a text's end; in short runs this shows as
         positions not proposed.
@@ -103,23 +104,23 @@ class Acceptance:
         chances = tuple(n / rounds for n in accepted), tuple(n / rounds for n in proposed)
         if (drafted := stat(stats, "num_draft_tokens")) <= sum(proposed):
             return cls(*chances)
-        told = counts_of(stats, "nodes_per_position") if "nodes_per_position" in stats else ()
-        if len(told) != len(proposed):
+        node_counts = counts_of(stats, "nodes_per_position") if "nodes_per_position" in stats else ()
+        if len(node_counts) != len(proposed):
             raise UsageError(
                 f"stats: {drafted} draft tokens in {sum(proposed)} places, which were trees, and no counts of their "
                 "branches; allowed: statistics of chains, trees with their rounds beside the statistics, or --alpha "
                 "with --sibling-alpha"
             )
-        nodes = tuple(n / levels for n, levels in zip(told, proposed, strict=True))
+        nodes = tuple(n / levels for n, levels in zip(node_counts, proposed, strict=True))
         return cls(*chances, nodes, tuple(n / rounds for n in counts_of(stats, "branched_per_position")))
 
     @property
     def main_chain(self) -> Acceptance:
-        """The same drafts without their branches."""
+        """The drafts without their branches."""
         if not self.branches:
             return self
-        kept = tuple(a - b for a, b in zip(self.accepted, self.branched, strict=True))
-        return Acceptance(tuple(min(kept[: i + 1]) for i in range(len(kept))), self.proposed)
+        on_chain = tuple(a - b for a, b in zip(self.accepted, self.branched, strict=True))
+        return Acceptance(tuple(min(on_chain[: i + 1]) for i in range(len(on_chain))), self.proposed)
 
     @property
     def branches(self) -> bool:
@@ -147,7 +148,7 @@ class Acceptance:
 
 def stat(stats: Mapping[str, Any], name: str) -> Any:
     """A total of `Stats.to_dict()`."""
-    value = _told(stats, name)
+    value = _field(stats, name)
     if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
         raise UsageError(f"stats: {name}={value!r:.60}; allowed: a number >= 0")
     return value
@@ -155,13 +156,13 @@ def stat(stats: Mapping[str, Any], name: str) -> Any:
 
 def counts_of(stats: Mapping[str, Any], name: str) -> Sequence[int]:
     """The totals by position of `Stats.to_dict()`."""
-    value = _told(stats, name)
+    value = _field(stats, name)
     if not isinstance(value, list | tuple) or not all(map(_is_count, value)):
         raise UsageError(f"stats: {name}={value!r:.60}; allowed: a list of whole numbers >= 0")
     return value
 
 
-def _told(stats: Mapping[str, Any], name: str) -> Any:
+def _field(stats: Mapping[str, Any], name: str) -> Any:
     if name not in stats:
         raise UsageError(f"stats: {name} is missing; allowed: what Stats.to_dict() gives")
     return stats[name]
@@ -188,26 +189,26 @@ class LevelCounts:
 
     @classmethod
     def of(cls, rounds: Iterable[Mapping[str, Any]]) -> LevelCounts:
-        """Of recorded rounds, see `slipstream.bench.records.compact`."""
+        """Counted over recorded rounds (`slipstream.bench.records.compact`)."""
         counts = cls()
-        for done in rounds:
-            parents = done.get("parents") or range(-1, len(done["draft"]) - 1)
+        for record in rounds:
+            parents = record.get("parents") or range(-1, len(record["draft"]) - 1)
             end, levels = chain_end(parents), depths(parents)
             longer = max(levels, default=-1) + 1 - len(counts.nodes_per_position)
             counts.nodes_per_position.extend([0] * longer)
             counts.branched_per_position.extend([0] * longer)
             for level in levels:
                 counts.nodes_per_position[level] += 1
-            for node in done.get("path") or ():
+            for node in record.get("path") or ():
                 counts.branched_per_position[levels[node]] += node >= end
         return counts
 
     @classmethod
     def total(cls, parts: Sequence[LevelCounts]) -> LevelCounts:
-        """Several added up."""
-        columns = [zip_longest(*(getattr(one, f.name) for one in parts), fillvalue=0) for f in fields(cls)]
+        """The sum of several counts."""
+        columns = [zip_longest(*(getattr(part, f.name) for part in parts), fillvalue=0) for f in fields(cls)]
         return cls(*([sum(level) for level in levels] for levels in columns))
 
     def to_dict(self) -> dict[str, list[int]]:
-        """To be laid beside `Stats.to_dict()`."""
+        """For JSON, beside `Stats.to_dict()`."""
         return dict(vars(self))

@@ -20,14 +20,38 @@ from slipstream.errors import UsageError
 
 WIDTHS = ("padded", "alone", "totals")
 
+Points = Mapping[int, float]  # tokens or batch -> milliseconds
+Grid = Mapping[int, Points]  # batch -> tokens -> milliseconds
+Arrays = tuple[Any, Any]  # the same points: ascending tokens or batches, and their milliseconds
 
-Points = Mapping[int, float]
-Grid = Mapping[int, Points]  # batch -> width or tokens -> milliseconds
+
+def arrays_of(points: Points) -> Arrays:
+    """The points as arrays for `interpolated`."""
+    xs = sorted(points)
+    return np.array(xs, dtype=float), np.array([points[x] for x in xs], dtype=float)
+
+
+def interpolated(points: Arrays, x: float, name: str) -> float:
+    """Linear between the points; outside them nothing is known."""
+    xs, milliseconds = points
+    if not xs[0] <= x <= xs[-1]:
+        raise UsageError(f"{name} {x:g} was not measured; allowed: {xs[0]:g} to {xs[-1]:g}")
+    return float(np.interp(x, xs, milliseconds))
+
+
+def neighbours(batches: Iterable[int], batch: float, name: str) -> dict[int, float]:
+    """The measured batches between which a batch lies, with their weights; one where it was measured itself."""
+    measured = sorted(batches)
+    if not measured[0] <= batch <= measured[-1]:
+        raise UsageError(f"{name} {batch:g} was not measured; allowed: {measured[0]} to {measured[-1]}")
+    low, high = max(b for b in measured if b <= batch), min(b for b in measured if b >= batch)
+    share = (batch - low) / (high - low) if high > low else 0.0
+    return {low: 1 - share, high: share} if share else {low: 1.0}
 
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """Milliseconds of rounds whose rows have different numbers of tokens, by batch and by the tokens of all rows.
+    """Milliseconds of rounds whose rows are not padded, by batch and by the tokens of all rows.
 
     forward: one target forward; overhead: what else such a round takes but for drafting.
     """
@@ -41,14 +65,14 @@ class TokenCosts:
 
     @property
     def batches(self) -> list[int]:
-        """The batches measured."""
+        """The batch sizes measured, ascending."""
         return sorted(self.forward)
 
     def spans(self, batch: int) -> bool:
         """Whether a batch lies between those measured."""
         return min(self.forward) <= batch <= max(self.forward)
 
-    def most(self, batch: int) -> int:
+    def max_tokens(self, batch: int) -> int:
         """The most tokens measured at a batch."""
         return max(self.forward[batch])
 
@@ -57,22 +81,16 @@ class TokenCosts:
 
         A batch that was not measured lies between its neighbours at the same number of tokens per row.
         """
-        found = np.zeros(len(tokens))
-        for table in self._tables:
-            low, high = neighbours(table, batch, "batch")
-            share = (batch - low) / (high - low) if high > low else 0.0
-            for near, weight in ((low, 1 - share), (high, share)):
-                scaled = np.asarray(tokens, dtype=float) * near / batch
-                found += weight * np.interp(scaled, *table[near])
-        return found
+        total = np.zeros(len(tokens))
+        for near, weight in neighbours(self.forward, batch, "batch").items():
+            scaled = np.asarray(tokens, dtype=float) * near / batch
+            total += weight * sum(np.interp(scaled, *arrays[near]) for arrays in self._arrays)
+        return total
 
     @cached_property
-    def _tables(self) -> list[dict[int, tuple[Any, Any]]]:
-        """Of forwards and of overheads, by batch: ascending tokens and their milliseconds."""
-        return [
-            {batch: (np.array(sorted(points)), np.array([points[n] for n in sorted(points)])) for batch, points in grid}
-            for grid in (self.forward.items(), self.overhead.items())
-        ]
+    def _arrays(self) -> list[dict[int, Arrays]]:
+        grids = (self.forward, self.overhead)
+        return [{batch: arrays_of(points) for batch, points in grid.items()} for grid in grids]
 
     @classmethod
     def from_dict(cls, name: str, values: object) -> TokenCosts | None:
@@ -82,37 +100,6 @@ class TokenCosts:
         if not isinstance(values, dict) or set(values) != {"forward", "overhead"}:
             raise UsageError(f"costs: {name}={values!r}; allowed: null, or an object with forward and overhead")
         return cls(**{part: grid_of(f"{name}.{part}", values[part]) for part in ("forward", "overhead")})
-
-
-def neighbours(grid: Mapping[int, object], batch: float, name: str) -> tuple[int, int]:
-    """The measured batches between which a batch lies; both the same where it was measured itself."""
-    low = max((b for b in grid if b <= batch), default=None)
-    high = min((b for b in grid if b >= batch), default=None)
-    if low is None or high is None:
-        raise UsageError(f"{name} {batch:g} was not measured; allowed: {min(grid)} to {max(grid)}")
-    return low, high
-
-
-def at(grid: Grid, batch: float, width: int, name: str) -> float:
-    """Linear in the number of tokens: between widths at a measured batch, then between batches at that width."""
-    if batch in grid:
-        return between(grid[int(batch)], width, f"{name}: width")
-    ends = {b: grid[b] for b in neighbours(grid, batch, f"{name}: batch")}
-    # a single row may be padded to more than the rows of a batch
-    known = {b: between(points, max(width, min(points)), f"{name}: width") for b, points in ends.items()}
-    return between(known, batch, f"{name}: batch")
-
-
-def between(points: Points, x: float, what: str) -> float:
-    """Piecewise linear; outside the points nothing is known."""
-    if x in points:
-        return points[int(x)]
-    low = max((p for p in points if p < x), default=None)
-    high = min((p for p in points if p > x), default=None)
-    if low is None or high is None:
-        raise UsageError(f"{what} {x:g} was not measured; allowed: {min(points)} to {max(points)}")
-    share = (x - low) / (high - low)
-    return points[low] + share * (points[high] - points[low])
 
 
 def check_grid(name: str, grid: object) -> None:
@@ -152,7 +139,7 @@ def points_of(name: str, table: object) -> dict[int, Any]:
 
 
 def grid_of(name: str, table: object) -> dict[int, dict[int, Any]]:
-    """The same of a table of tables."""
+    """A table of tables whose keys JSON has made text."""
     return {batch: points_of(name, points) for batch, points in points_of(name, table).items()}
 
 
@@ -166,10 +153,10 @@ def _whole(name: str, key: object) -> int:
 class Costs:
     """Milliseconds of the parts of a round.
 
-    target: one target forward in which every row is padded to the longest, by batch (rows) and width (tokens per row);
-    overhead: what else a round of that shape takes (inputs, acceptance, the transfer, bookkeeping); draft_step: one
-    more draft token for every row, by batch (of trees one more level); draft_round: what the drafter takes besides in
-    every round, by batch (all of it for most retrieval drafters).
+    target: verifying with one target forward in which every row is padded to the longest, by batch (rows) and width
+    (tokens per row); overhead: what else a round of that shape takes (acceptance, the transfer, bookkeeping);
+    draft_step: one more draft token for every row, by batch (of trees one more level); draft_round: what the drafter
+    takes besides in every round, by batch (all of it for most retrieval drafters).
     drafter: whose times these are; machine: where they come from.
     padded, alone, totals: the shapes kept to where they must agree to the bit, see `Shapes.widths`, `alone` and
     `totals`; empty where forwards fit their tokens.
@@ -214,18 +201,18 @@ class Costs:
         """The longest width known for every batch."""
         return min(max(points) for points in self.target.values())
 
-    def pad(self, width: int, rows: float = 2) -> int:
+    def width_for(self, width: int, rows: float = 2) -> int:
         """The width of the forward that takes `width` tokens per row."""
         return self.shapes.width_for(width, 1 if rows == 1 else 2)
 
     @property
     def batches(self) -> list[int]:
-        """The batches measured."""
+        """The batch sizes measured, ascending."""
         return sorted(self.target)
 
     def forward(self, batch: float, width: int) -> float:
         """Milliseconds of a target forward whose rows are padded."""
-        return at(self.target, batch, width, "target")
+        return self._padded_ms("target", batch, width)
 
     def drafting(self, batch: float, longest: int) -> float:
         """Milliseconds in which the drafter proposes up to `longest` tokens per row.
@@ -233,8 +220,11 @@ class Costs:
         A round in which no row drafts anything is charged for the attempt: a retrieval drafter that
         finds nothing takes as long.
         """
-        steps = longest * between(self.draft_step, batch, "draft_step: batch") if longest else 0.0
-        return steps + between(self.draft_round, batch, "draft_round: batch")
+        step, fixed = (
+            interpolated(arrays_of(getattr(self, name)), batch, f"{name}: batch")
+            for name in ("draft_step", "draft_round")
+        )
+        return (longest * step if longest else 0.0) + fixed
 
     def round(self, batch: float, width: int, drafted: int) -> float:
         """Milliseconds of a padded round of `width` columns whose longest row drafted `drafted` tokens."""
@@ -242,27 +232,43 @@ class Costs:
 
     def plain(self, batch: float, width: int) -> float:
         """Milliseconds of a round without a drafter whose forward has `width` columns."""
-        return self.forward(batch, width) + at(self.overhead, batch, width, "overhead")
+        return self.forward(batch, width) + self._padded_ms("overhead", batch, width)
+
+    def _padded_ms(self, name: str, batch: float, width: int) -> float:
+        """Linear in the number of tokens: between widths at a measured batch, then between batches at that width."""
+        grid = self._arrays[name]
+        near = neighbours(grid, batch, f"{name}: batch")
+        if len(near) > 1:  # a single row may be padded to more than the rows of a batch
+            return sum(
+                weight * interpolated(grid[b], max(width, grid[b][0][0]), f"{name}: width")
+                for b, weight in near.items()
+            )
+        return interpolated(grid[int(batch)], width, f"{name}: width")
+
+    @cached_property
+    def _arrays(self) -> dict[str, dict[int, Arrays]]:
+        grids = {"target": self.target, "overhead": self.overhead}
+        return {name: {b: arrays_of(points) for b, points in grid.items()} for name, grid in grids.items()}
 
     def verifying(self, batch: int, longest: int, drafted: Sequence[int]) -> Any:
         """[len(drafted)] milliseconds of rounds but for drafting, of chains of which the longest has so many tokens.
 
         drafted: the draft tokens of all rows. Rows are padded only where that takes no more tokens, as in the loop.
         """
-        width = self.pad(longest + 1, batch)
-        found = np.full(len(drafted), self.plain(batch, width))
+        width = self.width_for(longest + 1, batch)
+        milliseconds = np.full(len(drafted), self.plain(batch, width))
         if self.ragged is None or batch == 1 or not self.ragged.spans(batch):
-            return found
+            return milliseconds
         totals = [self.shapes.total_for(batch + count) for count in drafted]
         fit = [i for i, total in enumerate(totals) if total is not None and total < batch * width]
-        found[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
-        return found
+        milliseconds[fit] = self.ragged.milliseconds(batch, [totals[i] or 0 for i in fit])
+        return milliseconds
 
     def verifying_trees(self, batch: int, nodes: Sequence[int]) -> Any:
         """[len(nodes)] milliseconds of rounds that verify trees, but for drafting. nodes: of all rows."""
         assert self.trees is not None
-        if batch in self.trees.forward and nodes and batch + max(nodes) > (most := self.trees.most(batch)):
-            raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {most}")
+        if batch in self.trees.forward and nodes and batch + max(nodes) > (limit := self.trees.max_tokens(batch)):
+            raise UsageError(f"trees of {batch + max(nodes)} tokens were not measured; allowed: up to {limit}")
         return self.trees.milliseconds(
             batch, [self.shapes.tree_total_for(batch + n, batch) or batch + n for n in nodes]
         )
@@ -278,7 +284,7 @@ class Costs:
         if self.trees is None:
             return False
         sizes = {batch: ceil(round(batch * nodes, 9)) for batch in self.trees.batches}
-        return all(batch + n <= self.trees.most(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
+        return all(batch + n <= self.trees.max_tokens(batch) for batch, n in sizes.items() if self.takes_tree(batch, n))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -289,8 +295,8 @@ class Costs:
         """What `to_dict` wrote, also after JSON has made text of the numbers that are keys."""
         known = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or set(values) != set(known):
-            found = list(values) if isinstance(values, dict) else type(values).__name__
-            raise UsageError(f"costs: {found}; allowed: an object with exactly {', '.join(known)}")
+            names = list(values) if isinstance(values, dict) else type(values).__name__
+            raise UsageError(f"costs: {names}; allowed: an object with exactly {', '.join(known)}")
         for name in WIDTHS:
             if not isinstance(values[name], list | tuple):
                 raise UsageError(f"costs: {name}={values[name]!r}; allowed: a list of widths")

@@ -5,9 +5,9 @@
     result = tune(space, meter, prompts, batches=[1, 4], longest=8)
     [advice.sentence for advice in result.advice]
 
-The arm that comes out first is first in part by luck. What luck gives is estimated as Efron's optimism ("Estimating the
-Error Rate of a Prediction Rule", JASA 1983): choose again on bootstrap resamples, and see how much better each choice
-looks on its resample than on all the data.
+The best arm of a run looks better than it is, because it was chosen for its result in that very run. This selection
+bias is estimated as Efron's optimism ("Estimating the Error Rate of a Prediction Rule", JASA 1983): choose again on
+bootstrap resamples, and see how much better each choice looks on its resample than on all the data.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from slipstream import drafters
 from slipstream.bench.arms import PLAIN
 from slipstream.bench.plan import BenchPrompt, Group, groups
 from slipstream.bench.records import Run
+from slipstream.bench.result_tables import Cell, Table, cell, verdict_cell
 from slipstream.bench.summary import RESAMPLES, SEED, ArmSummary, Estimate, summarise
 from slipstream.bench.tuning.search import (
     Candidate,
@@ -43,10 +41,9 @@ from slipstream.bench.tuning.search import (
 from slipstream.errors import SlipstreamError
 from slipstream.text.round_view import percent
 
-LEAST = 1.02  # a smaller gain is not worth the trouble
-DEAR = 0.1  # the share of its time from which drafting may be what an arm lost by
-LEAST_UNITS = 2  # an interval needs as many
-
+MIN_SPEED_UP = 1.02  # a smaller gain is not worth the trouble
+COSTLY_DRAFT_SHARE = 0.1  # of an arm's time, from which drafting may be why it lost
+MIN_UNITS = 2  # an interval needs as many
 
 Floats = NDArray[np.float64]
 
@@ -68,28 +65,28 @@ def log_speed_ups(runs: Sequence[Run], arms: Sequence[str], reference: str) -> F
     Groups that not all arms have run are left out.
     """
     names = [reference, *arms]
-    found: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
+    by_group: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}  # seconds per token, by repeat and arm
     for run in runs:
         if run.error is None and run.arm in names:
-            repeats = found.setdefault(tuple(run.prompts), {})
+            repeats = by_group.setdefault(tuple(run.prompts), {})
             repeats.setdefault(run.repeat, {})[run.arm] = run.seconds / run.num_output_tokens
-    whole = [[one for one in repeats.values() if len(one) == len(names)] for repeats in found.values()]
-    shared = [repeats for repeats in whole if repeats]
-    units = [[one] for one in shared[0]] if len(shared) == 1 else shared
-    costs = np.array([[np.median([one[name] for one in unit]) for unit in units] for name in names], dtype=np.float64)
-    logs: Floats = np.log(costs[0]) - np.log(costs[1:])
+    complete = [[costs for costs in repeats.values() if len(costs) == len(names)] for repeats in by_group.values()]
+    shared = [repeats for repeats in complete if repeats]
+    units = [[costs] for costs in shared[0]] if len(shared) == 1 else shared
+    medians = np.array([[np.median([costs[name] for costs in unit]) for unit in units] for name in names])
+    logs: Floats = np.log(medians[0]) - np.log(medians[1:])
     return logs
 
 
-def without(estimate: Estimate, flattery: float) -> Estimate:
-    """The estimate and its interval, lowered by `flattery` (of the log)."""
-    share = exp(-flattery)
+def lowered_by_selection_bias(estimate: Estimate, bias: float) -> Estimate:
+    """The estimate and its interval, lowered by `bias` (of the log)."""
+    share = exp(-bias)
     low, high = (None if end is None else end * share for end in (estimate.low, estimate.high))
     return replace(estimate, value=estimate.value * share, low=low, high=high)
 
 
 @dataclass(frozen=True)
-class Standing:
+class CandidateResult:
     """How a candidate did. measured: against plain decoding, None if it was not run to the end or not at all.
 
     units: how often it ran on a group of prompts; predicted: prompts left out; lost: why it is not the advice;
@@ -118,10 +115,10 @@ class Advice:
     """
 
     batch: int
-    best: Standing | None
+    best: CandidateResult | None
     expected: Estimate | None
     optimism: float
-    others: tuple[Standing, ...]
+    others: tuple[CandidateResult, ...]
     units: int
     plain: Estimate
 
@@ -130,8 +127,8 @@ class Advice:
         """The advice in words."""
         if self.best is None or self.expected is None:
             text = f"batch {self.batch}: do not speculate (plain decoding, {self.plain.value:.1f} tok/s)"
-            first = next((one for one in self.others if one.measured is not None and not one.failed), None)
-            if first is None or first.measured is None or first.measured.value < LEAST:
+            first = next((other for other in self.others if other.measured is not None and not other.failed), None)
+            if first is None or first.measured is None or first.measured.value < MIN_SPEED_UP:
                 return text
             return f"{text}; {first.name} at {first.measured.value:.2f}x may be chance: more prompts or time would tell"
         low, high = self.expected.low, self.expected.high
@@ -152,38 +149,45 @@ def needs_draft(candidate: Candidate) -> bool:
 
 def advise(batch: int, entries: Mapping[str, Entry], runs: Sequence[Run]) -> Advice:
     """entries: by arm name, the simplest first, which wins among equals. runs: whole units of this batch size."""
-    summaries = {one.arm: one for one in summarise(runs, PLAIN)}
+    summaries = {summary.arm: summary for summary in summarise(runs, PLAIN)}
     plain = summaries.get(PLAIN)
     if plain is None or plain.speed is None:
         raise SlipstreamError(
             f"plain decoding failed, so nothing can be compared: {plain.error if plain else 'no run'}"
         )
-    standings = [_standing(name, entry, summaries.get(name), runs) for name, entry in entries.items()]
+    results = [_result(name, entry, summaries.get(name), runs) for name, entry in entries.items()]
     units = sum(run.arm == PLAIN for run in runs)
-    best, expected, flattery = _choose(standings, runs, units)
-    rival = {one.arm: one.speed.speed_up for one in summarise(runs, PLAIN if best is None else best.name) if one.speed}
-    others = [replace(one, lost=one.lost or _lost(one, best, rival[one.name])) for one in standings if one is not best]
-    others.sort(key=lambda one: -(one.measured.value if one.measured else 0.0))
-    return Advice(batch, best, expected, flattery, tuple(others), units, plain.speed.tokens_per_second)
+    best, expected, bias = _choose(results, runs, units)
+    against_best = summarise(runs, PLAIN if best is None else best.name)
+    ratios = {summary.arm: summary.speed.speed_up for summary in against_best if summary.speed}
+    others = [
+        replace(result, lost=result.lost or _reason_not_chosen(result, best, ratios[result.name]))
+        for result in results
+        if result is not best
+    ]
+    others.sort(key=lambda result: -(result.measured.value if result.measured else 0.0))
+    return Advice(batch, best, expected, bias, tuple(others), units, plain.speed.tokens_per_second)
 
 
-def _standing(name: str, entry: Entry, one: ArmSummary | None, runs: Sequence[Run]) -> Standing:
-    standing = Standing(name, entry.candidate, predicted=entry.predicted, lost=entry.out or "", failed=entry.failed)
-    if one is None:
-        return replace(standing, lost=standing.lost or "not measured")
-    lost = f"failed: {one.error}" if one.failed else ""
-    if one.verdicts.get("different"):
-        wrong, texts = one.verdicts["different"], sum(one.verdicts.values())
+def _result(name: str, entry: Entry, summary: ArmSummary | None, runs: Sequence[Run]) -> CandidateResult:
+    result = CandidateResult(
+        name, entry.candidate, predicted=entry.predicted, lost=entry.out or "", failed=entry.failed
+    )
+    if summary is None:
+        return replace(result, lost=result.lost or "not measured")
+    lost = f"failed: {summary.error}" if summary.failed else ""
+    if summary.verdicts.get("different"):
+        wrong, texts = summary.verdicts["different"], sum(summary.verdicts.values())
         lost = f"{wrong} of {texts} texts differ from plain decoding and are no ties"
-    stats, units = one.stats, sum(run.arm == name for run in runs)
+    stats, units = summary.stats, sum(run.arm == name for run in runs)
     return replace(
-        standing,
-        measured=None if one.speed is None else one.speed.speed_up,
-        texts=one.verdicts,
+        result,
+        measured=None if summary.speed is None else summary.speed.speed_up,
+        texts=summary.verdicts,
         acceptance_rate=None if stats is None else stats.acceptance_rate,
-        acceptance_by_position=tuple(one.acceptance_by_position),
+        acceptance_by_position=tuple(summary.acceptance_by_position),
         tokens_per_round=None if stats is None else stats.block_efficiency,
-        draft_share=None if one.time_split is None else one.time_split["draft"],
+        draft_share=None if summary.time_split is None else summary.time_split["draft"],
         units=units,
         lost=lost,
         failed=bool(lost),
@@ -191,29 +195,31 @@ def _standing(name: str, entry: Entry, one: ArmSummary | None, runs: Sequence[Ru
 
 
 def _choose(
-    standings: Sequence[Standing], runs: Sequence[Run], units: int
-) -> tuple[Standing | None, Estimate | None, float]:
+    results: Sequence[CandidateResult], runs: Sequence[Run], units: int
+) -> tuple[CandidateResult | None, Estimate | None, float]:
     """The best arm that certainly pays; of equals the first. Only arms that ran all units take part."""
-    able = [one for one in standings if not one.lost and one.measured is not None and one.units == units]
+    able = [result for result in results if not result.lost and result.measured is not None and result.units == units]
     if not able:
         return None, None, 0.0
-    flattery = optimism(log_speed_ups(runs, [one.name for one in able], PLAIN))
-    for one in sorted(able, key=lambda one: -one.measured.value if one.measured else 0.0):
-        assert one.measured is not None
-        expected = without(one.measured, flattery)
-        if expected.low is not None and expected.low >= 1 and expected.value >= LEAST:
-            return one, expected, flattery
-    return None, None, flattery
+    bias = optimism(log_speed_ups(runs, [result.name for result in able], PLAIN))
+    for result in sorted(able, key=lambda result: -result.measured.value if result.measured else 0.0):
+        assert result.measured is not None
+        expected = lowered_by_selection_bias(result.measured, bias)
+        if expected.low is not None and expected.low >= 1 and expected.value >= MIN_SPEED_UP:
+            return result, expected, bias
+    return None, None, bias
 
 
-def _lost(one: Standing, best: Standing | None, ratio: Estimate | None) -> str:
+def _reason_not_chosen(result: CandidateResult, best: CandidateResult | None, ratio: Estimate | None) -> str:
     """Why a candidate is not the advice. ratio: its speed relative to the best arm's, or to plain decoding's."""
-    if one.measured is None or ratio is None or ratio.high is None or ratio.high >= 1:
-        gains = best is None and one.measured is not None and one.measured.low is not None and one.measured.low > 1
-        return f"gains less than {LEAST - 1:.0%}" if gains else "no difference beyond the noise"
+    if result.measured is None or ratio is None or ratio.high is None or ratio.high >= 1:
+        gains = (
+            best is None and result.measured is not None and result.measured.low is not None and result.measured.low > 1
+        )
+        return f"gains less than {MIN_SPEED_UP - 1:.0%}" if gains else "no difference beyond the noise"
     to_beat = 1.0 if best is None or best.measured is None else best.measured.value
-    share = one.draft_share or 0.0
-    if DEAR < share < 1 and one.measured.value / (1 - share) >= to_beat:
+    share = result.draft_share or 0.0
+    if COSTLY_DRAFT_SHARE < share < 1 and result.measured.value / (1 - share) >= to_beat:
         return f"draft steps too dear ({share:.0%} of the time)"
     return "drafts too rarely accepted"
 
@@ -221,46 +227,28 @@ def _lost(one: Standing, best: Standing | None, ratio: Estimate | None) -> str:
 def advice_table(advice: Advice) -> Table:
     """A line per candidate, the advised one first: speed-ups, parity, acceptance, and why the others lost."""
     title = f"batch size {advice.batch}; speed-up over plain decoding, 95 % intervals; measured {advice.units} times"
-    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("candidate", "speed-up", "", "predic-\nted", "texts", "accep-\ntance", "tokens\nper round", ""):
-        left = name in ("candidate", "texts", "")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "candidate", overflow="fold")
+    columns = ("candidate", "speed-up", "predicted", "texts", "acceptance\nrate", "tokens per\nround", "")
+    rows = [[*_cells(result, result.measured), result.lost] for result in advice.others]
     if advice.best is not None:
-        table.add_row(*_line(advice.best, advice.expected), Text("use this", "green"))
-    for one in advice.others:
-        table.add_row(*_line(one, one.measured), Text(one.lost))
-    return table
+        rows.insert(0, [*_cells(advice.best, advice.expected), Cell("use this", tone="good")])
+    return Table(title, columns, rows, words=("texts", ""))
+
+
+def _cells(result: CandidateResult, speed_up: Estimate | None) -> list[Cell | str]:
+    return [
+        result.name,
+        cell(speed_up, unit="x"),
+        "-" if result.predicted is None else f"{result.predicted:.2f}x",
+        verdict_cell(result.texts or {}),
+        percent(result.acceptance_rate),
+        "-" if result.tokens_per_round is None else f"{result.tokens_per_round:.2f}",
+    ]
 
 
 def positions(advice: Advice) -> str:
     """The acceptance of the advised drafts, position by position."""
     shares = () if advice.best is None else advice.best.acceptance_by_position
     return f"accepted at position 1, 2, ...: {' '.join(map(percent, shares))}" if shares else ""
-
-
-def _line(one: Standing, estimate: Estimate | None) -> list[str | Text]:
-    speed, interval = "-", ""
-    if estimate is not None:
-        speed = f"{estimate.value:.2f}x"
-        interval = "" if estimate.low is None else f"{estimate.low:.2f} to {estimate.high:.2f}"
-    return [
-        Text(one.name),
-        speed,
-        interval,
-        "-" if one.predicted is None else f"{one.predicted:.2f}x",
-        _texts(one),
-        percent(one.acceptance_rate),
-        "-" if one.tokens_per_round is None else f"{one.tokens_per_round:.2f}",
-    ]
-
-
-def _texts(one: Standing) -> Text:
-    found = Text()
-    for name, number in (one.texts or {}).items():
-        if number:
-            bad = name == "different"
-            found.append(f"{', ' if found else ''}{number} {name.upper() if bad else name}", "bold red" if bad else "")
-    return found
 
 
 @dataclass(frozen=True)
@@ -272,16 +260,15 @@ class Tuned:
     unmeasured: tuple[int, ...]
 
     @property
-    def wrong(self) -> list[tuple[Advice, Standing]]:
+    def wrong(self) -> list[tuple[Advice, CandidateResult]]:
         """Candidates that failed, or whose text is not plain decoding's."""
-        every = [(advice, one) for advice in self.advice for one in advice.others]
-        return [(advice, one) for advice, one in every if one.failed]
+        return [(advice, result) for advice in self.advice for result in advice.others if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "screened": [one.to_dict() for one in self.screened],
-            "advice": [one.to_dict() for one in self.advice],
+            "screened": [screened.to_dict() for screened in self.screened],
+            "advice": [advice.to_dict() for advice in self.advice],
             "unmeasured": list(self.unmeasured),
         }
 
@@ -295,23 +282,23 @@ def tune(
     """
     work = {batch: in_turn(groups(prompts, batch)) for batch in batches}
     screened = screen(space, meter, work[batches[0]], batches, longest)
-    made: dict[int, Advice | None] = {}
+    by_batch: dict[int, Advice | None] = {}
     for number, batch in enumerate(batches):
         until = meter.budget.now + meter.budget.left / (len(batches) - number)
-        made[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], until)
-    advice = tuple(one for one in made.values() if one is not None)
+        by_batch[batch] = _batch(space, meter, shortlist(screened, space.drafts, batch, longest), work[batch], until)
+    advice = tuple(of_batch for of_batch in by_batch.values() if of_batch is not None)
     if not advice:
         raise too_little(meter)
-    return Tuned(tuple(screened), advice, tuple(batch for batch, one in made.items() if one is None))
+    return Tuned(tuple(screened), advice, tuple(batch for batch, of_batch in by_batch.items() if of_batch is None))
 
 
 def _batch(
     space: SearchSpace, meter: Meter, entries: Sequence[Entry], work: Sequence[Group], until: float
 ) -> Advice | None:
     """None where there was no time for the two units that an interval needs."""
-    named, batch = {space.name(one.candidate): one for one in entries}, len(work[0].prompts)
-    arms = [space.plain, *(space.arm(one.candidate) for one in entries if one.out is None)]
+    named, batch = {space.name(entry.candidate): entry for entry in entries}, len(work[0].prompts)
+    arms = [space.plain, *(space.arm(entry.candidate) for entry in entries if entry.out is None)]
     runs: list[Run] = search(meter, arms, work, batch, until)
-    if sum(run.arm == PLAIN for run in runs) < LEAST_UNITS and all(run.error is None for run in runs):
+    if sum(run.arm == PLAIN for run in runs) < MIN_UNITS and all(run.error is None for run in runs):
         return None
     return advise(batch, named, runs)

@@ -126,8 +126,8 @@ def config_of(candidate: Candidate | None, config: DecoderConfig) -> DecoderConf
 
 def files_for(candidate: Candidate | None, config: DecoderConfig, *, stops_early: bool) -> dict[str, str]:
     """File name to text. vLLM's object is null where the answer is not to speculate."""
-    settings = {one.engine: one for one in engine_settings(candidate, stops_early=stops_early)}
-    texts = {f"{engine}.txt": one.text for engine, one in settings.items()}
+    settings = {settings_of.engine: settings_of for settings_of in engine_settings(candidate, stops_early=stops_early)}
+    texts = {f"{engine}.txt": settings_of.text for engine, settings_of in settings.items()}
     value: Settings = settings["vllm"]
     return {
         "slipstream.json": config_of(candidate, config).to_json() + "\n",
@@ -145,13 +145,13 @@ def write_files(
     have its number in their names, and are there only where they differ from the first one's.
     """
     texts, first = {"tune.json": json.dumps(result, indent=2) + "\n"}, dict[str, str]()
-    for one, stops_early in advice:
-        own = files_for(one.best.candidate if one.best else None, config, stops_early=stops_early)
-        first = first or own
-        if own is first:
-            texts |= own
-        elif own != first:
-            texts |= {_numbered(name, one.batch): text for name, text in own.items()}
+    for of_batch, stops_early in advice:
+        batch_texts = files_for(of_batch.best.candidate if of_batch.best else None, config, stops_early=stops_early)
+        first = first or batch_texts
+        if batch_texts is first:
+            texts |= batch_texts
+        elif batch_texts != first:
+            texts |= {_numbered(name, of_batch.batch): text for name, text in batch_texts.items()}
     try:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -63,11 +63,11 @@ def search(meter: Measures, arms: Sequence[Arm], groups: Sequence[Group], batch:
     runs: list[Run] = []
     active, rung = list(arms), FIRST_RUNG
     for units, (repeat, group) in enumerate(_order(groups), 1):
-        made = meter.unit(active, group, batch, repeat, until)
-        if made is None:
+        unit_runs = meter.unit(active, group, batch, repeat, until)
+        if unit_runs is None:
             return runs
-        runs += made
-        failed = {run.arm for run in made if run.error is not None}
+        runs += unit_runs
+        failed = {run.arm for run in unit_runs if run.error is not None}
         active = [arm for arm in active if arm.name not in failed or arm.name == PLAIN]
         if units == rung and PLAIN not in failed:
             staying = survivors(runs, [arm.name for arm in active])
@@ -85,10 +85,10 @@ def survivors(runs: Sequence[Run], active: Sequence[str]) -> list[str]:
 
     active: arms that have run all units so far. Plain decoding always stays, as what the others are compared with.
     """
-    own = [run for run in runs if run.arm in active]
-    ratios = _ratios(summarise(own, PLAIN))
+    active_runs = [run for run in runs if run.arm in active]
+    ratios = _ratios(summarise(active_runs, PLAIN))
     leader = max(active, key=lambda name: ratios[name].value if name in ratios else 0.0)
-    against = _ratios(summarise(own, leader))
+    against = _ratios(summarise(active_runs, leader))
     return [name for name in active if name in (PLAIN, leader) or not _below_one(against.get(name))]
 
 
@@ -108,7 +108,7 @@ def _order(groups: Sequence[Group]) -> Iterator[tuple[int, Group]]:
 def _ratios(summaries: Sequence[ArmSummary]) -> dict[str, Estimate]:
     """Speed-ups by arm, of one batch size; arms without one are left out."""
     return {
-        one.arm: one.speed.speed_up for one in summaries if one.speed is not None and one.speed.speed_up is not None
+        arm.arm: arm.speed.speed_up for arm in summaries if arm.speed is not None and arm.speed.speed_up is not None
     }
 
 
@@ -148,10 +148,12 @@ class Candidate:
 
 def predictable(drafts: Sequence[str]) -> list[Candidate]:
     """The drafters whose speed follows from costs and acceptance, the cheapest to set up first; lengths are open."""
-    known = {name: drafters.traits(name) for name in drafters.names()}
-    names = [name for name, traits in known.items() if traits.in_other_engines]
-    alone = [Candidate(name) for name in names if not known[name].needs_draft_model]
-    return alone + [Candidate(name, draft=draft) for draft in drafts for name in names if known[name].needs_draft_model]
+    traits_of = {name: drafters.traits(name) for name in drafters.names()}
+    names = [name for name, traits in traits_of.items() if traits.in_other_engines]
+    alone = [Candidate(name) for name in names if not traits_of[name].needs_draft_model]
+    return alone + [
+        Candidate(name, draft=draft) for draft in drafts for name in names if traits_of[name].needs_draft_model
+    ]
 
 
 def unpredictable(drafts: Sequence[str]) -> list[Candidate]:
@@ -202,12 +204,12 @@ class SearchSpace:
 
 
 def at_length(candidate: Candidate, length: int) -> Candidate:
-    """The same drafter and draft model at a draft length."""
+    """The candidate with another draft length."""
     return replace(candidate, length=length)
 
 
 Clock = Callable[[], float]
-Tell = Callable[[str, str], None]
+ShowProgress = Callable[[str, str], None]
 
 
 class Budget:
@@ -231,11 +233,11 @@ class Budget:
 class Meter:
     """Makes measurements through one `Runner`, so that arms stay warm and reference texts known.
 
-    tell: called before every run with the stage and what is being done.
+    show_progress: called before every run with the stage and what is being done.
     """
 
-    def __init__(self, lineup: Lineup, folder: Path, budget: Budget, tell: Tell) -> None:
-        self.budget, self.tell = budget, tell
+    def __init__(self, lineup: Lineup, folder: Path, budget: Budget, show_progress: ShowProgress) -> None:
+        self.budget, self.show_progress = budget, show_progress
         self._plan: list[Measurement] = []  # grows while the runner goes through it
         self._runs = Runner(lineup, self._plan, folder).run([])
         self._seen: dict[int, dict[str, list[float]]] = {}
@@ -247,23 +249,23 @@ class Meter:
         """
         if self.budget.now + self.expected(arms, batch) > until:
             return None
-        made = []
+        runs = []
         for arm in arms:
             if self.budget.now + self.expected([arm], batch) > until:
                 return None
             stage = "screening" if repeat == SCREENING else f"batch size {batch}"
-            self.tell(stage, f"{group.ids[0]} {arm.name}")
+            self.show_progress(stage, f"{group.ids[0]} {arm.name}")
             begun = self.budget.now
             self._plan.append(Measurement(arm, group, batch, repeat))
-            made.append(next(self._runs))
+            runs.append(next(self._runs))
             self._seen.setdefault(batch, {}).setdefault(arm.name, []).append(self.budget.now - begun)
-        return None if self.budget.now > max(until, self.budget.seconds) else made
+        return None if self.budget.now > max(until, self.budget.seconds) else runs
 
     def expected(self, arms: Sequence[Arm], batch: int) -> float:
         """Seconds that these arms will take, from what they took; one not run yet takes as long as the longest."""
-        own = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
-        longest = max((fmean(times) for times in own.values()), default=0.0)
-        return sum(fmean(own[arm.name]) if arm.name in own else longest for arm in arms)
+        seconds_of = self._seen.get(batch) or {name: t for seen in self._seen.values() for name, t in seen.items()}
+        longest = max((fmean(times) for times in seconds_of.values()), default=0.0)
+        return sum(fmean(seconds_of[arm.name]) if arm.name in seconds_of else longest for arm in arms)
 
 
 log = logging.getLogger("slipstream")
@@ -293,16 +295,16 @@ class Screened:
 
     def entry(self, batch: int, longest: int) -> Entry:
         """The drafter at its best predicted length, or at its own where nothing can be predicted."""
-        own = at_length(self.candidate, min(self.candidate.tokens, longest))
+        at_own_length = at_length(self.candidate, min(self.candidate.tokens, longest))
         if self.failed is not None:
-            return Entry(own, out=f"failed: {self.failed}", failed=True)
+            return Entry(at_own_length, out=f"failed: {self.failed}", failed=True)
         if self.acceptance is None or self.costs is None:
-            return Entry(own)
-        known = range(1, longest_known(self.costs, self.acceptance) + 1)
-        if not known:
-            return Entry(own, out="drafts too rarely found (never)")
-        speeds = {n: predicted_speed_up(self.costs, self.acceptance, n, batch) for n in known}
-        best = max(known, key=lambda n: (speeds[n], -n))
+            return Entry(at_own_length)
+        lengths = range(1, longest_known(self.costs, self.acceptance) + 1)
+        if not lengths:
+            return Entry(at_own_length, out="drafts too rarely found (never)")
+        speeds = {n: predicted_speed_up(self.costs, self.acceptance, n, batch) for n in lengths}
+        best = max(lengths, key=lambda n: (speeds[n], -n))
         out = None if speeds[best] >= FLOOR else self._why_not(best, batch)
         return Entry(at_length(self.candidate, best), speeds[best], out)
 
@@ -334,21 +336,21 @@ def screen(
     runs: list[Run] = []
     for number, group in enumerate(groups[:SCREENED]):
         until = meter.budget.seconds * (RUNS_SHARE if number else 1)
-        made = meter.unit(arms, group, batches[0], SCREENING, until)
-        if made is None:
+        group_runs = meter.unit(arms, group, batches[0], SCREENING, until)
+        if group_runs is None:
             break
-        runs += made
+        runs += group_runs
     if not runs:
         raise too_little(meter)
-    found = [
+    screened = [
         _accepted(kind, [run for run in runs if run.arm == arm.name]) for kind, arm in zip(kinds, arms[1:], strict=True)
     ]
-    return _with_costs(found, space, meter, batches, longest, _step_seconds(runs))
+    return _with_costs(screened, space, meter, batches, longest, _step_seconds(runs))
 
 
 def shortlist(screened: Sequence[Screened], drafts: Sequence[str], batch: int, longest: int) -> list[Entry]:
     """What is in question at a batch size: drafters at their best predicted lengths, then the unpredictable ones."""
-    return [*(one.entry(batch, longest) for one in screened), *map(Entry, unpredictable(drafts))]
+    return [*(drafter.entry(batch, longest) for drafter in screened), *map(Entry, unpredictable(drafts))]
 
 
 def too_little(meter: Meter) -> UsageError:
@@ -374,24 +376,26 @@ def _step_seconds(runs: Sequence[Run]) -> float:
 
 
 def _with_costs(
-    found: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
+    screened: Sequence[Screened], space: SearchSpace, meter: Meter, batches: Sequence[int], longest: int, step: float
 ) -> list[Screened]:
     """Target forwards are timed with the first drafter only: for the others they are the same."""
     widths = sorted({*range(1, min(longest, 5) + 1), *range(7, longest + 1, 2), longest + 1})
     first: Costs | None = None
-    known = []
-    for number, one in enumerate(found):
-        own = widths if first is None else [1]
-        least = TURNS * (len(own) + DRAFTING) * step * sum(batches)
-        left = meter.budget.seconds * COSTS_SHARE - meter.budget.now
-        if one.failed is None and least < left:
-            meter.tell("costs of a round", space.name(one.candidate))
+    with_costs = []
+    for number, drafter in enumerate(screened):
+        own_widths = widths if first is None else [1]
+        least = TURNS * (len(own_widths) + DRAFTING) * step * sum(batches)
+        time_left = meter.budget.seconds * COSTS_SHARE - meter.budget.now
+        if drafter.failed is None and least < time_left:
+            meter.show_progress("costs of a round", space.name(drafter.candidate))
             try:
-                costs = measure_costs(space.decoder(one.candidate), batches, own, seconds=left / (len(found) - number))
+                costs = measure_costs(
+                    space.decoder(drafter.candidate), batches, own_widths, seconds=time_left / (len(screened) - number)
+                )
             except UsageError as error:  # a context too short for the probe: the drafter is measured unpredicted
-                log.warning("no prediction for %s: %s", space.name(one.candidate), error)
+                log.warning("no prediction for %s: %s", space.name(drafter.candidate), error)
             else:
                 first = first or costs
-                one = replace(one, costs=replace(costs, target=first.target, overhead=first.overhead))
-        known.append(one)
-    return known
+                drafter = replace(drafter, costs=replace(costs, target=first.target, overhead=first.overhead))
+        with_costs.append(drafter)
+    return with_costs

@@ -1,7 +1,7 @@
 """Measured against predicted speed-up over draft lengths and batches.
 
-    python benchmarks/prediction.py smollm2 PROMPTS.jsonl
-    python benchmarks/prediction.py TARGET PROMPTS.jsonl --draft DRAFT
+    python benchmarks/speed_model.py smollm2 PROMPTS.jsonl
+    python benchmarks/speed_model.py TARGET PROMPTS.jsonl --draft DRAFT
 
 Costs are measured first. Then, batch by batch, plain decoding and every draft length take turns on the same prompts,
 greedily; times exclude prompt processing and are the medians of several turns. Each line is predicted twice: from what

@@ -1,0 +1,193 @@
+"""Tables of results, and how a figure with its interval is written: in a terminal, in Markdown, and for the page.
+
+A `Table` is made once, of cells; `terminal_table` and `markdown_table` write it, and the report's template does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from slipstream.bench.records import Run
+from slipstream.bench.summary import PARTS, ArmSummary, Estimate
+from slipstream.text.round_view import percent
+
+MAX_PROMPT_NAMES = 8  # that a line lists
+STYLES = {"": "", "good": "green", "best": "bold green", "slower": "red", "bad": "bold red", "faint": "dim"}
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure or words. low, high: the ends of the figure's interval; empty where it has none."""
+
+    text: str
+    low: str = ""
+    high: str = ""
+    tone: Literal["", "good", "best", "slower", "bad", "faint"] = ""
+
+    def __str__(self) -> str:
+        """As in a sentence: the interval in brackets."""
+        return f"{self.text} ({self.low} to {self.high})" if self.low else self.text
+
+
+def cell(estimate: Estimate | None, form: str = ".2f", unit: str = "") -> Cell:
+    """An estimate with its interval; a dash where there is none."""
+    if estimate is None:
+        return Cell(NONE)
+    text = f"{estimate.value:{form}}{unit}"
+    if estimate.low is None or estimate.high is None:
+        return Cell(text)
+    return Cell(text, f"{estimate.low:{form}}", f"{estimate.high:{form}}")
+
+
+def speed_cell(estimate: Estimate) -> Cell:
+    """Tokens per second, without decimals from 1000 on."""
+    return cell(estimate, ".1f" if estimate.value < 1000 else ".0f")
+
+
+Row = Sequence[Cell | str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells below a title. words: the columns that hold words and not figures, besides the first."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    words: Sequence[str] = ()
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """The rows, with plain texts as cells."""
+        return [[Cell(entry) if isinstance(entry, str) else entry for entry in row] for row in self.rows]
+
+
+def terminal_table(table: Table, *, narrow: bool = False, centred: bool = False) -> RichTable:
+    """For a terminal. narrow: intervals in two lines below their figures. centred: the title, over its table."""
+    written = RichTable(box=box.SIMPLE, pad_edge=False, title=table.title or None)
+    written.title_justify = "center" if centred else "left"
+    for number, name in enumerate(table.columns):
+        is_words = number == 0 or name in table.words
+        written.add_column(name, justify="left" if is_words else "right", no_wrap=number == 0, overflow="fold")
+    for row in table.cells:
+        written.add_row(*(_terminal_text(entry, narrow=narrow) for entry in row))
+    return written
+
+
+def _terminal_text(entry: Cell, *, narrow: bool) -> Text:
+    interval = ""
+    if entry.low and entry.low != entry.high:
+        interval = f"\n{entry.low}-\n{entry.high}" if narrow else f"  {entry.low}-{entry.high}"
+    return Text(entry.text + interval, STYLES[entry.tone])
+
+
+def markdown_table(table: Table) -> str:
+    """For a README; names cannot break it."""
+    rows = [list(table.columns), *([str(entry) for entry in row] for row in table.cells)]
+    lines = ["| " + " | ".join(text.replace("|", "\\|").replace("<", "&lt;") for text in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(table.columns) + "|", *lines[1:]])
+
+
+def verdict_cell(verdicts: Mapping[str, int], *, promised: bool = True) -> Cell:
+    """How many texts came out how. promised: whether a different text breaks a promise, which is said loudly."""
+    counts = {name: count for name, count in verdicts.items() if count}
+    broken = promised and "different" in counts
+    words = [f"{count} {'DIFFERENT' if broken and name == 'different' else name}" for name, count in counts.items()]
+    return Cell(", ".join(words), tone="bad" if broken else "")
+
+
+def bench_tables(summaries: Sequence[ArmSummary], reference: str) -> Iterator[RichTable]:
+    """Speeds beside parity, speed-ups per family, where the time went, and what failed."""
+    for batch in dict.fromkeys(arm.batch for arm in summaries):
+        arms = [arm for arm in summaries if arm.batch == batch]
+        yield terminal_table(_overall(arms, batch, reference))
+        if len({family for arm in arms for family in arm.families}) > 1:
+            yield terminal_table(_families(arms, reference), narrow=True)
+        if any(arm.time_split is not None for arm in arms):
+            yield terminal_table(_time(arms))
+    if any(arm.failed for arm in summaries):
+        yield terminal_table(_failures(summaries))
+
+
+def _overall(summaries: Sequence[ArmSummary], batch: int, reference: str) -> Table:
+    title = f"batch size {batch}; speed-up against {reference}; 95 % intervals behind the values"
+    columns = ("arm", "tok/s", "speed-up", "texts", "acceptance\nrate", "alpha", "tokens per\nround")
+    rows: list[Row] = [
+        [_name(arm), *speed_cells(arm), verdict_cell(arm.verdicts, promised=arm.lossless), *acceptance_cells(arm)]
+        for arm in summaries
+    ]
+    return Table(title, columns, rows, words=["texts"])
+
+
+def speed_cells(arm: ArmSummary) -> list[Cell]:
+    """Tokens per second and speed-up."""
+    if arm.speed is None:
+        return [Cell("failed"), Cell("")]
+    return [speed_cell(arm.speed.tokens_per_second), cell(arm.speed.speed_up, unit="x")]
+
+
+def acceptance_cells(arm: ArmSummary, missing: str = "") -> list[Cell]:
+    """Acceptance rate, alpha and tokens per round. missing: where nothing is known, as of baselines."""
+    efficiency = missing if arm.block_efficiency is None else f"{arm.block_efficiency:.2f}"
+    if arm.stats is None or not arm.stats.num_rounds:
+        return [Cell(missing), Cell(missing), Cell(efficiency)]
+    return [Cell(percent(arm.stats.acceptance_rate)), Cell(percent(arm.stats.alpha)), Cell(efficiency)]
+
+
+def _families(summaries: Sequence[ArmSummary], reference: str) -> Table:
+    names = list(dict.fromkeys(family for arm in summaries for family in arm.families))
+    rows: list[Row] = [[_name(arm), *(_family(arm, name) for name in names)] for arm in summaries]
+    return Table(f"speed-up against {reference} per family, geometric means", ["arm", *names], rows)
+
+
+def _family(arm: ArmSummary, name: str) -> Cell:
+    return cell(arm.families[name].speed_up, unit="x") if name in arm.families else Cell("failed")
+
+
+def _time(summaries: Sequence[ArmSummary]) -> Table:
+    columns = ["arm", *PARTS, "overhead", "overhead\nof a round", "accepted at draft position 1, 2, ..."]
+    rows: list[Row] = [
+        [
+            _name(arm),
+            *(f"{arm.time_split[part]:.1%}" for part in (*PARTS, "overhead")),
+            NONE if arm.round_overhead is None else f"{arm.round_overhead:.1%}",
+            " ".join(map(percent, arm.acceptance_by_position)) or NONE,
+        ]
+        for arm in summaries
+        if arm.time_split is not None
+    ]
+    return Table("where the time went", columns, rows)
+
+
+def _failures(summaries: Sequence[ArmSummary]) -> Table:
+    rows: list[Row] = [
+        [_name(arm), str(arm.batch), str(arm.failed), arm.error or ""] for arm in summaries if arm.failed
+    ]
+    return Table("failed", ["arm", "batch", "runs", "first error"], rows, words=["first error"])
+
+
+def _name(arm: ArmSummary) -> str:
+    return f"{arm.arm} (lossy)" if arm.lossy else arm.arm
+
+
+def progress_line(number: int, total: int, runs: Sequence[Run]) -> str:
+    """One line for a finished group of prompts: the median speed of each arm, and a verdict that is bad news."""
+    parts = []
+    for arm in dict.fromkeys(run.arm for run in runs):
+        arm_runs = [run for run in runs if run.arm == arm]
+        speeds = [run.tokens_per_second for run in arm_runs if run.tokens_per_second is not None]
+        different = any("different" in run.verdicts for run in arm_runs)
+        remark = "" if not different else " DIFFERS" if arm_runs[0].num_forwards is None else " (another text)"
+        state = "FAILED" if len(speeds) < len(arm_runs) else f"{median(speeds):.1f} tok/s"
+        parts.append(f"{arm} {state}{remark}")
+    names = runs[0].prompts
+    prompts = ", ".join(names) if len(names) <= MAX_PROMPT_NAMES else f"{names[0]} to {names[-1]}, {len(names)} prompts"
+    return f"{number}/{total} {prompts}, batch {runs[0].batch}: {'; '.join(parts)}"
