@@ -74,7 +74,7 @@ def _milliseconds(costs: Costs, known: Acceptance, fates: Sequence[_Fate], asked
     """Of one round."""
     batch, longest = len(fates), max(fate.proposed for fate in fates)
     if not asked:
-        return costs.plain(batch, costs.pad(1, batch))
+        return costs.plain(batch, costs.width_for(1, batch))
     drafted = round(sum(known.num_nodes(fate.proposed) for fate in fates), 9)
     ends = sorted({floor(drafted), ceil(drafted)})
     verifying = float(np.interp(drafted, ends, verifying_milliseconds(costs, known, batch, longest, ends)))
