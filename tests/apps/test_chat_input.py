@@ -5,6 +5,7 @@ import pytest
 from slipstream import SamplingParams
 from slipstream.apps.chat.slash_commands import ALIASES, COMMANDS, complete
 from tests.support.chat_fakes import refused, toy, type_in
+from tests.support.markers import subcases
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,8 @@ def test_sampling_methods(line: str, expected: tuple[float, ...]) -> None:
     assert (p.temperature, p.top_k, p.top_p, p.min_p) == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
+@subcases(
+    "line, name, value",
     [
         ("/set repetition_penalty 1.2", "repetition_penalty", 1.2),
         ("/set stop ###", "stop", ("###",)),
@@ -50,8 +51,8 @@ def test_any_sampling_option_can_be_set_and_unset(line: str, name: str, value: o
     assert f"{name}: " in type_in(chat, "/set")
 
 
-@pytest.mark.parametrize(
-    ("line", "part"),
+@subcases(
+    "line, part",
     [
         ("/gama 3", "did you mean /gamma"),
         ("/xyzzyx", "/help lists them"),

@@ -14,6 +14,7 @@ from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat
 from slipstream.apps.chat.server_events import ServerEvent, events_of
 from slipstream.errors import SlipstreamError, UsageError
 from tests.support.chat_fakes import Recorder
+from tests.support.markers import subcases
 
 ENDS = [b"SSH-2.0-x\r\n", b"", b"HTTP/1.1 500 x\r\ncontent-length: 99\r\n\r\n{", b"HTTP/1.1 x\r\n\r\n"]
 
@@ -54,7 +55,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("data", [*ENDS, ok(b'{"da', 99)])
+@subcases("data", [*ENDS, ok(b'{"da', 99)])
 def test_an_other_end_that_breaks_off_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         api.models()
@@ -66,9 +67,7 @@ def test_so_is_one_that_breaks_off_an_answer(data: bytes) -> None:
         list(api.pieces({}))
 
 
-@pytest.mark.parametrize(
-    "body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999]
-)
+@subcases("body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999])
 def test_an_answer_of_another_shape_lists_no_models(body: bytes) -> None:
     with sending(ok(body)) as api:
         assert api.models() == []
@@ -110,6 +109,7 @@ def test_nothing_shows_a_key_or_a_password() -> None:
     assert "secret" not in str(told.value)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd", b"/\x1b[31m"])
 def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
@@ -136,7 +136,7 @@ def test_a_chunk_without_an_error_goes_on() -> None:
         assert list(api.pieces({})) == ["hi"]
 
 
-@pytest.mark.parametrize("url", NO_ADDRESSES)
+@subcases("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         RemoteApi.at(url)
@@ -159,6 +159,7 @@ def typed(body: bytes, kind: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_events_are_read_by_the_standard(ends: bytes, size: int) -> None:
@@ -260,8 +261,8 @@ def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, note: str)
     assert len(notes) == bool(note) and all(note in line for line in notes)
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
+@subcases(
+    "body, why",
     [
         (b'{"object":"error","message":"no such model","code":404}', "no such model"),
         (b'{"detail":"Not authenticated"}', "Not authenticated"),

@@ -23,6 +23,7 @@ from slipstream.bench.speed_model.formula import (
 )
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.markers import subcases
 from tests.support.simulated_rounds import Load, play
 
 pytestmark = pytest.mark.slow
@@ -109,8 +110,8 @@ def test_the_command_takes_statistics_and_paper(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and "on paper: 4800 GB/s" in texts[0] and "1.90" in texts[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@subcases(
+    "arguments, message",
     [
         (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),
         (["--target", "toy", "--costs", "x.json"], "exactly one of them"),

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 
 from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.models.hf.vocabulary import differing_tokens
+from tests.support.markers import subcases
 from tests.support.tiny_models import fresh, reference, tokenizer
 
 CONTEXT = 32
@@ -56,12 +57,12 @@ def refused(message: str, decoder: SpeculativeDecoder, *arguments: Any) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+@subcases("prompt", ["", [""], ["a", ""]])
 def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     refused(r"^prompt \d is empty; allowed: at least one token$", toy, prompt)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "prompt",
     [
         [],
@@ -84,14 +85,14 @@ def test_prompt_of_another_kind_is_refused(toy: SpeculativeDecoder, prompt: Any)
     refused("^prompt .*; allowed: a text, a list of token ids or a list of chat messages$", toy, prompt)
 
 
-@pytest.mark.parametrize(("prompt", "index", "token"), [([1, 257], 0, 257), ([-1], 0, -1), (["a", [3, 999]], 1, 999)])
+@subcases("prompt, index, token", [([1, 257], 0, 257), ([-1], 0, -1), (["a", [3, 999]], 1, 999)])
 def test_token_id_outside_the_vocabulary_is_refused(
     toy: SpeculativeDecoder, prompt: Any, index: int, token: int
 ) -> None:
     refused(f"^prompt {index}: token id {token}; allowed: 0 to 256$", toy, prompt)
 
 
-@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 500])
+@subcases("length", [CONTEXT, CONTEXT + 1, 500])
 def test_prompt_that_fills_the_context_is_refused(bare: SpeculativeDecoder, length: int) -> None:
     refused(f"^prompt 0 has {length} tokens; allowed: at most {CONTEXT - 1}$", bare, [1] * length)
 
@@ -107,7 +108,7 @@ def test_one_bad_prompt_refuses_the_batch_before_anything_is_decoded(bare: Specu
     refused("^prompt 1: token id 5; allowed: 0 to 4$", bare, [[1, 2], [5]], SamplingParams(max_tokens=3))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@subcases("count", [0, 1, 3])
 def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, count: int) -> None:
     refused(
         f"^params: {count} given for 2 prompts; allowed: one, or one per prompt$",
@@ -117,13 +118,13 @@ def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, c
     )
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
+@subcases("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
 def test_params_of_another_kind_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
     refused("^params: .*; allowed: SamplingParams$", toy, "a", params)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
+@subcases(
+    "params, message",
     [
         (SamplingParams(stop="x"), "^stop=.* needs a tokenizer; allowed: stop_token_ids$"),
         (SamplingParams(bad_words=["x"]), "^bad_words: 'x' is text but there is no tokenizer"),
@@ -150,7 +151,7 @@ def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
         next(toy.stream(["a", "b"]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
+@subcases("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
 def test_model_that_is_none_is_refused_by_name(source: Any) -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder(source)

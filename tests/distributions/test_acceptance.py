@@ -28,6 +28,7 @@ from tests.support.enumeration import (
     random_distribution,
     rule_names,
 )
+from tests.support.markers import subcases
 from tests.support.round_cases import (
     CASES,
     EVERY_DRAFT,
@@ -49,6 +50,7 @@ EXACT, WRONG_BY = 1e-6, 0.01  # p is float32
 LOSSLESS = [name for name in rule_names(lossless=True) if load_rule(name).distributions is not None]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_rule_keeps_the_distribution_of_the_target(name: str, make: MakeCase) -> None:
@@ -81,6 +83,7 @@ def test_match_emits_what_plain_decoding_emits_from_the_same_random_draws_whatev
         assert (*tokens[:kept], last) == plain[: kept + 1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", [*LOSSLESS, *rule_names(lossless=False)])
 def test_every_rule_returns_distributions_that_sum_to_one(name: str, make: MakeCase) -> None:
@@ -218,7 +221,7 @@ def test_topk_keeps_exactly_the_tokens_among_the_k_likeliest() -> None:
     assert emitted(case, case.distributions(rule)).sum() == pytest.approx(len(RAGGED), abs=1e-5)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "text",
     ["", "reject", "topk", "topk:", "topk:0", "topk:-1", "topk:x", "topk:1.5", "topk:²", "rejection:2", "match:1"],
 )

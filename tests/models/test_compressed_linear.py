@@ -19,6 +19,7 @@ from slipstream.models.cpu.kernel_build import COMMON_FLAGS, SWITCH, Recipe, bui
 from slipstream.models.cpu.packed_linear import PackedLinear, pack
 from slipstream.models.cpu.processor import parse
 from slipstream.models.fast_path_warnings import warn_slower
+from tests.support.markers import subcases
 from tests.support.tiny_models import fast, fresh
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
@@ -143,8 +144,8 @@ FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
 PLAIN = recipe_of("plain")
 
 
-@pytest.mark.parametrize(
-    ("description", "wanted", "variant"),
+@subcases(
+    "description, wanted, variant",
     [
         (FOUND, None, "avx512bf16"),
         (FOUND, "avx2", "avx2"),

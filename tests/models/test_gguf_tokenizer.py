@@ -21,6 +21,7 @@ from slipstream.models.hf.hf_tokenizer import HFTokenizer, load_tokenizer
 from slipstream.models.hf.model_files import CONVERSION, embedded_model, is_converted, resolve
 from slipstream.models.hf.vocabulary_info import VocabularyInfo, inspect_vocabulary
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
+from tests.support.markers import subcases
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -60,8 +61,8 @@ def tokens(info: VocabularyInfo, text: str) -> list[str]:
     return list(info.tokenizer.inner.convert_ids_to_tokens(info.tokenizer.encode(text)))
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "words"),
+@subcases(
+    "pre, text, words",
     [
         ("smollm", "\n\n1.  7", ["ĊĊ", "1", ".", "ĠĠ", "7"]),
         ("gpt-2", "\n\n1.  7", ["Ċ", "Ċ", "1", ".", "Ġ", "Ġ7"]),

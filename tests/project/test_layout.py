@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.import_graph import FILES, SOURCE, closure, code_lines, imports, longest_chain, reaches
+from tests.support.markers import subcases
 
 CORE = {name for name in FILES if name.startswith("slipstream.core")}
 EVERYTHING = {name.split(".")[1] for name in FILES if name.count(".")}
@@ -53,7 +54,7 @@ def test_a_round_imports_through_few_floors() -> None:
     assert set(chain) <= CORE | {"slipstream.errors"} and len(chain) <= 12
 
 
-@pytest.mark.parametrize("package", sorted(EVERYTHING))
+@subcases("package", sorted(EVERYTHING))
 def test_imports_point_one_way(package: str) -> None:
     assert package in MAY_IMPORT, f"{package} has no place in the house yet"
     allowed = {f"slipstream.{name}" for name in MAY_IMPORT[package] | {package}}
