@@ -1,23 +1,41 @@
 """Help and wrong use come at once: neither PyTorch nor transformers is imported for them."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from slipstream.apps.cli.application import COMMANDS
-from tests.support.markers import mostly_slow
 
+# Imports the command line once, and has a fork of itself run it with each list of arguments.
 PROGRAM = """
-import sys
-sys.argv[0] = "slipstream"
+import json, os, sys
 from slipstream.apps.cli import main
-try:
-    main()
-except SystemExit as done:
-    heavy = [name for name in ("torch", "transformers", "numpy", "prompt_toolkit") if name in sys.modules]
-    print("imported:", heavy, file=sys.stderr)
-    raise
+
+def run():
+    try:
+        main()
+    finally:
+        heavy = [name for name in ("torch", "transformers", "numpy", "prompt_toolkit") if name in sys.modules]
+        print("imported:", heavy, file=sys.stderr)
+
+for line in sys.stdin:
+    pipes = [os.pipe(), os.pipe()]
+    child = os.fork()
+    if child == 0:
+        for to, (_, end) in enumerate(pipes, 1):
+            os.dup2(end, to)
+        os.closerange(3, 256)
+        sys.argv = ["slipstream", *json.loads(line)]
+        run()
+        sys.exit()
+    texts = []
+    for begin, end in pipes:  # what a command prints is less than a pipe holds
+        os.close(end)
+        texts.append(open(begin).read())
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts]), flush=True)
 """
 TOY = ("--target", "toy", "-p", "A")
 HELP = [(*name.split(), "--help") for names in COMMANDS.values() for name in (*names, "models check")]
@@ -51,33 +69,38 @@ WRONG = [
 ]
 
 
-def started(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+def started(commands: Sequence[tuple[str, ...]]) -> list[tuple[int, str, str]]:
+    """Of each command: exit status, standard output, standard error."""
+    lines = "".join(json.dumps(arguments) + "\n" for arguments in commands)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=lines, capture_output=True, text=True, check=True)
+    outcomes = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(outcomes) == len(commands)
+    return outcomes
 
 
-@pytest.mark.parametrize(("arguments",), mostly_slow(zip(ASKING), (("generate", "--help"),)), ids=" ".join)
-def test_help_imports_no_library(arguments: tuple[str, ...]) -> None:
-    code, out, err = started(*arguments)
-    assert code == 0 and out and err.strip() == "imported: []"
+def test_help_imports_no_library(subtests: pytest.Subtests) -> None:
+    for arguments, (code, out, err) in zip(ASKING, started(ASKING), strict=True):
+        with subtests.test(" ".join(arguments)):
+            assert code == 0 and out and err.strip() == "imported: []"
 
 
-@pytest.mark.parametrize(("arguments",), mostly_slow(zip(WRONG), (("generate", "--no-such-flag"),)), ids=" ".join)
-def test_wrong_use_imports_no_library(arguments: tuple[str, ...]) -> None:
-    code, out, err = started(*arguments)
-    lines = err.strip().splitlines()
-    assert code == 2 and not out and len(lines) == 2, err
-    assert lines[0].startswith("error: ") and lines[1] == "imported: []"
+def test_wrong_use_imports_no_library(subtests: pytest.Subtests) -> None:
+    for arguments, (code, out, err) in zip(WRONG, started(WRONG), strict=True):
+        with subtests.test(" ".join(arguments)):
+            lines = err.strip().splitlines()
+            assert code == 2 and not out and len(lines) == 2, err
+            assert lines[0].startswith("error: ") and lines[1] == "imported: []"
 
 
 @pytest.mark.slow
 def test_the_check_notices_an_import() -> None:
-    code, _, err = started("generate", *TOY, "--max-tokens", "1")
+    [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
     assert code == 0 and "torch" in err.splitlines()[-1]
 
 
 def test_every_command_is_listed_with_a_whole_sentence() -> None:
-    lines = started("--help")[1].splitlines()
+    [(_, out, _)] = started([("--help",)])
+    lines = out.splitlines()
     for name in (name for names in COMMANDS.values() for name in names):
         assert any(line.split()[:1] == [name] for line in lines)
     assert not any(line.endswith("...") for line in lines[1:])
