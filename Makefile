@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist 
 # Other projects that tests and benchmarks run, each in an environment of its own.
 CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
 
-.PHONY: demo test test-fast check check-architectures lines examples bench bench-quick clients wheels clean
+.PHONY: demo test test-exhaustive test-fast check check-architectures lines examples bench bench-quick clients wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/slipstream demo
@@ -24,6 +24,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/slipstream models --fetch
 	@$(PYTEST) --durations=10
+
+# Whole products of parameters, which `make test` covers pair by pair.
+test-exhaustive: $(STAMP)
+	@$(BIN)/slipstream models --fetch
+	@$(PYTEST) --exhaustive --durations=10
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow and not smollm2 and not models"

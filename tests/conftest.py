@@ -22,6 +22,7 @@ from hypothesis import settings
 from slipstream.models.cache_folder import cache_folder
 from slipstream.reproducibility.timing import DraftTimes
 from slipstream.wiring import model_pair
+from tests.support.markers import left_out
 
 OWN_CACHE = "SLIPSTREAM_TESTS_CACHE"
 USERS_CACHE, REMEMBERED = os.environ.get("SLIPSTREAM_MODELS"), model_pair.remembered_draft_times
@@ -37,6 +38,19 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1 if request.node.get_closest_marker("models") is None else os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run whole products of parameters, and all other cases")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only an exhaustive run has; after `-k` and `-m` have chosen."""
+    if not config.getoption("exhaustive"):
+        without = set(left_out(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in without])
+        items[:] = [item for item in items if item not in without]
 
 
 def pytest_configure(config: pytest.Config) -> None:

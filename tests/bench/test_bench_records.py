@@ -27,6 +27,7 @@ from slipstream.config import DecoderConfig
 from slipstream.core.rounds import Round, Seconds
 from slipstream.errors import SlipstreamError
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.markers import subcases
 
 HEADER = Header({"target": "toy"}, {"torch": "2"}, {"cores": 2}, "2026-01-01T00:00:00+00:00")
 
@@ -204,7 +205,7 @@ WRONG_ARMS = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG_ARMS)
+@subcases("text", WRONG_ARMS)
 def test_wrong_arms_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=WRONG_ARMS[text]):
         parse_arms(text)
@@ -218,7 +219,7 @@ def test_a_reference_must_be_an_arm() -> None:
 PROMPTS = name_prompts([NamedPrompt(str(i), family) for i, family in enumerate("aaaabbbbbc")])
 
 
-@pytest.mark.parametrize("batch", range(1, 11))
+@subcases("batch", range(1, 11))
 def test_groups_are_full_and_cover_every_prompt(batch: int) -> None:
     made = groups(PROMPTS, batch)
     assert all(len(set(group.ids)) == batch for group in made)

@@ -10,6 +10,7 @@ from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.bench.comparison import HF, PLAIN, SPECULATIVE, compare, compare_batch, summarise
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.text.prompt_sets import NamedPrompt
+from tests.support.markers import subcases
 from tests.support.tiny_models import perturbed, shared, tokenizer
 
 PROMPTS = [NamedPrompt("the heron, the heron"), NamedPrompt("a fish and a stone, a fish")]
@@ -28,8 +29,8 @@ def test_hugging_face_gets_the_same_options(given: dict[str, Any]) -> None:
     assert all(line["different"] == line["not_compared"] == 0 for line in counts.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@subcases(
+    "name, value",
     [
         ("presence_penalty", 0.5),
         ("frequency_penalty", 0.5),

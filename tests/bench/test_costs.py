@@ -18,7 +18,7 @@ from slipstream.bench.speed_model.round_costs import Costs, Machine, paper_costs
 from slipstream.models.toy import load_toy
 from tests.support.architectures import tiny_model
 from tests.support.cost_cases import linear_costs
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import Oracle, perturbed, shared
 from tests.support.vocabularies import decoder_of, fable_model
 
@@ -49,7 +49,7 @@ def test_interpolation_is_exact_where_costs_are_linear(batch: float, width: int)
     assert sparse.forward(batch, width) == pytest.approx(10 + 0.5 * batch * width)
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 18), (9, 1), (0.5, 1), (1, 0), (3, 18)])
+@subcases("batch, width", [(1, 18), (9, 1), (0.5, 1), (1, 0), (3, 18)])
 def test_extrapolation_is_refused(batch: float, width: int) -> None:
     with pytest.raises(UsageError, match="was not measured; allowed: 1 to"):
         linear_costs().forward(batch, width)
@@ -62,8 +62,8 @@ def test_costs_survive_json(tmp_path: Path) -> None:
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@subcases(
+    "change, message",
     [
         ({"target": {}}, "target={}"),
         ({"target": {1: {1: 0.0}}}, "target holds a 0"),
@@ -108,8 +108,8 @@ def test_the_roofline_has_two_sides() -> None:
     assert paper_costs(1e9, 0, machine).draft_step[1] == 0
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+@subcases(
+    "build, message",
     [
         (lambda: Machine(memory_bandwidth=0, flops=1), "memory_bandwidth=0; allowed: a finite number > 0"),
         (lambda: Machine(memory_bandwidth=1, flops=1, launch_ms=-1), "launch_ms=-1; allowed: a finite number >= 0"),
@@ -200,8 +200,8 @@ def test_a_drafter_object_is_measured_when_given() -> None:
     assert measure_costs(decoder, widths=(1, 2), seconds=0.01, drafter=Mine()).drafter == "Mine"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@subcases(
+    "options, message",
     [
         ({"batch_sizes": ()}, "batch_sizes=[]"),
         ({"batch_sizes": (0,)}, "batch_sizes=[0]"),

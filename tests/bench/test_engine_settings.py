@@ -5,11 +5,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slipstream.bench.tuning.engine_settings import config_of, engine_settings, files_for
 from slipstream.bench.tuning.search import Candidate
 from slipstream.config import DecoderConfig
+from tests.support.markers import subcases
 
 VLLM = {
     *("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
@@ -56,7 +55,7 @@ def parsed(
     )
 
 
-@pytest.mark.parametrize("candidate", EVERY)
+@subcases("candidate", EVERY)
 def test_only_documented_keys_are_written(candidate: Candidate) -> None:
     value, sglang, llamacpp, _ = parsed(candidate, stops_early=candidate is AUTO)
     assert set(value) <= VLLM and set(sglang) <= SGLANG and set(llamacpp) <= LLAMACPP
@@ -104,7 +103,7 @@ def test_not_to_speculate_is_a_comment_and_no_flag() -> None:
     assert [one.flags for one in engine_settings(None)] == [()] * 3
 
 
-@pytest.mark.parametrize("candidate", [None, *EVERY])
+@subcases("candidate", [None, *EVERY])
 def test_the_configuration_is_one_that_config_takes(candidate: Candidate | None, tmp_path: Path) -> None:
     file = tmp_path / "slipstream.json"
     file.write_text(files_for(candidate, DecoderConfig(max_batch_size=4), stops_early=False)["slipstream.json"])

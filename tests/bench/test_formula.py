@@ -25,6 +25,7 @@ from slipstream.bench.speed_model.formula import (
 from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.markers import subcases
 
 ALPHAS = st.floats(0.0, 1.0)
 LENGTHS = st.integers(0, 12)
@@ -117,7 +118,7 @@ def test_a_batch_waits_for_its_longest_proposal() -> None:
     assert eight / full[1] == pytest.approx(1 - 0.9**8)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95, 1.0])
+@subcases("alpha", [0.0, 0.3, 0.6, 0.8, 0.95, 1.0])
 def test_the_best_length_is_the_best_of_all(alpha: float) -> None:
     costs = linear_costs()
     speed_ups = [predicted_speed_up(costs, alpha, n) for n in range(17)]
@@ -176,8 +177,8 @@ def test_expected_tokens_are_those_of_the_run() -> None:
     assert expected_tokens(acceptance, 5) == pytest.approx(stats.block_efficiency)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+@subcases(
+    "build, message",
     [
         (lambda: Acceptance.constant(1.5), "acceptance 1.5; allowed: from 0 to 1"),
         (lambda: Acceptance.constant(float("nan")), "acceptance nan"),

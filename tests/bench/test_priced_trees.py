@@ -31,6 +31,7 @@ from slipstream.bench.speed_model.round_costs import Costs, Machine, TokenCosts,
 from slipstream.core.rounds import Round
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.markers import subcases
 from tests.support.simulated_rounds import Load, play
 from tests.support.tiny_models import fresh
 
@@ -263,8 +264,8 @@ def test_the_command_simulates_trees(tmp_path: Path) -> None:
     assert "without branches" in simulated(f"{toy} --length 2 --sibling-alpha 0.1 --sibling-alpha 0.05")
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
+@subcases(
+    "build, message",
     [
         (lambda: Acceptance.constant(0.9, siblings=[0.2]), "acceptance 0.9 of a draft token and 0.2 of those beside"),
         (lambda: Acceptance.constant(0.5, siblings=[1.2]), "acceptance 1.2; allowed: from 0 to 1"),

@@ -23,6 +23,7 @@ from slipstream.bench.speed_model.formula import (
 from slipstream.bench.speed_model.round_costs import Costs
 from slipstream.text.results import Stats
 from tests.support.cost_cases import RAGGED, linear_costs
+from tests.support.markers import subcases
 from tests.support.simulated_rounds import Load, play
 from tests.support.toy_runs import make
 
@@ -134,8 +135,8 @@ def test_the_command_takes_an_arm_of_a_benchmark_and_says_what_that_run_gained(t
     assert "without branches" in measured and "drafter model;" in measured
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@subcases(
+    "arguments, message",
     [
         (["--alpha", "0.5", "--arm", "none", "--target", "toy"], "--arm none names an arm of a benchmark"),
         (["--alpha", "0.5", "--stats", "x.json"], "--alpha or from --stats; allowed: one of them"),

@@ -12,6 +12,7 @@ from slipstream.bench.records import FILE, read_records
 from slipstream.bench.sweep_grid import Grid, best_of, references, series_of, summarise_by_temperature
 from slipstream.certificate.wrong_rules import load_wrong_rule
 from slipstream.errors import UsageError
+from tests.support.markers import subcases
 from tests.support.toy_runs import timed
 
 pytestmark = pytest.mark.slow
@@ -36,8 +37,8 @@ def test_the_grid_has_plain_decoding_once_per_temperature() -> None:
     assert grid.reference == "none~0" and len(Grid(("ngram",), (2, 4), (0.0,)).arms()) == 3
 
 
-@pytest.mark.parametrize(
-    ("drafters", "lengths", "temperatures", "message"),
+@subcases(
+    "drafters, lengths, temperatures, message",
     [
         (("none",), (1,), (0.0,), "none is draft length 0"),
         (("ngram", "ngram"), (1,), (0.0,), "drafters: 'ngram' is given twice.*each once"),

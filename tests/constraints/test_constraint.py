@@ -10,6 +10,7 @@ import pytest
 
 from slipstream import Constraint, SamplingParams, UsageError
 from tests.support.command_line import run
+from tests.support.markers import subcases
 from tests.support.structured_outputs import SCHEMAS
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -44,7 +45,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message[:24] for _, message in WRONG])
+@subcases("given, message", WRONG)
 def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^constraint: {message}") as refusal:
         Constraint(**given)
@@ -60,7 +61,7 @@ def test_numbers_that_are_exact_and_names_that_only_look_like_keywords_are_read(
         assert Constraint(json_schema=schema).text
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@subcases("name", SCHEMAS)
 def test_a_schema_is_the_same_as_a_dictionary_and_as_text(name: str) -> None:
     assert Constraint(json_schema=SCHEMAS[name]).text == Constraint(json_schema=json.dumps(SCHEMAS[name])).text
 

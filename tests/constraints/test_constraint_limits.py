@@ -55,6 +55,7 @@ def outcome(result: Result) -> tuple[list[int], str, str | None]:
     return result.token_ids, result.finish_reason, None if result.error is None else str(result.error)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", mostly_slow(DRAFTERS, "model", "suffix"))
 def test_every_drafter_fails_where_plain_decoding_fails(name: str, case: str) -> None:

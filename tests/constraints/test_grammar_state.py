@@ -10,6 +10,7 @@ import pytest
 from slipstream import Constraint
 from slipstream.constraints import compiled_grammars
 from slipstream.constraints.compiled_grammars import GrammarState
+from tests.support.markers import subcases
 from tests.support.structured_outputs import EMPTY, SCHEMAS, VOCAB, allowed, grammars, state, tokenizer
 
 CONSTRAINTS = {name: Constraint(json_schema=schema) for name, schema in SCHEMAS.items()} | {
@@ -33,7 +34,7 @@ def walk(constraint: Constraint, seed: int, longest: int = 40) -> list[int]:
     return path
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@subcases("name", CONSTRAINTS)
 def test_masks_after_steps_a_fresh_start_and_a_draft_are_the_same(name: str) -> None:
     constraint, rng = CONSTRAINTS[name], random.Random(name)
     for seed in range(3):
@@ -62,7 +63,7 @@ def test_a_mask_allows_exactly_what_can_be_consumed(name: str) -> None:
         assert mask.sum() == 1 or set(np.flatnonzero(mask)) == set(legal)
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@subcases("name", CONSTRAINTS)
 def test_forced_tokens_are_the_only_ones_their_masks_allow(name: str) -> None:
     here, forced = state(CONSTRAINTS[name]), 0
     for seed in range(3):

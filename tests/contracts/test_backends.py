@@ -40,6 +40,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("widths", [[1] * LENGTH, [LENGTH - 1, 1], [5, 7, 11], [2, 1, 20]])
 def test_any_split_into_forwards_gives_the_same_logits(name: str, widths: list[int]) -> None:
@@ -109,6 +110,7 @@ def test_copy_gives_a_slot_the_beginning_of_another(name: str) -> None:
     close(backend.forward(tokens[:, 12:], [12], first_slot=1, logits=True)[0], whole(name, tokens)[12:])
 
 
+@pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("size", [(3, 10), (1, ATTENDED_UNIT * 2 + 1), (4, ATTENDED_UNIT + 9)])
 def test_reserve_keeps_what_is_held(name: str, size: tuple[int, int]) -> None:

@@ -13,6 +13,7 @@ from slipstream.core.types import Row
 from slipstream.drafters.cross_vocabulary.bridged_session import BridgedSession
 from slipstream.models.toy import VOCAB_SIZE, ToyBackend
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import subcases
 from tests.support.tiny_models import HashBackend
 from tests.support.vocabularies import bridge
 
@@ -26,6 +27,7 @@ PARAMS = [
 ]
 
 parametrised = [
+    pytest.mark.pairwise,
     pytest.mark.parametrize("name", drafters.names()),
     pytest.mark.parametrize("coupled", [False, True], ids=["free", "coupled"]),
     pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"]),
@@ -137,7 +139,7 @@ def _plain_round(row: Row):
     return Round(row.index, 0, 1, len(row.tokens) - 1, (), (row.tokens[-1],), 0, False)
 
 
-@pytest.mark.parametrize("name", drafters.names())
+@subcases("name", drafters.names())
 def test_an_argument_the_drafter_does_not_know_is_refused(name: str) -> None:
     with pytest.raises(drafters.UsageError, match="allowed"):
         drafters.load(f"{name}:no such thing", drafters.Setup(CPU, 7, Session(HashBackend())))

@@ -8,6 +8,7 @@ import torch
 from slipstream.core.rng import argmax
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 5, 1000), (0, 7)])
 def test_it_is_the_first_of_the_greatest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -175,6 +175,7 @@ class Stumbling:
         return draft
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("taken", mostly_slow([0, 1, 3, 7], 1, 7))
 def test_rounds_may_be_left_in_the_middle(drafter: str, taken: int) -> None:

@@ -51,6 +51,7 @@ def cut_out(tokens: Tensor, segments: Sequence[RowSegment], padding: int = 0) ->
     return torch.cat([*own, torch.zeros(padding, dtype=torch.int64)])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("widths", [WIDTHS, ()], ids=["padded", "exact"])
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 1, 2, 5), (1, 16, 1, 2), (21, 1, 1, 9), (8, 8, 8, 8)], ids=str)
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "gemma3", "mistral"], "llama"))

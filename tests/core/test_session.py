@@ -183,6 +183,7 @@ def test_the_toy_model_scores_as_a_fresh_session_whatever_came_before(edits: lis
     history.round()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shapes", [EXACT_FIT, AGREEING, Shapes((), 5)], ids=["exact", "agreeing", "chunks"])
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3", "gpt2", "mistral"], "gemma3"))
 @torch.inference_mode()

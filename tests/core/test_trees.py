@@ -21,7 +21,7 @@ from slipstream.models.cpu.kernel_libraries import kernels
 from slipstream.models.hf.backend import HFBackend
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 from tests.support.random_trees import RandomTrees
 from tests.support.tiny_models import fresh, shared
 
@@ -80,12 +80,14 @@ def with_trees(name: str, options: str, seed: int = 0, count: int = 9, **setting
 # the text
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", mostly_slow(MODELS, "toy", "llama", "gemma3"))
 def test_random_trees_change_no_text(name: str, options: str) -> None:
     assert with_trees(name, options) == plain_texts(name, options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", ["greedy", "penalised"])
 @pytest.mark.parametrize("name", mostly_slow(("llama", "qwen2", "gemma3", COMPILED), "llama"))
 def test_in_reproducible_mode_as_well(name: str, options: str) -> None:
@@ -217,7 +219,7 @@ class Proposes:
         return self.draft
 
 
-@pytest.mark.parametrize("parents", [[1, 0, -1], [-1, 0], [-1, 3, 0], [-1, 1, 0], [-2, 0, 1]])
+@subcases("parents", [[1, 0, -1], [-1, 0], [-1, 3, 0], [-1, 1, 0], [-2, 0, 1]])
 def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
     decoder = decoder_of("toy").using(Proposes(tree([[1, 2, 3]], [parents])), num_draft_tokens=3)
     with pytest.raises(UsageError, match=r"drafter Proposes returned parents=\[.*for 3 tokens; allowed: for each"):

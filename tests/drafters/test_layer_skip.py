@@ -26,6 +26,7 @@ from slipstream.sampling.sampler import Sampler
 from tests.support.engine_parts import engine, run
 from tests.support.fake_cuda_graph import Tape
 from tests.support.layer_skip_cases import by_hugging_face, decoder_of, left_out
+from tests.support.markers import subcases
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, HashBackend, fresh, prompts, shared
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,7 @@ def llama() -> Any:
     return fresh("llama", num_hidden_layers=4)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("cache_audit")
 @pytest.mark.parametrize(
     ("name", "params"), [*((name, GREEDY) for name in ARCHITECTURES), ("llama", SAMPLED), ("gemma3", SAMPLED)]
@@ -303,8 +305,8 @@ def test_it_stops_as_the_draft_model_does(llama: Any) -> None:
     assert isinstance(stops[0], WhilePays) and stops[1:] == [None, PathBelow(0.25), PathBelow(0.25)]
 
 
-@pytest.mark.parametrize(
-    ("argument", "allowed"),
+@subcases(
+    "argument, allowed",
     [
         ("0", "from 1 to 4 layers"),
         ("5", "from 1 to 4 layers"),

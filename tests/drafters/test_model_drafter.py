@@ -47,6 +47,7 @@ def own_certainty(row: Row, tokens: list[int], coupled: bool) -> list[float]:
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("percent", [30, 70, 99])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("coupled", [False, True])

@@ -26,6 +26,7 @@ from slipstream.drafters.ngram_table import NgramTableDrafter
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
 from tests.support.chi_square import OPTIONS, SUSPICIOUS, model, observe
+from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, prompts, shared
 
 CPU = torch.device("cpu")
@@ -266,6 +267,7 @@ def test_text_is_that_of_plain_decoding_greedy_and_seeded(kind: str, size: int) 
     assert any(done.num_accepted_tokens for done in rounds) and any(done.rejected for done in rounds)
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", ["ngram_table:2-3", "ngram_table:2-3+fill"])
@@ -331,13 +333,13 @@ def test_the_argument_says_sizes_and_filling(argument: str, expected: tuple[int,
     assert (made.shortest, made.longest, made.fill) == expected
 
 
-@pytest.mark.parametrize("argument", ["x", "+fill", "4+", "4-", "-4", "4+filled", "fill+4", "4 +fill", "3-4-5"])
+@subcases("argument", ["x", "+fill", "4+", "4-", "-4", "4+filled", "fill+4", "4 +fill", "3-4-5"])
 def test_another_argument_is_refused(argument: str) -> None:
     with pytest.raises(UsageError, match=r"^drafter='ngram_table:.*'; allowed: ngram_table, ngram_table:LONGEST"):
         load(f"ngram_table:{argument}", Setup(CPU, SIZE))
 
 
-@pytest.mark.parametrize("argument", ["1", "0", "1-4", "5-4", "17", "2-99999999999"])
+@subcases("argument", ["1", "0", "1-4", "5-4", "17", "2-99999999999"])
 def test_sizes_out_of_range_are_refused(argument: str) -> None:
     with pytest.raises(UsageError, match=r"^table sizes shortest=\d+, longest=\d+; allowed: 2 <= shortest"):
         load(f"ngram_table:{argument}", Setup(CPU, SIZE))

@@ -20,6 +20,7 @@ from slipstream.drafters.suffix.output_store import FIELDS, SuffixStore
 from slipstream.drafters.suffix.suffix_drafter import OPENING, SuffixDrafter
 from slipstream.models.toy import VOCAB_SIZE
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import subcases
 
 CPU = torch.device("cpu")
 SIZE = 1000
@@ -199,8 +200,8 @@ def test_what_was_seeded_outlives_forgetting_and_what_was_learned_does_not() -> 
     assert kept(drafter) == [[4] * 50, [3] * 50]
 
 
-@pytest.mark.parametrize(
-    ("texts", "told"),
+@subcases(
+    "texts, told",
     [
         ([[1], [2, SIZE]], "text 1 holds 1000; allowed: ids from 0 to 999"),
         ([[-1]], "text 0 holds -1"),

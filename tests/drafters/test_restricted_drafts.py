@@ -22,7 +22,7 @@ from slipstream.models import draft_vocabulary
 from slipstream.models.draft_vocabulary import Restriction, restricted_head
 from slipstream.models.hf.backend import HFBackend
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, prompts, shared
 
 CPU, FIRST, END = torch.device("cpu"), 32, 60
@@ -166,7 +166,7 @@ def test_auto_restricts_large_vocabularies_whose_weights_are_at_hand(monkeypatch
     assert num_first(tied=False, size=4, wanted=32) == 32
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "some", None])
+@subcases("value", [0, -1, True, 1.5, "some", None])
 def test_a_wrong_draft_vocabulary_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"draft_vocabulary=.*; allowed: 'auto', 'full' or a whole number >= 1$"):
         SpeculativeDecoder("toy", draft_vocabulary=value)

@@ -23,7 +23,7 @@ from slipstream.drafters.suffix.automaton import LIMIT, Match, SuffixAutomaton
 from slipstream.drafters.suffix.suffix_drafter import prior, prior_beside
 from slipstream.models.toy import FABLE
 from slipstream.sampling.sampler import Sampler
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 
 CPU = torch.device("cpu")
 SIZE = 50
@@ -373,8 +373,8 @@ def test_arguments_are_read() -> None:
     assert load("suffix:4+outputs=0", Setup(CPU, SIZE)) == SuffixDrafter(SIZE, 4, outputs=0)
 
 
-@pytest.mark.parametrize(
-    ("argument", "told"),
+@subcases(
+    "argument, told",
     [
         ("0", "shortest=0 .* allowed: 1 to 32"),
         ("33", "shortest=33"),

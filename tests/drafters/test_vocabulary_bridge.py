@@ -53,6 +53,7 @@ def drafted(pair: VocabularyBridge, before: str | list[int], *drafts: str | int)
 # what the draft model reads
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize("step", [1, 3, 10_000])
 def test_a_text_is_read_as_the_draft_models_tokenizer_cuts_it_however_it_came(
@@ -147,6 +148,7 @@ def test_a_text_without_spaces_settles_too() -> None:
 # what becomes of its drafts
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("draft", ["toy", "bytes", "sentencepiece"])
 def test_a_draft_becomes_the_tokens_that_the_target_would_have_used(target: str, draft: str) -> None:

@@ -16,6 +16,7 @@ from slipstream import SlipstreamError, UsageError
 from slipstream.integrations.transformers.custom_generate import CustomGenerate, custom_generate
 from slipstream.models.hf.prepared_inputs import cache_name
 from tests.support.hf_cases import COUNT, ENDS, GREEDY, WIDTH, batch, both, drafting, expected
+from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, fresh, perturbed, shared, tokenizer
 from tests.support.vocabularies import speaking
 from tests.support.vocabularies import tokenizer as tokenizer_of
@@ -23,6 +24,7 @@ from tests.support.vocabularies import tokenizer as tokenizer_of
 pytestmark = pytest.mark.usefixtures("cache_audit")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gemma3"])
 def test_greedy_text_of_a_padded_batch_is_that_of_generate(name: str, drafter: str) -> None:
@@ -243,7 +245,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSALS)
+@subcases("message", REFUSALS)
 def test_what_cannot_be_honoured_is_refused_by_name(message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         shared("llama").generate(**batch() | GREEDY | REFUSALS[message], custom_generate=custom_generate)

@@ -14,7 +14,7 @@ from slipstream.integrations.transformers.generate_options import Options, read_
 from slipstream.sampling.sampler import Sampler
 from tests.support import chi_square
 from tests.support.hf_cases import COUNT, ENDS, WIDTH, batch, both, expected
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import VOCAB, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -62,7 +62,7 @@ OPTIONS: dict[str, Any] = {
 NEUTRAL = {"renormalize_logits": True, "remove_invalid_values": True, "use_cache": False, "num_beams": 1}
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@subcases("option", OPTIONS)
 def test_greedy_options_one_by_one(option: str) -> None:
     ours, plain = both({option.partition(" ")[0]: OPTIONS[option]()})
     assert torch.equal(ours, plain)

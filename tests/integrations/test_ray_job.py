@@ -20,6 +20,7 @@ import pytest
 from slipstream import UsageError
 from slipstream.integrations.ray.ray_options import RayOptions
 from tests.support.job_cases import by_id, chat, requests, toy, write
+from tests.support.markers import subcases
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra 'ray')")
 BAD = {"id": "bad", "prompt": "x", "top_p": 7}
@@ -103,8 +104,8 @@ def test_a_cluster_that_is_not_there_is_told_in_one_line(environment: dict[str, 
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
+@subcases(
+    "options, why",
     [
         ({"ray": "auto", "ray_actors": "0"}, "ray_actors='0'; allowed: a number, or MIN-MAX, e.g. 2 or 1-8"),
         ({"ray": "auto", "ray_actors": "4-2"}, "ray_actors='4-2'; allowed"),

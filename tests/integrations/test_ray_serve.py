@@ -21,6 +21,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.apps.server.ray_serve import ServeSpec
+from tests.support.markers import subcases
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -155,8 +156,8 @@ def test_a_replica_that_is_killed_takes_its_own_streams_with_it_and_no_others(cl
         assert answered >= 20 and cluster.ask("count") == 2
 
 
-@pytest.mark.parametrize(
-    ("args", "why"),
+@subcases(
+    "args, why",
     [
         ({}, "target=None; allowed: the name of a model"),
         ({"target": "toy", "model": "x"}, "unknown argument 'model'; allowed: target, draft, decoder, server,"),

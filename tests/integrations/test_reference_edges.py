@@ -26,6 +26,7 @@ from slipstream.integrations.reference import (
     speculative_generate,
     speculative_generate_batch,
 )
+from tests.support.markers import subcases
 from tests.support.reference_cases import PROMPTS, WORDS, greedy, pair
 from tests.support.tiny_models import VOCAB as LETTERS
 from tests.support.tiny_models import fresh, perturbed, prompts, reference, shared
@@ -130,8 +131,8 @@ class OwnDraw(MultinomialProcessor):
         return torch.multinomial(probs, 1) + 1000
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@subcases(
+    "options, message",
     [
         ({"gamma": -1}, "gamma=-1; allowed: a whole number from 0 to 64"),
         ({"gamma": True}, "gamma=True; allowed"),
@@ -162,8 +163,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         greedy(PROMPTS[0], **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+@subcases(
+    "make, message",
     [
         (lambda: MultinomialProcessor(0.0), "temperature=0.0; allowed: a finite number > 0"),
         (lambda: TopKProcessor(1.0, 0), "top_k=0; allowed: a whole number >= 1"),

@@ -23,12 +23,14 @@ def pieces(vocabulary: ByteVocabulary, text: str, *, beginning: bool = False) ->
     return [vocabulary.texts[number] for number in vocabulary.encode(text, beginning=beginning).ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str, text: str) -> None:
     assert b"".join(piece or b"?" for piece in pieces(of(kind), text)) == text.encode()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["toy", *KINDS])
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_begin_where_it_is_said(kind: str, text: str) -> None:

@@ -65,6 +65,7 @@ def test_logits_are_those_of_the_models_own_layers(name: str) -> None:
     assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [0.1, 10.0, 3000.0])
 def test_compiled_operators_give_the_numbers_of_the_plain_ones(name: str, scale: float) -> None:
@@ -188,6 +189,7 @@ PLACES = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("window", [0, 7, 50])
 @pytest.mark.parametrize("name", PLACES)
@@ -249,6 +251,7 @@ def test_what_an_earlier_text_left_behind_a_token_does_not_reach_it() -> None:
 both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
+@pytest.mark.pairwise
 @both_types
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("window", "at"), [(0, 65), (0, 90), (7, 40), (7, 65), (50, 3)])

@@ -25,6 +25,7 @@ from slipstream.models.cpu.kernel_libraries import (
 from slipstream.models.cpu.packed_linear import CompressedLinear, PackedLinear, compressed_or_packed, pack
 from slipstream.models.cpu.processor import NoKernelsError, parse
 from slipstream.models.fast_path_warnings import warn_slower
+from tests.support.markers import subcases
 from tests.support.tiny_models import fast, fresh
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs a C compiler and a processor with AVX2")
@@ -149,8 +150,8 @@ FOUND = "flags\t\t: fpu avx2 fma f16c " + " ".join(VARIANTS["avx512bf16"])
 PLAIN = bfloat16_recipe("plain")
 
 
-@pytest.mark.parametrize(
-    ("description", "wanted", "variant"),
+@subcases(
+    "description, wanted, variant",
     [
         (FOUND, None, "avx512bf16"),
         (FOUND, "avx2", "avx2"),

@@ -12,6 +12,7 @@ from slipstream.core.session import Session
 from slipstream.core.types import Row
 from slipstream.drafters.model.windowed_session import BEGINNING, PartialRow, WindowedSession, num_tokens_skipped
 from slipstream.models.hf.backend import HFBackend
+from tests.support.markers import subcases
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 LIMIT = 128
@@ -101,7 +102,7 @@ def test_auto_reads_what_the_context_holds() -> None:
     assert 128 < read[0] <= 252 and 64 < read[1] <= 128 and read[2] == 300
 
 
-@pytest.mark.parametrize("value", [0, 127, True, 1.5, "some", None])
+@subcases("value", [0, 127, True, 1.5, "some", None])
 def test_a_wrong_draft_context_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=r"draft_context=.*; allowed: 'auto', 'full' or a whole number >= 128$"):
         SpeculativeDecoder("toy", draft_context=value)

@@ -32,6 +32,7 @@ def num_fused(backend: HFBackend) -> int:
     return sum(is_fused(module) for module in backend.model.modules())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype) -> None:
@@ -41,6 +42,7 @@ def test_logits_are_those_of_the_models_own_layers(name: str, dtype: torch.dtype
     assert (expected - got).abs().max() <= {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype] * expected.abs().max()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize(("width", "start"), [(40, 0), (64, 0), (200, 17)])
 def test_a_prompt_read_in_blocks_gives_the_same_logits(
@@ -189,6 +191,7 @@ class Scaled(nn.Module):
         return (normed * (self._offset + self.weight.float())).to(x.dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [8, 33, 576])

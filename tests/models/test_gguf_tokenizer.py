@@ -23,6 +23,7 @@ from slipstream.models.weights.tokenizer_loading import inspect_vocabulary, load
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from slipstream.tokenization.vocabulary import VocabularyInfo
 from tests.support.gguf_files import ALPHABET, byte_level, write_model
+from tests.support.markers import subcases
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -62,8 +63,8 @@ def tokens(info: VocabularyInfo, text: str) -> list[str]:
     return list(info.tokenizer.inner.convert_ids_to_tokens(info.tokenizer.encode(text)))
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "words"),
+@subcases(
+    "pre, text, words",
     [
         ("smollm", "\n\n1.  7", ["ĊĊ", "1", ".", "ĠĠ", "7"]),
         ("gpt-2", "\n\n1.  7", ["Ċ", "Ċ", "1", ".", "Ġ", "Ġ7"]),

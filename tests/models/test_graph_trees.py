@@ -34,6 +34,7 @@ def both_trees(case: Case, parents: Sequence[tuple[int, ...]], behind: int) -> t
     return one, other
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_trees_give_the_logits_of_eager_ones(name: str, parents: list[tuple[int, ...]]) -> None:

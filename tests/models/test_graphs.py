@@ -20,6 +20,7 @@ from slipstream.models.hf.backend import HFBackend
 from slipstream.models.hf.fast_forwards import group_queries, later_logits
 from tests.support.fake_cuda_graph import Tape
 from tests.support.graph_cases import MODELS, PROMPT, STARTS, Case
+from tests.support.markers import subcases
 from tests.support.tiny_models import VOCAB, fresh
 
 pytestmark = pytest.mark.slow
@@ -138,6 +139,7 @@ def test_graphs_that_hold_too_much_memory_are_all_dropped() -> None:
     assert case.tape.resets == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_shapes", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [900, 1100, 5000])
 def test_captures_that_do_not_fit_together_do_not_drive_each_other_out(num_shapes: int, size: int) -> None:
@@ -264,7 +266,7 @@ GOING_ON: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
+@subcases("name", WAITING)
 def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(name: str) -> None:
     """While a shape is captured other threads of a server may do with the device what they like."""
     x, others, go_on, waited = torch.ones(4), list[object](), threading.Event(), threading.Event()
@@ -286,7 +288,7 @@ def test_operators_that_wait_for_the_device_are_refused_in_this_thread_alone(nam
     WAITING[name](x)  # and allowed again
 
 
-@pytest.mark.parametrize("name", GOING_ON)
+@subcases("name", GOING_ON)
 def test_operators_that_do_not_wait_are_let_through(name: str) -> None:
     with NoWaiting():
         GOING_ON[name](torch.ones(4))

@@ -21,6 +21,7 @@ from tests.support.tiny_models import ragged_logits as logits
 FAST = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2", "gpt2")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_transformers_attention(name: str, dtype: torch.dtype) -> None:

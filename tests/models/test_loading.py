@@ -436,6 +436,7 @@ def test_a_users_own_model_is_left_as_it_was(fast: Any) -> None:
     assert model.generate(torch.tensor([PROMPT]), max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 12
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [1, 3, 4, 17])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

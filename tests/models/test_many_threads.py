@@ -35,6 +35,7 @@ def gates(rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return both.to(dtype).split(size, -1)[0]
 
 
+@pytest.mark.pairwise
 @over_threads
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.functional.silu, nn.GELU("tanh")])

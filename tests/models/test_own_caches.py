@@ -37,6 +37,7 @@ def decoder_of(model_type: str) -> SpeculativeDecoder:
 TEXTS = QueuedTexts(decoder_of)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("right", [None, 0, 2, 4])
 @pytest.mark.parametrize("model_type", mostly_slow(HYBRIDS, "olmo_hybrid"))
 def test_drafts_change_no_text(model_type: str, right: int | None) -> None:

@@ -35,6 +35,7 @@ def ids(results: list[Any]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reproducible", ["auto", False])  # "auto": if shapes agree to the bit on this machine
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "ngram", "close"))
 @over_architectures
@@ -47,6 +48,7 @@ def test_greedy_batch_equals_hugging_face_at_every_draft_length(
         assert ids(results) == expected(name), f"draft length {length}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTS, "close"))
 @over_architectures
 def test_a_row_alone_equals_hugging_face(name: str, drafter: str) -> None:

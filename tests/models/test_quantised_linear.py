@@ -134,6 +134,7 @@ def test_layers_of_other_shapes_are_packed() -> None:
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", mostly_slow(["int4", "int8"], "int8"))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "gemma3"], "qwen3"))

@@ -41,6 +41,7 @@ def inputs(tokens: int) -> Tensor:
     return torch.randn(1, tokens, INPUTS, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("biased", [False, True], ids=["bare", "biased"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 20])

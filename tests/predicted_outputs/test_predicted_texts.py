@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream import Draft, Result, SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.draft_length.acceptance_model import FIRST, Yield
-from tests.support.markers import mostly_slow
+from tests.support.markers import mostly_slow, subcases
 from tests.support.tiny_models import perturbed, prompts, shared
 
 pytestmark = pytest.mark.usefixtures("cache_audit")
@@ -36,6 +36,7 @@ def plain(decoder: SpeculativeDecoder, prompt: Any, params: SamplingParams) -> R
     return decoder.using("none").generate(prompt, replace(params, prediction=None))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(GREEDY, repetition_penalty=1.2)], ids=["0", "t", "pen"])
 @pytest.mark.parametrize("drafter", FREE)
 @pytest.mark.parametrize("count", mostly_slow([8, "auto"], 8))
@@ -50,6 +51,7 @@ def test_the_text_is_plain_decodings_beside_every_drafter(
         assert (result.stats.accepted_prediction_tokens or 0) > 15 or prediction == WRONG or count == "auto"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "settings",
     mostly_slow([{}, {"num_draft_tokens": 4}, {"num_draft_tokens": "heuristic"}], {"num_draft_tokens": 4}),
@@ -226,8 +228,8 @@ def test_a_wrong_prediction_costs_few_rounds_and_few_columns() -> None:
     assert (result.rejected_prediction_tokens or 0) <= 24
 
 
-@pytest.mark.parametrize(
-    ("made", "params", "message"),
+@subcases(
+    "made, params, message",
     [
         ({"num_draft_tokens": 0, "drafter": "ngram"}, {"prediction": "a"}, "num_draft_tokens=0, which drafts nothing"),
         ({}, {"prediction": [257]}, "prediction: token id 257; allowed: 0 to 256"),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from tests.support.markers import subcases
 
 ROOT = Path(__file__).parents[2]
 AREAS = ("src", "docs", "examples", "benchmarks", "tests", "packaging")
@@ -14,7 +14,7 @@ NAMED = re.compile(
 MADE = {"runs.jsonl", "slipstream.json", "tune.json", "vllm.json"}  # by commands
 
 
-@pytest.mark.parametrize("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
+@subcases("page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     here = [str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*")]
     named = {one or two for one, two in NAMED.findall(page.read_text())} - MADE

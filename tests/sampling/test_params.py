@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slipstream import Constraint, SamplingParams, SlipstreamError, UsageError
+from tests.support.markers import subcases
 
 INF, NAN, HUGE = float("inf"), float("nan"), 10**400
 NOT_NUMBERS = ["1", None, True, False, [1.0], 1j, NAN, INF, -INF, HUGE]
@@ -85,12 +86,6 @@ def shown(value: Any) -> str:
     return "10**400" if value is HUGE or value == {5: HUGE} else repr(value)
 
 
-def pairs(table: dict[str, list[Any]]) -> list[Any]:
-    return [
-        pytest.param(name, value, id=f"{name}={shown(value)}") for name, values in table.items() for value in values
-    ]
-
-
 def culprits(value: Any) -> list[str]:
     """What a message may quote: the value, or one element of it."""
     if isinstance(value, dict):
@@ -103,20 +98,26 @@ def test_every_field_has_impossible_and_possible_values_here() -> None:
     assert set(IMPOSSIBLE) == set(POSSIBLE) == names
 
 
-@pytest.mark.parametrize(("name", "value"), pairs(IMPOSSIBLE))
-def test_impossible_value_is_refused_naming_field_value_and_what_is_allowed(name: str, value: Any) -> None:
-    with pytest.raises(UsageError) as refusal:
-        SamplingParams(**{name: value})
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert message.startswith(name) and "allowed: " in message
-    assert any(culprit in message.partition("allowed: ")[0] for culprit in culprits(value))
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_value_is_refused_naming_field_value_and_what_is_allowed(
+    name: str, subtests: pytest.Subtests
+) -> None:
+    for value in IMPOSSIBLE[name]:
+        with subtests.test(shown(value)):
+            with pytest.raises(UsageError) as refusal:
+                SamplingParams(**{name: value})
+            message = str(refusal.value)
+            assert "\n" not in message
+            assert message.startswith(name) and "allowed: " in message
+            assert any(culprit in message.partition("allowed: ")[0] for culprit in culprits(value))
 
 
-@pytest.mark.parametrize(("name", "value"), pairs(POSSIBLE))
-def test_possible_value_is_kept_as_it_is(name: str, value: Any) -> None:
-    kept = getattr(SamplingParams(**{name: value}), name)
-    assert kept == ((value,) if name == "stop" and isinstance(value, str) else value)
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_possible_value_is_kept_as_it_is(name: str, subtests: pytest.Subtests) -> None:
+    for value in POSSIBLE[name]:
+        with subtests.test(shown(value)):
+            kept = getattr(SamplingParams(**{name: value}), name)
+            assert kept == ((value,) if name == "stop" and isinstance(value, str) else value)
 
 
 def test_refusal_is_a_value_error_and_one_of_our_own() -> None:
@@ -126,7 +127,7 @@ def test_refusal_is_a_value_error_and_one_of_our_own() -> None:
         SamplingParams(top_p=2)
 
 
-@pytest.mark.parametrize("name", ["temprature", "max_new_tokens", "do_sample", "Temperature", "prompt_length"])
+@subcases("name", ["temprature", "max_new_tokens", "do_sample", "Temperature", "prompt_length"])
 def test_unknown_option_is_refused_with_the_list_of_known_ones(name: str) -> None:
     with pytest.raises(UsageError) as refusal:
         SamplingParams(**{name: 1})
@@ -164,8 +165,8 @@ def test_one_stop_string_means_the_same_alone_and_in_a_list() -> None:
     assert SamplingParams(stop="end").stop_strings == SamplingParams(stop=["end"]).stop_strings == ("end",)
 
 
-@pytest.mark.parametrize(
-    ("options", "field", "token"),
+@subcases(
+    "options, field, token",
     [
         ({"logit_bias": {3: 1.0, 10: 1.0}}, "logit_bias", 10),
         ({"stop_token_ids": [11]}, "stop_token_ids", 11),

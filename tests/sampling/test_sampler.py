@@ -14,6 +14,7 @@ from slipstream.core.rng import Race, Stream, key
 from slipstream.core.types import Row
 from slipstream.sampling.params import SamplingParams
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import subcases
 
 VOCAB, EOS = 31, 2
 CPU = torch.device("cpu")
@@ -143,7 +144,7 @@ def assert_same_distribution(ours: Tensor, theirs: Tensor) -> None:
     assert torch.allclose(ours, theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@subcases("name", CASES)
 def test_option_does_what_the_processor_of_generate_does_at_every_position(name: str) -> None:
     options, processors = CASES[name]
     changed = False
@@ -157,7 +158,7 @@ def test_option_does_what_the_processor_of_generate_does_at_every_position(name:
     assert changed or name == "top_k beyond the vocabulary" or name == "bad words longer than the context"
 
 
-@pytest.mark.parametrize("name", CASES)
+@subcases("name", CASES)
 def test_position_j_sees_the_committed_tokens_and_the_first_j_draft_tokens(name: str) -> None:
     params = SamplingParams(**CASES[name][0])
     logits = random_logits(1, len(DRAFT) + 1)[0]
@@ -167,7 +168,7 @@ def test_position_j_sees_the_committed_tokens_and_the_first_j_draft_tokens(name:
         assert torch.equal(at_once[j], committed[0])
 
 
-@pytest.mark.parametrize("params", BATCH)
+@subcases("params", BATCH)
 def test_first_counts_the_draft_tokens_before_position_0(params: SamplingParams) -> None:
     logits = random_logits(1, len(DRAFT) + 1)[0]
     at_once = distribution(make_row(params), logits, DRAFT)
@@ -188,7 +189,7 @@ def test_rows_with_different_options_have_the_distributions_they_have_alone() ->
         assert torch.equal(together[i], distribution(row, logits[i], drafts[i].tolist()))
 
 
-@pytest.mark.parametrize("params", BATCH)
+@subcases("params", BATCH)
 def test_telling_a_sampler_of_new_tokens_equals_making_a_new_one(params: SamplingParams) -> None:
     logits, none = random_logits(1, 1), torch.zeros(1, 0, dtype=torch.int64)
     row = make_row(params, [])

@@ -16,6 +16,7 @@ from slipstream.core.types import Row
 from slipstream.drafters.model import ModelDrafter
 from slipstream.sampling.processors import check_stateless
 from slipstream.sampling.sampler import Sampler
+from tests.support.markers import subcases
 
 VOCAB, TOY_VOCAB = 11, 257
 CPU = torch.device("cpu")
@@ -100,6 +101,7 @@ def test_check_stateless_returns_the_answer_and_leaves_the_scores_alone() -> Non
     assert answer[0, 2] == NEVER and torch.equal(answer[:, 3:], before[:, 3:])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,7 +127,7 @@ def test_one_token_left_is_enough() -> None:
     assert sampler.choose(logits_of(3), torch.tensor([[4, 5]])).tolist() == [[0, 0, 0]]
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-60, 1e-300])
+@subcases("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-60, 1e-300])
 def test_a_tiny_temperature_gives_the_greedy_distribution(temperature: float) -> None:
     logits, sampler = 20 * logits_of(1), sampler_of(temperature=temperature)
     expected = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
@@ -139,7 +141,7 @@ def test_distribution_of_a_huge_temperature_is_uniform_over_what_is_allowed(temp
     assert torch.allclose(sampler.probs(sampler.scores(logits_of(1), NO_DRAFT))[0, 0], expected)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "options",
     [
         {"temperature": 1e300},

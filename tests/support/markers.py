@@ -1,11 +1,20 @@
-"""Which cases of a test the fast part has."""
+"""Which cases of a test run: all in one test, the slow ones later, few of a product of parameters.
+
+A test of a product is marked `pairwise` (each pair of values of two parameters is in some case) or `each_value` (each
+value is). `--exhaustive` runs whole products, and the tests marked `exhaustive`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from itertools import combinations
 from typing import Any
 
 import pytest
+
+STRENGTHS = {"each_value": 1, "pairwise": 2}
 
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
@@ -17,3 +26,89 @@ def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
 
 def _slow(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+
+
+def subcases(names: str, cases: Iterable[Any], ids: Callable[[Any], str] | None = None) -> Callable[..., Any]:
+    """Like `parametrize`, but one test, which runs every case and reports each that fails.
+
+    For many quick cases. They share the fixtures of the test.
+    """
+    arguments = [name.strip() for name in names.split(",")]
+    tuples = [tuple(case) if len(arguments) > 1 else (case,) for case in cases]
+    assert tuples and all(len(values) == len(arguments) for values in tuples)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        fixtures = [p for name, p in signature(test).parameters.items() if name not in arguments]
+
+        @wraps(test)
+        def run_all(*, subtests: pytest.Subtests, **values: Any) -> None:
+            for case in tuples:
+                label = ", ".join(map(ids or _shown, case))
+                with subtests.test(label):
+                    test(**dict(zip(arguments, case, strict=True)), **values)
+
+        keyword = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in fixtures]
+        own = Parameter("subtests", Parameter.KEYWORD_ONLY)
+        run_all.__signature__ = signature(test).replace(parameters=[*keyword, own])  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
+
+
+def _shown(value: Any) -> str:
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def covering(cases: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
+    """Indices of few cases in which each combination of `strength` values occurs that occurs in any case.
+
+    Greedy; of cases that bring as much, the first is chosen.
+    """
+
+    def combos(case: tuple[Hashable, ...]) -> set[Any]:
+        return set(combinations(enumerate(case), min(strength, len(case))))
+
+    missing = set().union(*map(combos, cases))
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(combos(cases[i]) & missing))
+        chosen.append(best)
+        missing -= combos(cases[best])
+    return sorted(chosen)
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items that only an exhaustive run has."""
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    alone = []
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            alone.append(item)
+            continue
+        for mark in STRENGTHS:
+            if item.get_closest_marker(mark):
+                groups.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
+    for (_, mark), group in groups.items():
+        group.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # stable: the fast ones are preferred
+        kept = set(covering([_values(item) for item in group], STRENGTHS[mark]))
+        alone += [item for i, item in enumerate(group) if i not in kept]
+    return alone
+
+
+def _values(item: Any) -> tuple[int, ...]:
+    """Of each `parametrize` of a case's test: which of its values the case has."""
+    chosen = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        has = [item.callspec.params[name.strip()] for name in names]
+        for index, value in enumerate(mark.args[1]):
+            values = getattr(value, "values", None) if isinstance(value, type(pytest.param())) else None
+            if values is None:
+                values = value if len(names) > 1 else (value,)
+            if all(a is b for a, b in zip(values, has, strict=True)):
+                chosen.append(index)
+                break
+        else:
+            raise AssertionError(f"{item.nodeid}: no value of {mark.args[0]} is {has}")
+    return tuple(chosen)

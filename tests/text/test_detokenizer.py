@@ -155,6 +155,7 @@ def test_watch_fires_with_the_token_that_completes_a_stop(text: str, stop: str) 
     assert fired == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stop", [["heron"], ["river", "heron"], [" "], ["the heron "], ["e", "eron"], ["never there"]])
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_streamed_text_and_tokens_are_those_of_generate(stop: list[str], drafter: str) -> None:

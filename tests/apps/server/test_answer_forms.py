@@ -12,6 +12,7 @@ import pytest
 
 from slipstream import SpeculativeDecoder
 from tests.support import tiny_models
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 TEMPLATE = (
@@ -63,6 +64,7 @@ def with_more(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
     return fields | {"extra_body": fields.get("extra_body", {}) | more}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_a_demanded_form_has_the_text_of_plain_decoding(ask: Any, form: dict[str, Any], temperature: float) -> None:
@@ -158,8 +160,8 @@ CHAIN = {f"d{at}": {"properties": {"a": {"$ref": f"#/$defs/d{at + 1}"}}} for at 
 RULES = "start: r0\n" + "".join(f'r{at}: "b" r{at + 1}\n' for at in range(3000)) + 'r3000: "a"'
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
+@subcases(
+    "fields, named",
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (schema({"type": 5}), "response_format"),

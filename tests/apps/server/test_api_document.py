@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 REFUSALS = {"400", "401", "403", "404", "408", "413", "429", "503", "4XX"}
@@ -40,8 +41,8 @@ def test_every_endpoint_has_answers_and_refusals_and_none_has_the_frameworks_own
                 assert "$ref" in sends["schema"] or sends["schema"]["required"] == ["file", "purpose"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
+@subcases(
+    "method, path, body",
     [
         ("get", "/v1/models", None),
         ("get", "/health", None),

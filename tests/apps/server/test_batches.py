@@ -18,6 +18,7 @@ from slipstream.apps.server.error_objects import ApiError
 from slipstream.apps.server.live_request import Ended, Event, LiveRequest
 from tests.support.job_cases import by_id, chat, write
 from tests.support.job_cases import toy as job_toy
+from tests.support.markers import subcases
 from tests.support.running_server import Gate, RunningServer, running_server, toy
 
 LINES = [
@@ -149,8 +150,8 @@ def test_files_are_listed_read_and_deleted(server: RunningServer) -> None:
                 call(file.id)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "why"),
+@subcases(
+    "method, path, body, status, why",
     [
         ("POST", "/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions"}, 404, "no file 'file-x'"),
         ("POST", "/v1/batches", {"input_file_id": "x", "endpoint": "/v1/embeddings"}, 400, "endpoint: Input should be"),
@@ -184,8 +185,8 @@ def test_wrong_calls_are_refused(
     assert answer.status_code == status and why in answer.json()["error"]["message"], answer.text
 
 
-@pytest.mark.parametrize(
-    ("form", "why"),
+@subcases(
+    "form, why",
     [
         ({"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}, "purpose='fine-tune'; allowed: 'batch'"),
         ({"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[seconds]": "9"}}, "files do not expire"),
@@ -205,7 +206,7 @@ def test_wrong_forms_are_refused_and_leave_nothing(server: RunningServer, form: 
     assert not list((server.service.background.store.folder / "uploads").iterdir())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100_000])
+@subcases("size", [1, 2, 3, 7, 64, 100_000])
 def test_a_form_may_arrive_in_any_pieces(size: int, tmp_path: Path) -> None:
     import asyncio
 

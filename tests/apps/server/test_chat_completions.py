@@ -12,6 +12,7 @@ import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder
 from tests.support import tiny_models
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 ASKED = [{"role": "user", "content": "the cat sat on the mat, the cat sat"}]
@@ -128,7 +129,7 @@ def test_a_cached_prompt_is_told(ask: Any) -> None:
     assert ask(max_tokens=3, temperature=0).usage.prompt_tokens_details.cached_tokens > 20
 
 
-@pytest.mark.parametrize(
+@subcases(
     "fields",
     [
         {"messages": []},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server, toy
 
 
@@ -175,8 +176,8 @@ def test_a_stream_gives_the_whole_text(server: RunningServer) -> None:
     assert all(c["usage"] is None for c in chunks[:-1])
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@subcases(
+    "fields, param",
     [
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from slipstream.apps.server.engine_routes import ReplayFields
 from slipstream.apps.server.error_objects import validation_error
 from slipstream.apps.server.schemas import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 WRONG = [None] * 20_000
@@ -35,6 +36,7 @@ def ask(server: RunningServer, path: str, fields: dict[str, Any]) -> tuple[int, 
     return answer.status_code, answer.json()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("kind", "body", "param"),
     [
@@ -72,8 +74,8 @@ def said(**content: Any) -> dict[str, Any]:
 NO_TEXT = "a text, or parts of one"
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "why"),
+@subcases(
+    "path, fields, param, why",
     [
         (CHAT, {"stop": ["", "x"]}, "stop", "stop.0: String should have at least 1 character"),
         (CHAT, {"stop": ["x"] * 33}, "stop", "stop: List should have at most 32 items"),
@@ -190,7 +192,7 @@ def test_a_refusal_names_the_field_and_the_reason(
     assert answer["error"]["param"] == param and why in answer["error"]["message"], answer
 
 
-@pytest.mark.parametrize("nothing", [None, False, "", []])
+@subcases("nothing", [None, False, "", []])
 def test_what_says_nothing_is_not_refused(server: RunningServer, nothing: Any) -> None:
     body = {"tools": nothing, "functions": nothing, "grammar": nothing} | ({"suffix": ""} if nothing == "" else {})
     sent = {"messages": [{"role": "user", "content": "hi", "function_call": nothing, "refusal": nothing}]}

@@ -16,6 +16,7 @@ from slipstream import UsageError
 from slipstream.apps.server import access
 from slipstream.apps.server.access import OPEN, PAGE, ApiKeys
 from slipstream.apps.server.server_settings import ServerSettings
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 KEY, OTHER = "correct-horse-battery", "another-long-key"
@@ -80,15 +81,13 @@ def test_what_is_open_tells_nothing_of_the_model(server: RunningServer) -> None:
         assert answer.status_code == 200 and "toy" not in answer.text
 
 
-@pytest.mark.parametrize(
-    "path", ["/nowhere", "/v1", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/page"]
-)
+@subcases("path", ["/nowhere", "/v1", "/health/", "//health", "/health/../v1/models", "/HEALTH", "/page"])
 def test_addresses_that_are_not_listed_are_closed(server: RunningServer, path: str) -> None:
     assert raw(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).split()[1] == b"401"
 
 
-@pytest.mark.parametrize(
-    ("path", "host"),
+@subcases(
+    "path, host",
     [
         ("/v1/models", "localhost/health?"),
         ("/v1/models", "x/health?"),
@@ -117,7 +116,7 @@ def test_every_key_of_the_file_opens(server: RunningServer, key: str) -> None:
     assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
-@pytest.mark.parametrize("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
+@subcases("given", [KEY[:-1], KEY + "x", KEY.upper(), f"ann:{KEY}", "\xff" * 20, KEY + " " + KEY])
 def test_no_other_key_opens(server: RunningServer, given: str) -> None:
     headers = {"authorization": f"Bearer {given}".encode("latin-1")}
     assert server.http.get("/v1/models", headers=headers).status_code == 401  # type: ignore[arg-type]
@@ -139,16 +138,17 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compared) == 6  # each key is compared with every other, a match or not
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
+@subcases("host", ["evil.example", "localhost.evil.example", "", "127.0.0.1.evil.example", "a b"])
 def test_other_names_of_this_machine_are_refused(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] in (b"403", b"400")
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8000", "192.168.0.7", "box.lan"])
+@subcases("host", ["localhost", "localhost:80", "127.0.0.1:1", "[::1]:8000", "192.168.0.7", "box.lan"])
 def test_addresses_and_listed_names_are_served(unlocked: RunningServer, host: str) -> None:
     assert raw(unlocked, f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
 def test_pages_of_other_sites_cannot_call(unlocked: RunningServer, method: str, origin: str) -> None:
@@ -221,8 +221,8 @@ def test_browsers_ask_without_the_key_what_listed_sites_may_send(key_file: str) 
         assert listed.status_code == 200 and listed.headers["access-control-allow-origin"] == "https://pages.example"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@subcases(
+    "name, value",
     [
         *(("allowed_host", host) for host in ("box:8000", "http://box", "box/", "*", "", "a b", "[::1]")),
         *(("allowed_origin", f"{scheme}://a.example{port}") for scheme, port in (("http", ":80"), ("https", ":443"))),
@@ -246,7 +246,7 @@ def test_names_and_sites_are_taken_as_browsers_send_them() -> None:
     ServerSettings(allowed_origin=sites)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "settings",
     [
         {"port": "8000"},

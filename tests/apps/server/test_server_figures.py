@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.apps.server.server_metrics import HISTOGRAMS
+from tests.support.markers import subcases
 from tests.support.running_server import PATIENCE, Gate, RunningServer, running_server
 
 
@@ -118,8 +119,8 @@ def test_the_small_endpoints_answer(server: RunningServer) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
+@subcases(
+    "method, path, status",
     [
         ("GET", "/nothing", 404),
         ("GET", "/v1/completions", 405),

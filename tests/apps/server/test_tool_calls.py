@@ -21,6 +21,7 @@ from slipstream.core.types import Row
 from slipstream.models.toy import ToyTokenizer
 from slipstream.tokenization.hf_tokenizer import HFTokenizer
 from tests.support import tiny_models
+from tests.support.markers import subcases
 from tests.support.running_server import RunningServer, running_server
 
 TEMPLATE = (
@@ -57,9 +58,7 @@ def test_calls_are_read_from_an_answer() -> None:
     assert len(parsed(CALL + CALL).calls) == 2 and HFTokenizer(tokenizer()).call_opening() == "<tool_call>"
 
 
-@pytest.mark.parametrize(
-    "text", ["no call at all", CALL[:-20], "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"]
-)
+@subcases("text", ["no call at all", CALL[:-20], "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
 def test_what_is_no_whole_call_stays_text(text: str) -> None:
     assert parsed(text) is None
 
@@ -78,7 +77,7 @@ def pieces(calls: str) -> list[str]:
     return [calls[at:] for at in range(len(calls)) if calls[at:].startswith((CALL, MARKED))]
 
 
-@pytest.mark.parametrize("cut", range(1, len(CALL)))
+@subcases("cut", range(1, len(CALL)))
 def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
     chunks, whole = written(f"so {CALL}{MARKED}{CALL[:-cut]}", 7, "length")
     for calls in (whole["message"]["tool_calls"], chunks[-2]["delta"]["tool_calls"]):
@@ -88,7 +87,7 @@ def test_calls_before_one_that_was_cut_off_are_told(cut: int) -> None:
     assert whole["message"]["content"] == "so" and whole["finish_reason"] == chunks[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
+@subcases(
     "call",
     [
         '{"name": null, "arguments": {}}',
@@ -116,7 +115,7 @@ def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
         assert [one.arguments for one in parsed(call).calls] == ["{}"]
 
 
-@pytest.mark.parametrize("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
+@subcases("arguments", ["5", "[1]", '"x"', [1], 5, True, "[" * 100_000])
 def test_earlier_calls_have_arguments_that_are_objects(server: RunningServer, arguments: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -205,8 +204,8 @@ def test_one_call_is_told_where_several_are_not_wanted(parallel: bool | None, co
 CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@subcases(
+    "fields, param",
     [
         ({"tools": TOOLS}, "tools"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
@@ -249,8 +248,8 @@ for _ in range(3000):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize(
-    ("fields", "place"),
+@subcases(
+    "fields, place",
     [
         ({"messages": [{"role": "assistant", "tool_calls": [CALLED | {"id": HALF}]}]}, "messages.0"),
         ({"chat_template_kwargs": {"x": HALF}}, "chat_template_kwargs"),
@@ -289,8 +288,8 @@ HI: Any = {"role": "user", "content": "hi"}
 ANSWERED: Any = {"role": "assistant", "content": "ho"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@subcases(
+    "fields, param",
     [
         ({"tools": TOOLS}, "tools"),
         ({"tools": TOOLS, "tool_choice": "auto"}, "tools"),

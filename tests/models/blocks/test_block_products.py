@@ -38,6 +38,7 @@ def test_weights_are_the_files_to_the_bit(block: BlockFormat, seed: int, rows: i
     assert torch.equal(found, dequantised(block, raw))
 
 
+@pytest.mark.pairwise
 @over_formats
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
 @pytest.mark.parametrize("half", [0.0, -0.0, 65504.0, -65504.0, 6e-8])
@@ -68,6 +69,7 @@ def rounded(x: Tensor, largest: int) -> Tensor:
     return ((groups * times).round().double() * (most / largest).double()).flatten(-2)
 
 
+@pytest.mark.each_value
 @over_formats
 @pytest.mark.parametrize(("activations", "largest"), [("int8", 127), ("int15", 16319)])
 def test_products_are_those_of_the_rounded_activations(block: BlockFormat, activations: str, largest: int) -> None:

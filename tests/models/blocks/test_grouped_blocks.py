@@ -75,6 +75,7 @@ def test_weights_are_exactly_those_of_the_formula(
     assert torch.equal(found, matrix.values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", [0, 15])
 @pytest.mark.parametrize("scale", [0.0, 65504.0, -65504.0, 2.0**-24, 1.0])

@@ -47,6 +47,7 @@ def test_a_wrong_number_is_noticed(field: str) -> None:
     assert not agrees(recurrence, compiled_form(wrong))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", ["specification", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)

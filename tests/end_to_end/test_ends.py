@@ -114,6 +114,7 @@ def test_min_tokens_holds_the_end_back_as_generate_does(drafter: str) -> None:
     assert end not in result.token_ids[:12] and len(result.token_ids) > 12
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("begin", mostly_slow([0, 2, 5, 6], 0, 5))
 @pytest.mark.parametrize("length", mostly_slow([1, 3, 8], 1, 3))
@@ -137,6 +138,7 @@ def test_max_tokens_of_one_gives_one_token_and_no_draft(drafter: str) -> None:
     assert run(drafter, SamplingParams(max_tokens=1), ends=text()[0]).finish_reason == "stop"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("limit", mostly_slow([2, 6, 7, 8], 6, 7))
 def test_max_tokens_ends_the_text_inside_a_block(drafter: str, limit: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream.core.acceptance import RULES, load_rule, match, rejection, rule_for
+from slipstream.core import acceptance
+from slipstream.core.acceptance import RULES, Distributions, Rule, accept, load_rule, match, rejection, rule_for
+from slipstream.core.rng import Race
 from slipstream.core.rule_names import RULE_NAMES
-from slipstream.core.types import Draft
+from slipstream.core.types import Draft, Row
 from slipstream.errors import UsageError
+from slipstream.sampling.params import SamplingParams
+from slipstream.sampling.sampler import Sampler
 from tests.support.enumeration import (
     HORIZON,
     VOCAB,
@@ -29,6 +34,7 @@ from tests.support.enumeration import (
     random_distribution,
     rule_names,
 )
+from tests.support.markers import subcases
 from tests.support.round_cases import (
     CASES,
     EVERY_DRAFT,
@@ -50,6 +56,7 @@ EXACT, WRONG_BY = 1e-6, 0.01  # p is float32
 LOSSLESS = [name for name in rule_names(lossless=True) if load_rule(name).distributions is not None]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_rule_keeps_the_distribution_of_the_target(name: str, make: MakeCase) -> None:
@@ -82,6 +89,7 @@ def test_match_emits_what_plain_decoding_emits_from_the_same_random_draws_whatev
         assert (*tokens[:kept], last) == plain[: kept + 1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", [*LOSSLESS, *rule_names(lossless=False)])
 def test_every_rule_returns_distributions_that_sum_to_one(name: str, make: MakeCase) -> None:
@@ -219,7 +227,7 @@ def test_topk_keeps_exactly_the_tokens_among_the_k_likeliest() -> None:
     assert emitted(case, case.distributions(rule)).sum() == pytest.approx(len(RAGGED), abs=1e-5)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "text",
     ["", "reject", "topk", "topk:", "topk:0", "topk:-1", "topk:x", "topk:1.5", "topk:²", "rejection:2", "match:1"],
 )
@@ -240,3 +248,51 @@ def test_auto_matches_fixed_drafts_and_judges_drawn_ones_as_a_block() -> None:
     assert rule_for("auto", Draft(tokens, (1,))).name == "match"
     assert rule_for("auto", Draft(tokens, (1,), torch.ones(1, 1, VOCAB) / VOCAB)).name == "block"
     assert rule_for("topk:2", Draft(tokens, (1,))).name == "topk:2"
+
+
+# `accept` draws as the rule's distributions say
+
+DRAWS = 2000
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """Replaces the uniform numbers of `accept` by given ones, one per row."""
+
+    def throw(values: list[float]) -> None:
+        numbers = iter(values)
+        monkeypatch.setattr(acceptance, "uniform", lambda _bits: next(numbers))
+
+    return throw
+
+
+def verdicts(keep: list[float], rows: int) -> list[int]:
+    """How many tokens `accept` keeps in each of `rows` equal rows, under a rule that says `keep`."""
+    distributions = Distributions(
+        torch.tensor([keep] * rows, dtype=torch.float64), lambda accepted: torch.ones(rows, VOCAB)
+    )
+    params = SamplingParams(temperature=1.0)
+    batch = [Row(i, [0], params, seed=i) for i in range(rows)]
+    sampler = Sampler(batch, Race(VOCAB, torch.device("cpu")), VOCAB, torch.device("cpu"))
+    width = len(keep) - 1
+    draft = Draft(torch.zeros(rows, width, dtype=torch.int64), (width,) * rows)
+    logits = torch.zeros(rows, width + 1, VOCAB)
+    return accept(Rule("fixed", True, lambda p, scores, draft: distributions), logits, draft, sampler).accepted.tolist()
+
+
+@pytest.mark.parametrize(
+    "keep", [[0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+)
+def test_accept_keeps_as_many_as_the_rule_says_as_often_as_it_says(
+    keep: list[float], draws: Callable[[list[float]], None]
+) -> None:
+    draws([(i + 0.5) / DRAWS for i in range(DRAWS)])
+    counts = np.bincount(verdicts(keep, DRAWS), minlength=len(keep))
+    assert (counts / DRAWS).tolist() == pytest.approx(keep, abs=1e-9)
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 1 - 2.0**-53])
+def test_accept_never_keeps_an_impossible_number(u: float, draws: Callable[[list[float]], None]) -> None:
+    for keep in ([0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0], [0.3, 0.3 + 4e-16, 0.4, 0.0], [0.0, 0.0, 1 - 1e-16, 0.0]):
+        draws([u])
+        assert keep[verdicts(keep, 1)[0]] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from slipstream import SamplingParams
-from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat
+from slipstream import Constraint, SamplingParams, UsageError
+from slipstream.apps.chat.remote_chat import KEYS, RemoteApi, RemoteChat, request_fields
 from slipstream.apps.chat.server_events import ServerEvent, events_of
-from slipstream.errors import SlipstreamError, UsageError
+from slipstream.errors import SlipstreamError
 from tests.support.chat_fakes import Recorder
+from tests.support.markers import subcases
 
 ENDS = [b"SSH-2.0-x\r\n", b"", b"HTTP/1.1 500 x\r\ncontent-length: 99\r\n\r\n{", b"HTTP/1.1 x\r\n\r\n"]
 
@@ -54,7 +56,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("data", [*ENDS, ok(b'{"da', 99)])
+@subcases("data", [*ENDS, ok(b'{"da', 99)])
 def test_an_other_end_that_breaks_off_is_one_error(data: bytes) -> None:
     with sending(data) as api, pytest.raises(SlipstreamError, match=r"broke off: .|status 500: no reason"):
         api.models()
@@ -66,9 +68,7 @@ def test_so_is_one_that_breaks_off_an_answer(data: bytes) -> None:
         list(api.pieces({}))
 
 
-@pytest.mark.parametrize(
-    "body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999]
-)
+@subcases("body", [b"<html>", b"[1]", b'{"data":{"a":1}}', b'{"data":["x"]}', b'{"data":[{"id":null}]}', b"[" * 99999])
 def test_an_answer_of_another_shape_lists_no_models(body: bytes) -> None:
     with sending(ok(body)) as api:
         assert api.models() == []
@@ -110,6 +110,7 @@ def test_nothing_shows_a_key_or_a_password() -> None:
     assert "secret" not in str(told.value)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("place", [b"http://[::1", b"//", b"file:///etc/passwd", b"/\x1b[31m"])
 def test_any_redirect_is_one_error(code: int, place: bytes) -> None:
@@ -136,7 +137,7 @@ def test_a_chunk_without_an_error_goes_on() -> None:
         assert list(api.pieces({})) == ["hi"]
 
 
-@pytest.mark.parametrize("url", NO_ADDRESSES)
+@subcases("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         RemoteApi.at(url)
@@ -159,6 +160,7 @@ def typed(body: bytes, kind: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_events_are_read_by_the_standard(ends: bytes, size: int) -> None:
@@ -260,8 +262,8 @@ def test_a_text_is_shown_with_a_note_of_what_else_came(answer: bytes, note: str)
     assert len(notes) == bool(note) and all(note in line for line in notes)
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
+@subcases(
+    "body, why",
     [
         (b'{"object":"error","message":"no such model","code":404}', "no such model"),
         (b'{"detail":"Not authenticated"}', "Not authenticated"),
@@ -288,3 +290,44 @@ def test_an_answer_that_fails_ends_its_line_and_is_not_kept() -> None:
         chat = RemoteChat(api.url, face, SamplingParams(), model="m")
         chat.handle("hello")
     assert face.pieces == ["hi", "\n"] and chat.turns == [] and "out of memory" in face.errors[0]
+
+
+# What a chat with a server asks for: fields that servers know, or one line that names the flag
+
+DEFAULTS = {"temperature": 0.0, "max_tokens": 200}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_OPENAI_HAS_IT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fields"),
+    [
+        (Constraint(json_schema=SCHEMA), {"response_format": AS_OPENAI_HAS_IT}),
+        (Constraint(json_schema=json.dumps(SCHEMA)), {"response_format": AS_OPENAI_HAS_IT}),
+        (Constraint(json_object=True), {"response_format": {"type": "json_object"}}),
+        (Constraint(regex="[ab]+"), {"structured_outputs": {"regex": "[ab]+"}}),
+        (Constraint(choice=("a", "b")), {"structured_outputs": {"choice": ["a", "b"]}}),
+        (Constraint(grammar='start: "a"'), {"structured_outputs": {"grammar": 'start: "a"'}}),
+    ],
+)
+def test_a_constraint_becomes_a_field_that_servers_know(constraint: Constraint, fields: dict[str, object]) -> None:
+    asked = request_fields(SamplingParams(constraint=constraint))
+    assert asked == DEFAULTS | fields and json.dumps(asked)
+
+
+def test_a_prediction_is_written_as_openai_has_it() -> None:
+    asked = request_fields(SamplingParams(prediction="def f():"))
+    assert asked == DEFAULTS | {"prediction": {"type": "content", "content": "def f():"}}
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (SamplingParams(constraint=Constraint(json_object=True, whitespace="spaced")), "--whitespace 'spaced' with"),
+        (SamplingParams(constraint=Constraint(grammar="start: @a", schemas={"a": SCHEMA})), "--grammar that names"),
+        (SamplingParams(prediction=[1, 2]), "--prediction of token ids with --url; allowed: a text"),
+    ],
+)
+def test_what_no_request_can_say_is_refused_before_anything_is_sent(params: SamplingParams, told: str) -> None:
+    with pytest.raises(UsageError, match=f"^{told}"):
+        RemoteChat("http://127.0.0.1:9", Recorder(), params)

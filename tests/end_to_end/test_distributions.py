@@ -82,12 +82,14 @@ def runs(name: str, drafter: str, rule: str) -> Runs:
     return observe(decoder(name, drafter, rule), name, seeds(drafter, rule))
 
 
+@pytest.mark.each_value
 @over_models
 @over_ways
 def test_joint_frequencies_are_those_of_the_target(name: str, drafter: str, rule: str) -> None:
     assert runs(name, drafter, rule).p_value > SUSPICIOUS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: str) -> None:
@@ -96,6 +98,7 @@ def test_joint_frequencies_of_all_ways_together_are_those_of_the_target(name: st
     assert p_value(counts(texts), exact_distribution(name)) > SUSPICIOUS
 
 
+@pytest.mark.each_value
 @over_models
 @over_ways
 def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: str) -> None:
@@ -108,6 +111,7 @@ def test_drafts_are_often_kept_and_often_refused(name: str, drafter: str, rule: 
         assert kept > RUNS / 6 and refused > RUNS / 6
 
 
+@pytest.mark.pairwise
 @over_models
 @pytest.mark.parametrize("size", mostly_slow([1, 5], 5))
 @pytest.mark.parametrize(
@@ -120,6 +124,7 @@ def test_texts_are_the_same_in_any_batch(name: str, drafter: str, rule: str, siz
     assert small.texts == runs(name, drafter, rule).texts[: len(some)]
 
 
+@pytest.mark.pairwise
 @over_models
 @pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, "close"))
 @pytest.mark.parametrize(("length", "size"), mostly_slow([(1, 64), (6, 5), (3, 1)], (6, 5)))

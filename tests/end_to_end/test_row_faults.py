@@ -166,6 +166,7 @@ def ordered(place: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return [PROMPTS[n] for n in order], [MIXED[n] for n in order]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("place", range(len(PROMPTS)))
 @pytest.mark.parametrize("fault", (LATER | AT_ONCE).values(), ids=LATER | AT_ONCE)
 @pytest.mark.parametrize("made", [toy, model_pair, recurrent])

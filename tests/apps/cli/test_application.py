@@ -14,6 +14,7 @@ from slipstream.apps import cli
 from slipstream.apps.cli import compare
 from slipstream.config import DecoderConfig
 from tests.support.command_line import run
+from tests.support.markers import subcases
 
 TOY = ("--target", "toy")
 PROMPT = ("-p", "The heron")
@@ -157,7 +158,7 @@ WRONG_USE = [
 ]
 
 
-@pytest.mark.parametrize("arguments,message", WRONG_USE, ids=lambda value: " ".join(value)[-40:] if value else "")
+@subcases("arguments,message", WRONG_USE, ids=lambda value: " ".join(value)[-40:] if value else "")
 def test_wrong_use_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, message: str) -> None:
     code, _, err = run(capsys, monkeypatch, *arguments)
     lines = [line for line in err.splitlines() if line.startswith("error:")]
@@ -213,7 +214,7 @@ def test_the_installed_command_starts_and_names_its_version() -> None:
 NAMES = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
 
 
-@pytest.mark.parametrize("command", [*NAMES, "models", "models check"])
+@subcases("command", [*NAMES, "models", "models check"])
 def test_every_command_explains_itself(capsys, monkeypatch, command: str) -> None:
     code, out, _ = run(capsys, monkeypatch, *command.split(), "--help")
     assert code == 0 and re.match(rf"Usage: .*slipstream {command} \[OPTIONS\]", out)

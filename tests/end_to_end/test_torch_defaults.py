@@ -85,6 +85,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"logit_bias": {3: 1.0}}, {"top_p": 0.9, "repetition_penalty": 1.2}]
 )

@@ -42,6 +42,7 @@ def test_control_characters_become_pictures() -> None:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("control", ["27", "7", "13", "9", "12", "155", "127"])
 @pytest.mark.parametrize("several", [(), ("-p", "A sparrow")])
 def test_a_pipe_gets_the_text_as_it_is(
@@ -52,6 +53,7 @@ def test_a_pipe_gets_the_text_as_it_is(
     assert code == 0 and text in printed
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("control", ["27", "7", "13", "155", "127"])
 @pytest.mark.parametrize("more", [(), ("--debug",), ("-p", "A sparrow"), ("--logprobs", "2")])

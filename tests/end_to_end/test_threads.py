@@ -16,6 +16,7 @@ import pytest
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.core.types import Row
 from slipstream.models.cpu import thread_placement
+from tests.support.markers import subcases
 from tests.support.tiny_models import fresh, perturbed, prompts, shared
 
 TEXTS = ["A heron and", "The sparrow was", "So the heron ate", "Then the wind", "It looked at", "You are fast"]
@@ -296,7 +297,7 @@ USES: dict[str, Callable[[SpeculativeDecoder], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@subcases("use", USES)
 def test_a_closed_decoder_refuses_in_one_line(use: str) -> None:
     decoder = SpeculativeDecoder("toy")
     with decoder as same:

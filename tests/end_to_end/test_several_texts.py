@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
+from tests.support.markers import subcases
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=30, seed=5, n=4)
 ALONE = replace(PARAMS, n=1)
@@ -41,7 +42,7 @@ def test_samples_of_a_list_of_prompts_stay_with_their_prompt(decoder: Speculativ
     assert [told["seed"] for told in results[0].to_dict()["alternatives"]] == [results[0].alternatives[0].seed]
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.0, True, None, "2"])
+@subcases("n", [0, -1, 1.0, True, None, "2"])
 def test_impossible_counts_are_refused(n: Any) -> None:
     with pytest.raises(UsageError, match=rf"^n={n!r}; allowed: a whole number >= 1$"):
         SamplingParams(temperature=1.0, n=n)

@@ -15,6 +15,7 @@ from slipstream.config import DecoderConfig
 from slipstream.decoder import SpeculativeDecoder
 from slipstream.text.prompt_sets import NamedPrompt
 from tests.support.command_line import run
+from tests.support.markers import subcases
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +32,8 @@ def refused(capsys, monkeypatch, *arguments: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@subcases(
+    "arguments, message",
     [
         (("--temperature", "abc"), "--temperature 'abc'; allowed: a number"),
         (("--temperature=abc",), "--temperature 'abc'; allowed: a number"),
@@ -54,8 +55,8 @@ def test_a_refused_value_is_repeated(capsys, monkeypatch, arguments: tuple[str, 
     assert message in refused(capsys, monkeypatch, "generate", *TOY, *PROMPT, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@subcases(
+    "arguments, message",
     [
         (("sweep", "--lengths", "8-0"), "--lengths '8-0': the range 8-0 is empty"),
         (("sweep", "--lengths", "0-2,5-4"), "the range 5-4 is empty"),
@@ -111,7 +112,15 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("generate", *TOY, *PROMPT), ("simulate",), ("models",), ("--help",), ("generate", "--help")]
+    "arguments",
+    [
+        ("generate", *TOY, *PROMPT),
+        ("--help",),
+        *(
+            pytest.param(one, marks=pytest.mark.exhaustive)
+            for one in (("simulate",), ("models",), ("generate", "--help"))
+        ),
+    ],
 )
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:

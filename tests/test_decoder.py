@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from slipstream import Draft, SamplingParams, SpeculativeDecoder, UsageError
+import slipstream
+from slipstream import Draft, SamplingParams, SlipstreamError, SpeculativeDecoder, UsageError
 from slipstream.tokenization.vocabulary import differing_tokens
-from tests.support.tiny_models import fresh, reference, tokenizer
+from tests.support.markers import subcases
+from tests.support.tiny_models import CHAT_TEMPLATE, fresh, perturbed, prompts, reference, shared, tokenizer
 
 CONTEXT = 32
 WORDS = {"<unk>": 0, "the": 1, "heron": 2, "sparrow": 3, "waits": 4}
@@ -56,12 +59,12 @@ def refused(message: str, decoder: SpeculativeDecoder, *arguments: Any) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+@subcases("prompt", ["", [""], ["a", ""]])
 def test_empty_prompt_is_refused(toy: SpeculativeDecoder, prompt: Any) -> None:
     refused(r"^prompt \d is empty; allowed: at least one token$", toy, prompt)
 
 
-@pytest.mark.parametrize(
+@subcases(
     "prompt",
     [
         [],
@@ -84,14 +87,14 @@ def test_prompt_of_another_kind_is_refused(toy: SpeculativeDecoder, prompt: Any)
     refused("^prompt .*; allowed: a text, a list of token ids or a list of chat messages$", toy, prompt)
 
 
-@pytest.mark.parametrize(("prompt", "index", "token"), [([1, 257], 0, 257), ([-1], 0, -1), (["a", [3, 999]], 1, 999)])
+@subcases("prompt, index, token", [([1, 257], 0, 257), ([-1], 0, -1), (["a", [3, 999]], 1, 999)])
 def test_token_id_outside_the_vocabulary_is_refused(
     toy: SpeculativeDecoder, prompt: Any, index: int, token: int
 ) -> None:
     refused(f"^prompt {index}: token id {token}; allowed: 0 to 256$", toy, prompt)
 
 
-@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 500])
+@subcases("length", [CONTEXT, CONTEXT + 1, 500])
 def test_prompt_that_fills_the_context_is_refused(bare: SpeculativeDecoder, length: int) -> None:
     refused(f"^prompt 0 has {length} tokens; allowed: at most {CONTEXT - 1}$", bare, [1] * length)
 
@@ -107,7 +110,7 @@ def test_one_bad_prompt_refuses_the_batch_before_anything_is_decoded(bare: Specu
     refused("^prompt 1: token id 5; allowed: 0 to 4$", bare, [[1, 2], [5]], SamplingParams(max_tokens=3))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@subcases("count", [0, 1, 3])
 def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, count: int) -> None:
     refused(
         f"^params: {count} given for 2 prompts; allowed: one, or one per prompt$",
@@ -117,13 +120,13 @@ def test_list_of_params_must_have_one_for_each_prompt(toy: SpeculativeDecoder, c
     )
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
+@subcases("params", [{"temperature": 1.0}, 5, "greedy", [None], {}, 0, "", False], ids=repr)
 def test_params_of_another_kind_are_refused(toy: SpeculativeDecoder, params: Any) -> None:
     refused("^params: .*; allowed: SamplingParams$", toy, "a", params)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
+@subcases(
+    "params, message",
     [
         (SamplingParams(stop="x"), "^stop=.* needs a tokenizer; allowed: stop_token_ids$"),
         (SamplingParams(bad_words=["x"]), "^bad_words: 'x' is text but there is no tokenizer"),
@@ -150,7 +153,7 @@ def test_stream_takes_one_prompt_only(toy: SpeculativeDecoder) -> None:
         next(toy.stream(["a", "b"]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
+@subcases("source", [5, None, "toy:0", "toy:x", "toy:", "./nowhere", "/nowhere.gguf"])
 def test_model_that_is_none_is_refused_by_name(source: Any) -> None:
     with pytest.raises(UsageError) as refusal:
         SpeculativeDecoder(source)
@@ -257,3 +260,156 @@ def test_ids_that_the_target_does_not_have_are_drafts_like_others(token: int) ->
         sampled = SamplingParams(max_tokens=8, temperature=0.9, seed=3)
         texts = [d.generate([5, 9, 11], sampled).token_ids for d in (decoder, decoder.using("none"))]
         assert len(texts[0]) == 8 and (acceptance != "match" or texts[0] == texts[1])
+
+
+# The public face: names, signatures, kinds of prompts, streams, refusals
+
+PARAMS = SamplingParams(max_tokens=12)
+LETTERS = tokenizer()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder(shared("llama"), tokenizer=LETTERS, num_draft_tokens=4)
+
+
+def ids(text: str) -> list[int]:
+    return LETTERS(text)["input_ids"]
+
+
+def test_public_names() -> None:
+    names = "Chunk Draft Drafter Policy Result Round Row SamplingParams SlipstreamError SpeculativeDecoder Stats "
+    assert set(slipstream.__all__) >= set((names + "UsageError Verdict __version__").split())
+    assert all(hasattr(slipstream, name) for name in slipstream.__all__)
+
+
+def test_the_constructor_takes_what_the_design_says() -> None:
+    signature = inspect.signature(SpeculativeDecoder.__init__)
+    found = [(p.name, p.kind.name, p.default) for p in signature.parameters.values()][1:]
+    keywords = {
+        "tokenizer": None,
+        "draft_tokenizer": None,
+        "drafter": "auto",
+        "num_draft_tokens": "auto",
+        "acceptance": "auto",
+        "dtype": "auto",
+        "draft_dtype": "auto",
+        "activations": "auto",
+        "quantize": "none",
+        "draft_vocabulary": "auto",
+        "draft_context": "auto",
+        "device": "auto",
+        "fast": "auto",
+        "reproducible": "auto",
+        "max_batch_size": 8,
+        "load_options": None,
+    }
+    assert found == [
+        ("target", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("draft", "POSITIONAL_OR_KEYWORD", None),
+        *((name, "KEYWORD_ONLY", default) for name, default in keywords.items()),
+    ]
+
+
+def test_every_kind_of_prompt_stands_for_its_ids(decoder: SpeculativeDecoder) -> None:
+    bare = decoder.generate(ids("hello"), PARAMS)
+    assert bare.prompt_token_ids == ids("hello")
+    assert decoder.generate("hello", PARAMS, chat=False).token_ids == bare.token_ids
+    templated = decoder.generate("hello", PARAMS)
+    assert templated.prompt_token_ids == ids("u:hello.a:")
+    chat = [{"role": "user", "content": "hello"}]
+    assert decoder.generate(chat, PARAMS).token_ids == templated.token_ids
+    longer = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and"}]
+    assert decoder.generate(longer, PARAMS).prompt_token_ids == ids("u:hello.a:yes.u:and.a:")
+
+
+def test_a_list_of_prompts_gives_a_list_of_results_in_order(decoder: SpeculativeDecoder) -> None:
+    mixed: list[Any] = ["hello", ids("abc"), [{"role": "user", "content": "x"}]]
+    batch = decoder.generate(mixed, PARAMS)
+    assert [r.token_ids for r in batch] == [decoder.generate(prompt, PARAMS).token_ids for prompt in mixed]
+    assert isinstance(decoder.generate(["hello"], PARAMS), list)
+    own = decoder.generate(mixed, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
+    assert [len(r.token_ids) for r in own] == [1, 2, 3]
+
+
+def test_a_template_is_used_only_where_there_is_one() -> None:
+    untemplated = SpeculativeDecoder(shared("llama"), tokenizer=tokenizer(template=None))
+    assert untemplated.generate("hello", PARAMS).prompt_token_ids == ids("hello")
+    with pytest.raises(UsageError, match="no chat template"):
+        untemplated.generate([{"role": "user", "content": "x"}], PARAMS)
+
+
+@pytest.mark.parametrize("stop", [(), "stop"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_chunks_add_up_to_the_result(drafter: str, stop: Any) -> None:
+    draft = perturbed("llama") if drafter == "model" else None
+    length = "auto" if drafter == "none" else 4
+    made = SpeculativeDecoder(shared("llama"), draft, drafter=drafter, tokenizer=LETTERS, num_draft_tokens=length)
+    whole = made.generate("hello", SamplingParams(max_tokens=30)).text
+    params = SamplingParams(max_tokens=30, stop=(whole[7:10],) if stop else ())
+    result = made.generate("hello", params)
+    chunks = list(made.stream("hello", params))
+    assert (
+        "".join(chunk.text for chunk in chunks) == result.text == (whole[: whole.index(whole[7:10])] if stop else whole)
+    )
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert [chunk.origins for chunk in chunks] == [done.origins for done in result.rounds]
+    assert chunks[-1].round.finish_reason == result.finish_reason == ("stop" if stop else "length")
+
+
+def test_a_stream_gives_text_as_it_comes(decoder: SpeculativeDecoder) -> None:
+    made, shown = decoder.using("none"), ""
+    seen: list[int] = []
+    for chunk in made.stream("hello", PARAMS):
+        shown += chunk.text
+        seen += chunk.token_ids
+        assert shown == LETTERS.decode(seen, skip_special_tokens=True)  # one character per token: nothing to wait for
+    assert shown == made.generate("hello", PARAMS).text
+
+
+def test_loaded_models_and_ids_need_no_tokenizer() -> None:
+    bare = SpeculativeDecoder(shared("llama"), perturbed("llama"))
+    prompt = prompts([6])[0]
+    result = bare.generate(prompt, PARAMS)
+    assert result.text == "" and len(result.token_ids) == 12
+    assert [token for chunk in bare.stream(prompt, PARAMS) for token in chunk.token_ids] == result.token_ids
+    for refused in ("text", [{"role": "user", "content": "x"}]):
+        with pytest.raises(UsageError, match="no tokenizer"):
+            bare.generate(refused, PARAMS)
+    with pytest.raises(UsageError, match=r"stop=.* needs a tokenizer"):
+        bare.generate(prompt, SamplingParams(stop="x"))
+    with pytest.raises(UsageError, match=r"bad_words.* no tokenizer"):
+        bare.generate(prompt, SamplingParams(bad_words=["x"]))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(TypeError, match="gamma"):
+        SpeculativeDecoder(shared("llama"), gamma=4)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="'gamma'; allowed: temperature"):
+        SamplingParams(gamma=4)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="int; allowed"):
+        SpeculativeDecoder(3)
+    with pytest.raises(UsageError, match="Linear; allowed: a Hugging Face PreTrainedModel"):
+        SpeculativeDecoder(torch.nn.Linear(2, 2))
+    assert issubclass(UsageError, SlipstreamError) and issubclass(UsageError, ValueError)
+
+
+def test_the_result_reports_what_happened(decoder: SpeculativeDecoder) -> None:
+    result = decoder.generate("hello", SamplingParams(temperature=1.0, seed=3, max_tokens=12))
+    assert result.seed == 3 and result.stats.lossless and len(result.token_ids) == 12
+    assert sum(len(done.tokens) for done in result.rounds) == 12
+    assert result.text == LETTERS.decode(result.token_ids, skip_special_tokens=True)
+    lossy = SpeculativeDecoder(shared("llama"), acceptance="topk:5").generate([3], PARAMS)
+    assert not lossy.stats.lossless
+
+
+def test_a_drafter_object_is_used_as_it_is() -> None:
+    class Fives:
+        def propose(self, rows: Any, lengths: Any, sampler: Any) -> Draft:
+            return Draft.from_lists([[5] * length for length in lengths], sampler.device)
+
+    made = SpeculativeDecoder(shared("llama"), drafter=Fives(), num_draft_tokens=2)
+    result = made.generate([3, 4], PARAMS)
+    assert made.drafter_name == "Fives" and {token for done in result.rounds for token in done.draft} == {5}
+    assert result.token_ids == made.using("none").generate([3, 4], PARAMS).token_ids
+    assert CHAT_TEMPLATE not in result.text

@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 from slipstream import SamplingParams, SpeculativeDecoder, UsageError
 from slipstream.text.requests import read_prompts
+from tests.support.markers import subcases
 from tests.support.tiny_models import prompts, shared, tokenizer
 
 IDS, OTHER = [5, 6, 7, 8], [9, 10]
@@ -42,20 +43,20 @@ SEVERAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ONE)
+@subcases("form", ONE)
 def test_one_prompt_in_every_form(form: str) -> None:
     found = read_prompts(ONE[form])
     assert found.items == [IDS] and found.single and all(type(token) is int for token in found.items[0])
 
 
-@pytest.mark.parametrize("form", SEVERAL)
+@subcases("form", SEVERAL)
 def test_several_prompts_in_every_form(form: str) -> None:
     found = read_prompts(SEVERAL[form])
     assert found.items == [IDS, OTHER] and not found.single
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
+@subcases(
+    "prompt, message",
     [
         (torch.tensor([1.0, 2.0]), "^prompt is an array of float32; allowed: whole numbers"),
         (np.array([True]), "^prompt is an array of bool; allowed: whole numbers"),
@@ -148,7 +149,7 @@ def test_what_a_tokenizer_returns_gives_the_texts_of_its_lists() -> None:
     assert decoder.encode(one["input_ids"].numpy()) == words(texts[0])["input_ids"]
 
 
-@pytest.mark.parametrize("options", [{"stop": ["ok", "a\ud800"]}, {"stop": "\udcff"}, {"bad_words": ["\udcff"]}])
+@subcases("options", [{"stop": ["ok", "a\ud800"]}, {"stop": "\udcff"}, {"bad_words": ["\udcff"]}])
 def test_lone_surrogates_in_options_are_refused_naming_the_field(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=rf"^{next(iter(options))}: '.*\\ud.*'; allowed: non-empty strings of valid"):
         SamplingParams(**options)

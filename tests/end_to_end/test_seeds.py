@@ -29,6 +29,7 @@ def texts(**settings: object) -> list[list[int]]:
     return [one.token_ids for one in decoder.generate(prompts([9, 20, 14]), PARAMS)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", ["auto", "chain", 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "hybrid", "layer_skip:1"])
 def test_a_seed_has_the_text_of_plain_decoding(drafter: str, length: int | str) -> None:

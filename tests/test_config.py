@@ -14,6 +14,7 @@ from slipstream import SpeculativeDecoder, UsageError
 from slipstream.config import DecoderConfig
 from slipstream.core.limits import MAX_DRAFT_TOKENS
 from slipstream.draft_length.policies import Fixed
+from tests.support.markers import subcases
 
 IMPOSSIBLE: dict[str, list[Any]] = {
     "num_draft_tokens": ["four", "", None, -1, 1.0, True, False, [4]],
@@ -25,12 +26,16 @@ IMPOSSIBLE: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in IMPOSSIBLE.items() for value in values])
-def test_impossible_setting_is_refused_naming_field_value_and_what_is_allowed(name: str, value: Any) -> None:
-    with pytest.raises(UsageError) as refusal:
-        DecoderConfig(**{name: value})
-    message = str(refusal.value)
-    assert message.startswith(f"{name}={value!r}; allowed: ") and "\n" not in message
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_setting_is_refused_naming_field_value_and_what_is_allowed(
+    name: str, subtests: pytest.Subtests
+) -> None:
+    for value in IMPOSSIBLE[name]:
+        with subtests.test(repr(value)):
+            with pytest.raises(UsageError) as refusal:
+                DecoderConfig(**{name: value})
+            message = str(refusal.value)
+            assert message.startswith(f"{name}={value!r}; allowed: ") and "\n" not in message
 
 
 IMPOSSIBLE_FOR_A_DECODER: dict[str, list[Any]] = {
@@ -44,16 +49,16 @@ IMPOSSIBLE_FOR_A_DECODER: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in IMPOSSIBLE_FOR_A_DECODER.items() for value in values]
-)
-def test_decoder_refuses_an_impossible_setting_in_one_line(name: str, value: Any) -> None:
-    with pytest.raises(UsageError) as refusal:
-        SpeculativeDecoder("toy", **{name: value})
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert message.startswith((f"{name}=", "ngram sizes")), message
-    assert "allowed: " in message or "needs a draft model" in message
+@pytest.mark.parametrize("name", IMPOSSIBLE_FOR_A_DECODER)
+def test_decoder_refuses_an_impossible_setting_in_one_line(name: str, subtests: pytest.Subtests) -> None:
+    for value in IMPOSSIBLE_FOR_A_DECODER[name]:
+        with subtests.test(repr(value)):
+            with pytest.raises(UsageError) as refusal:
+                SpeculativeDecoder("toy", **{name: value})
+            message = str(refusal.value)
+            assert "\n" not in message
+            assert message.startswith((f"{name}=", "ngram sizes")), message
+            assert "allowed: " in message or "needs a draft model" in message
 
 
 def test_decoder_takes_every_setting_and_its_default_from_the_config() -> None:
@@ -122,7 +127,7 @@ def test_fixed_draft_length_is_that_of_every_row(count: int) -> None:
     assert Fixed(count).lengths([None] * 3) == [count] * 3  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])
+@subcases("count", [-1, MAX_DRAFT_TOKENS + 1, True, 1.0, "4", None])
 def test_impossible_draft_length_is_refused(count: Any) -> None:
     with pytest.raises(UsageError, match=rf"^num_draft_tokens={count!r}; allowed: .* 0 to {MAX_DRAFT_TOKENS}"):
         Fixed(count)

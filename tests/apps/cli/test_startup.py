@@ -1,0 +1,106 @@
+"""Help and wrong use come at once: neither PyTorch nor transformers is imported for them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.apps.cli.application import COMMANDS
+
+# Imports the command line once, and has a fork of itself run it with each list of arguments.
+PROGRAM = """
+import json, os, sys
+from slipstream.apps.cli import main
+
+def run():
+    try:
+        main()
+    finally:
+        heavy = [name for name in ("torch", "transformers", "numpy", "prompt_toolkit") if name in sys.modules]
+        print("imported:", heavy, file=sys.stderr)
+
+for line in sys.stdin:
+    pipes = [os.pipe(), os.pipe()]
+    child = os.fork()
+    if child == 0:
+        for to, (_, end) in enumerate(pipes, 1):
+            os.dup2(end, to)
+        os.closerange(3, 256)
+        sys.argv = ["slipstream", *json.loads(line)]
+        run()
+        sys.exit()
+    texts = []
+    for begin, end in pipes:  # what a command prints is less than a pipe holds
+        os.close(end)
+        texts.append(open(begin).read())
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts]), flush=True)
+"""
+TOY = ("--target", "toy", "-p", "A")
+HELP = [(*name.split(), "--help") for names in COMMANDS.values() for name in (*names, "models check")]
+ASKING = [("--help",), ("--version",), *dict.fromkeys(HELP)]
+WRONG = [
+    ("frobnicate",),
+    ("generate",),
+    ("generate", "--no-such-flag"),
+    ("serve", "--host", "0.0.0.0"),
+    ("serve", "--port", "70000"),
+    ("chat", "--url", "nowhere"),
+    ("chat", "--model", "x"),
+    ("generate", *TOY, "--temperature", "abc"),
+    ("generate", *TOY, "--temperature", "-1"),
+    ("generate", *TOY, "--num-draft-tokens", "many"),
+    ("generate", *TOY, "--stop", ""),
+    ("generate", *TOY, "--json", "/no/such/folder/x.json"),
+    ("generate", *TOY, "--drafter", "none", "--num-draft-tokens", "3"),
+    ("generate", *TOY, "--drafter", "nonsense"),
+    ("generate", *TOY, "--acceptance", "nonsense"),
+    ("generate", "--target", "toy", "--prompt-file", "/nowhere.txt"),
+    ("compare", *TOY, "--repeats", "0"),
+    ("verify", "--category", "stories"),
+    ("sweep", "--lengths", "8-0"),
+    ("bench", "--batch-sizes", "0"),
+    ("bench", "--out", "/dev/null/folder"),
+    ("tune", "--budget", "0"),
+    ("simulate", "--target-params", "x"),
+    ("simulate", "--alpha", "0.5", "--stats", "x.json"),
+    ("report", "--ids", "--markdown", "x"),
+]
+
+
+def started(commands: Sequence[tuple[str, ...]]) -> list[tuple[int, str, str]]:
+    """Of each command: exit status, standard output, standard error."""
+    lines = "".join(json.dumps(arguments) + "\n" for arguments in commands)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=lines, capture_output=True, text=True, check=True)
+    outcomes = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(outcomes) == len(commands)
+    return outcomes
+
+
+def test_help_imports_no_library(subtests: pytest.Subtests) -> None:
+    for arguments, (code, out, err) in zip(ASKING, started(ASKING), strict=True):
+        with subtests.test(" ".join(arguments)):
+            assert code == 0 and out and err.strip() == "imported: []"
+
+
+def test_wrong_use_imports_no_library(subtests: pytest.Subtests) -> None:
+    for arguments, (code, out, err) in zip(WRONG, started(WRONG), strict=True):
+        with subtests.test(" ".join(arguments)):
+            lines = err.strip().splitlines()
+            assert code == 2 and not out and len(lines) == 2, err
+            assert lines[0].startswith("error: ") and lines[1] == "imported: []"
+
+
+@pytest.mark.slow
+def test_the_check_notices_an_import() -> None:
+    [(code, _, err)] = started([("generate", *TOY, "--max-tokens", "1")])
+    assert code == 0 and "torch" in err.splitlines()[-1]
+
+
+def test_every_command_is_listed_with_a_whole_sentence() -> None:
+    [(_, out, _)] = started([("--help",)])
+    lines = out.splitlines()
+    for name in (name for names in COMMANDS.values() for name in names):
+        assert any(line.split()[:1] == [name] for line in lines)
+    assert not any(line.endswith("...") for line in lines[1:])
