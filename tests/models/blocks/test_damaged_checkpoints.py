@@ -18,7 +18,7 @@ from slipstream.models.cpu.block_linear import block_linears
 from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.weights.quantisation_schemes import scheme_of
+from slipstream.models.weights.quantised_checkpoint import scheme_of
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not set(NEEDED["avx2"]) <= processor().flags, reason="needs a C compiler and AVX2"
