@@ -20,14 +20,18 @@ from slipstream.models.cpu.grouped_blocks import NotInBlocksError
 from slipstream.models.cpu.kernel_libraries import block_kernels
 from slipstream.models.cpu.structs import INPUTS
 from slipstream.models.hf.block_model import check_kernels, empty_model, fill
-from slipstream.models.hf.packed_matrices import PackedMatrices
 from slipstream.models.loaded import LoadOptions
 from slipstream.models.weights.gguf_configuration import described, scale_positions, unreadable_gguf
 from slipstream.models.weights.gguf_file import GGUFHeader, read_header
 from slipstream.models.weights.gguf_tensors import GGUFTensors, PackedAhead, check_kind
 from slipstream.models.weights.model_files import is_gguf, not_loaded
-from slipstream.models.weights.quantisation_schemes import Scheme, scheme_of
-from slipstream.models.weights.quantised_tensors import CheckpointTensors, unpacked_weights
+from slipstream.models.weights.quantised_checkpoint import (
+    CheckpointTensors,
+    PackedMatrices,
+    Scheme,
+    scheme_of,
+    unpacked_weights,
+)
 from slipstream.models.weights.resolve import resolve
 from slipstream.models.weights.rounding import RoundedTensors
 from slipstream.models.weights.safetensors_files import CheckpointFiles, file_of, located

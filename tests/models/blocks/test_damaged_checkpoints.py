@@ -17,7 +17,7 @@ from slipstream.models.cpu.kernel_libraries import NEEDED
 from slipstream.models.cpu.processor import processor
 from slipstream.models.load import load
 from slipstream.models.loaded import LoadOptions
-from slipstream.models.weights.quantisation_schemes import scheme_of
+from slipstream.models.weights.quantised_checkpoint import scheme_of
 from tests.support.quantised_files import Made, write_checkpoint
 
 pytestmark = pytest.mark.skipif(
