@@ -112,7 +112,7 @@ class Round:
         """Accepted tokens that are the beginning of the main chain."""
         if self.path is None:
             return self.num_accepted_tokens
-        return next((at for at, node in enumerate(self.path) if node != at), len(self.path))
+        return next((depth for depth, node in enumerate(self.path) if node != depth), len(self.path))
 
     @property
     def num_draft_tokens(self) -> int:
@@ -126,7 +126,7 @@ class Round:
         extra = len(self.tokens) - self.num_accepted_tokens
         drafter: tuple[Origin, Origin] = ("accepted", "forced")
         before, end = self.forced[0], len(self.draft) - self.forced[1]
-        accepted = tuple(drafter[not before <= at < end] for at in range(self.num_accepted_tokens))
+        accepted = tuple(drafter[not before <= index < end] for index in range(self.num_accepted_tokens))
         return (*accepted, *(last,) * extra)
 
 
@@ -136,9 +136,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[T
     Takes one transfer from the device.
     """
     logprobs = logits[: len(tokens)].float().log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.int64).to(logits.device)[:, None])
+    chosen = logprobs.gather(-1, torch.tensor(tokens, dtype=torch.int64).to(logits.device)[:, None])
     values, ids = logprobs.topk(count, dim=-1)
-    table = torch.cat([own.double(), values.double(), ids.double()], dim=1).tolist()  # ids are exact in float64
+    table = torch.cat([chosen.double(), values.double(), ids.double()], dim=1).tolist()  # ids are exact in float64
     return tuple(
         TokenLogprobs(token, line[0], tuple(zip(map(int, line[1 + count :]), line[1 : 1 + count], strict=True)))
         for token, line in zip(tokens, table, strict=True)
