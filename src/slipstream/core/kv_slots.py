@@ -141,9 +141,10 @@ class CacheAudit:
         committed = slot_state.row.tokens if slot_state.row is not None else []
         count = min(start, len(committed))
         if cached[:count] != committed[:count]:
-            at = next(i for i in range(count) if cached[i] != committed[i])
+            position = next(i for i in range(count) if cached[i] != committed[i])
+            token, expected = cached[position], committed[position]
             raise SlipstreamError(
-                f"KV cache: slot {slot} position {at} holds token {cached[at]}, committed is {committed[at]}"
+                f"KV cache: slot {slot} position {position} holds token {token}, committed is {expected}"
             )
         self._ids[slot] = cached[:start] + tokens
 
