@@ -8,7 +8,7 @@ import tiny
 
 from slipstream import SpeculativeDecoder
 from slipstream.models.hf.hf_tokenizer import HFTokenizer
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}{{ m.get('reasoning_content') }}{% if 'prefix' in m %}!{% endif %}"

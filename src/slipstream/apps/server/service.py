@@ -31,7 +31,7 @@ from slipstream.decoder import SpeculativeDecoder
 from slipstream.draft_length.acceptance_model import DraftNote
 from slipstream.text.results import Stats
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.wiring.model_fingerprint import fingerprint_of
+from slipstream.wiring.model_pair import fingerprint_of
 
 if TYPE_CHECKING:
     from slipstream.apps.server.batch_runner import BatchRunner
