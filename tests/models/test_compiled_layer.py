@@ -10,7 +10,8 @@ from tiny import fast, fresh
 from tiny import ragged_logits as logits
 from torch import Tensor
 
-from slipstream.core.trees import depths, path_to, segments_of
+from slipstream.core.rounds import depths
+from slipstream.core.trees import path_to, segments_of
 from slipstream.errors import SlipstreamError
 from slipstream.models.cpu.bfloat16_kernels import kernels
 from slipstream.models.cpu.block_kernels import block_kernels

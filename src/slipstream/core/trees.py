@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from slipstream.core.rounds import chain_end, depths, num_consecutive
 from slipstream.core.types import Draft, Sibling
 from slipstream.errors import UsageError
 
@@ -101,7 +102,7 @@ def arranged(draft: Draft) -> Draft:
     assert draft.parents is not None
     orders = [_order(parents[:length]) for parents, length in zip(draft.parents, draft.lengths, strict=True)]
     parents = tuple(_renumbered(old, order) for old, order in zip(draft.parents, orders, strict=True))
-    branching = any(parent != node - 1 for row_parents in parents for node, parent in enumerate(row_parents))
+    branching = any(chain_end(row) < len(row) for row in parents)
     return replace(_taken(draft, orders), parents=parents if branching else None)
 
 
@@ -115,19 +116,6 @@ def chain_lengths(draft: Draft) -> tuple[int, ...]:
     if draft.parents is None:
         return draft.lengths
     return tuple(map(chain_end, draft.parents))
-
-
-def chain_end(parents: Sequence[int]) -> int:
-    """Where the main chain of an arranged tree ends."""
-    return next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes each node of an arranged tree has before it."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -146,8 +134,7 @@ def segments_of(slot: int, start: int, base: int, parents: Sequence[int]) -> lis
     begins = [node for node in range(end, len(parents)) if node == end or parents[node] != node - 1]
     for begin, stop in pairwise([*begins, len(parents)]):
         path = path_to(parents, parents[begin])
-        in_place = next((depth for depth, node in enumerate(path) if node != depth), len(path))
-        detour = tuple(base + node for node in path[in_place:])
+        detour = tuple(base + node for node in path[num_consecutive(path) :])
         segments.append(TreeSegment(slot, base + len(path), stop - begin, base + begin, detour))
     return segments
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.core.rng import Race, Stream, Words, absorb, argmax, key, words
-from slipstream.core.trees import depths, path_to
+from slipstream.core.rounds import depths
+from slipstream.core.trees import path_to
 from slipstream.core.types import Draft, Row
 from slipstream.sampling.processors import KINDS, params_of
 from slipstream.sampling.warpers import Options, Warp
